@@ -28,8 +28,8 @@ from csattn.models.quantized_weight import QuantizedWeight, WeightFormat
 from csattn.models.spec import ModelSpec
 from csattn.models.weights import Linear
 from workers.model.gpu.triton_ops import TritonOps
-from workers.model.layers import expert_room
-from workers.model.ops import ExpertRoom, Normed, Readers, Stream, num_squares
+from workers.model.layers import expert_buffers
+from workers.model.ops import ExpertBuffers, Normed, Readers, Stream, num_squares
 from workers.model.torch_ops import TorchOps
 
 DTYPE = torch.bfloat16
@@ -95,24 +95,24 @@ def time_experts(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> l
     layer = random_weights(replace(spec, layers=spec.layers[:1], vocab_size=8), "cuda", few=few).layers[0]
     of, weights = spec.layers[0].experts[0], layer.experts[0]
     x, stream, readers = step_of(num_rows, spec.hidden_size, spec.hidden_size)
-    rooms = []
+    all_buffers = []
     for _ in range(MOST_SETS):
-        room = expert_room(of, spec.hidden_size, lambda *sizes, dtype=DTYPE: empty(num_rows, *sizes, dtype=dtype))
+        buffers = expert_buffers(of, spec.hidden_size, lambda *sizes, dtype=DTYPE: empty(num_rows, *sizes, dtype=dtype))
         chosen = torch.rand(num_rows, of.num_experts, device="cuda").topk(of.num_chosen).indices
-        room.chosen.copy_(chosen)
-        room.shares.fill_(1 / of.num_chosen)
-        rooms.append(room)
+        buffers.chosen.copy_(chosen)
+        buffers.shares.fill_(1 / of.num_chosen)
+        all_buffers.append(buffers)
 
-    def run(ops: TritonOps | TorchOps, room: ExpertRoom) -> Tensor:
-        ops.experts(x, weights, of, room)
-        ops.experts_add(weights, of, room, 1.0, stream, readers)
-        return room.parts
+    def run(ops: TritonOps | TorchOps, buffers: ExpertBuffers) -> Tensor:
+        ops.experts(x, weights, of, buffers)
+        ops.experts_add(weights, of, buffers, 1.0, stream, readers)
+        return buffers.parts
 
-    require_close(ops, run, rooms)
+    require_close(ops, run, all_buffers)
     each = sum(matrix.nbytes for matrix in (weights.gates, weights.ups, weights.down))
     each = (each if weights.quantized is None else weights.quantized.nbytes) // of.num_experts
-    nbytes = sum(len(room.chosen.unique()) for room in rooms) * each // len(rooms)
-    return [("experts", nbytes, time_graph([partial(run, ops, room) for room in rooms], seconds).p50_us)]
+    nbytes = sum(len(buffers.chosen.unique()) for buffers in all_buffers) * each // len(all_buffers)
+    return [("experts", nbytes, time_graph([partial(run, ops, buffers) for buffers in all_buffers], seconds).p50_us)]
 
 
 def time_products(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> list[Time]:

@@ -150,7 +150,7 @@ def random_weights(
             )
             if of.by_token
             else None,
-            norms=ExpertNorms(*torch.ones(4, spec.hidden_size, device=device)) if of.apart else None,
+            norms=ExpertNorms(*torch.ones(4, spec.hidden_size, device=device)) if of.has_own_norms else None,
             choice_bias=torch.zeros(of.num_experts, device=device) if of.has_choice_bias else None,
             gate_bias=gate_bias,
             up_bias=up_bias,
@@ -169,7 +169,7 @@ def random_weights(
         if of.compressed is not None:
             attended = of.compressed.out_width
         return LayerWeights(
-            before_attention=norm(hidden_size, of.pre_norm),
+            input_norm=norm(hidden_size, of.pre_norm),
             qkv=(
                 linear(
                     heads.q_width if attention.rows_of is not None else heads.qkv_width, hidden_size, attention.qkv_bias
@@ -184,12 +184,12 @@ def random_weights(
             head_norms=HeadNorms(q_norm, k_norm, ones) if of_heads else None,
             sinks=torch.zeros(spec.num_q_heads, device=device) if attention.sinks and plain else None,
             out=linear(hidden_size, attended, attention.out_bias, into_stream),
-            behind_attention=norm(hidden_size, of.post_norm),
-            before_mlp=norm(hidden_size, of.pre_norm and not of.parallel),
+            post_attention_norm=norm(hidden_size, of.post_norm),
+            pre_mlp_norm=norm(hidden_size, of.pre_norm and not of.parallel),
             gate_up=() if mlp is None else (linear((1 + mlp.gated) * mlp.intermediate_size, hidden_size, mlp.bias),),
             down=None if mlp is None else linear(hidden_size, mlp.intermediate_size, mlp.bias, into_stream),
             experts=tuple(experts(each) for each in of.experts),
-            behind_mlp=norm(hidden_size, of.post_norm),
+            post_mlp_norm=norm(hidden_size, of.post_norm),
             layer_input=LayerInputWeights(
                 linear(width, hidden_size),
                 linear(hidden_size, width, False, into_stream),

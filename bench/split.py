@@ -136,7 +136,7 @@ class _Bench:
         self._arguments, self._devices, self._shape = arguments, devices, shape_named(arguments.shape)
         is_searched = len(self._shape.indexed_layers) == self._shape.num_layers
         gate(is_searched, f"some layers of {arguments.shape} are not searched; choose a shape of which all are")
-        with devices.together():
+        with devices.all_or_none():
             self._recording = load_recording(arguments.recording)
         self.ceilings = ceilings()  # measured on all devices at once, because steps also use all links at once
         torch.cuda.empty_cache()
@@ -149,7 +149,7 @@ class _Bench:
                     case = {"context_len": context_len, "batch_size": batch_size, "placement": placement}
                     logits = None
                     if 1 in counts:
-                        with devices.together():
+                        with devices.all_or_none():
                             if devices.share.rank == 0:
                                 timed, logits = self._measure(placement, context_len, batch_size, Share(0, 1))
                                 found.append({**case, "num_devices": 1, **timed})
@@ -191,7 +191,7 @@ class _Bench:
         [(_, search), *_] = schedules(SearchConfig(lookahead=0), placement)
         threads = max(1, available_cpus() // share.num_devices)
         options = Options(shape=spec, search=search, ceilings=self.ceilings, seconds=0.3, num_threads=threads)
-        with self._devices.together() if is_split else nullcontext():
+        with self._devices.all_or_none() if is_split else nullcontext():
             require_memory(weight_bytes(spec), what)
             weights = random_weights(self._shape, device, DTYPE, share=share if is_split else None)
             torch.cuda.empty_cache()  # frees the whole layers of which this is a share

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
 from csattn.models import LoadedModel, load_model
-from csattn.models.few_bits import drop_few_bits
+from csattn.models.quantized_model import drop_quantized
 from index_build.board import BuildProgress, BuildState, Outcome
 from index_build.inputs import choose_device, read_text
 from index_build.job_list import Job
@@ -128,8 +128,8 @@ def sentence(error: Exception) -> str:
 
 def model_for_builds(options: BuildOptions, device: str) -> LoadedModel:
     """Load a model as `load_model` does, without the low-bit copies of its weights: prefill uses the decoded ones."""
-    loaded = load_model(options.model, options.dtype, device, weights=options.weights, may_lend=True)
-    drop_few_bits(loaded.model)
+    loaded = load_model(options.model, options.dtype, device, weights=options.weights, may_offload=True)
+    drop_quantized(loaded.model)
     return loaded
 
 

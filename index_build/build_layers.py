@@ -17,7 +17,7 @@ from csattn.artifact.layout import artifact_bytes, index_from_arrays, layer_file
 from csattn.artifact.layout import plan as plan_file
 from csattn.config import IndexConfig
 from csattn.models import LoadedModel
-from csattn.models.lending import lent
+from csattn.models.layer_offload import layer_on_device
 from csattn.models.query import PROJECTS_QUERIES, queries_before_rope
 from csattn.torch_threads import alone, threads_kept
 from index_build.board import BuildProgress
@@ -151,7 +151,7 @@ def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Ten
 
 def _fit_query(model: Any, layer_idx: int, *samples: Tensor) -> dict[str, Tensor]:
     """Fit `next_query`, the predictor of the layer's queries, to samples of the previous layer's input and output."""
-    with torch.inference_mode(), lent(model, layer_idx, PROJECTS_QUERIES) as layer:
+    with torch.inference_mode(), layer_on_device(model, layer_idx, PROJECTS_QUERIES) as layer:
         early, own = (queries_before_rope(layer, hidden) for hidden in samples)
         return {"next_query": fit_predictor(early, own)}
 

@@ -2,7 +2,7 @@
 
 The hidden states of the whole context pass through layer 0, then through layer 1, and so on, in chunks of rows.
 So the memory of q, k and v does not depend on the model's depth, and a build can resume at any layer from the hidden
-states that enter it. All arrays are on the model's device; layers in host memory are lent to it one by one.
+states that enter it. All arrays are on the model's device; layers in host memory are copied to it one by one.
 """
 
 from collections.abc import Callable, Generator
@@ -24,7 +24,7 @@ from csattn.errors import CaptureError
 from csattn.models.attending_cache import CACHE
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.families import describe, layer_type
-from csattn.models.lending import lent
+from csattn.models.layer_offload import layer_on_device
 from csattn.models.query import embed, layer_inputs
 from csattn.models.rope import position_embeddings
 from csattn.models.spec import AttentionSpec, ModelSpec
@@ -126,7 +126,7 @@ def prefill(
             kept: Any = LinearAttentionLayer()
             told, latent, more = embeddings[layer_idx], None, dict[str, Any]()
             compressed: CompressedLayer | None = None
-            with lent(model, layer_idx) as layer:
+            with layer_on_device(model, layer_idx) as layer:
                 if of_layer.compressed is not None:
                     compressed = CompressedLayer(layer, body.rotary_emb, config.hidden_size)
                 elif of_layer.delta is None:
@@ -184,7 +184,7 @@ class _Arrays:
         self._room = [tuple(like.new_empty(width) for width in widths)]
         if _has_room_for_another(self._room[0]):
             self._room.append(tuple(like.new_empty(width) for width in widths))
-        self._lent: dict[int, Tensor] = {}
+        self._shared_kv: dict[int, Tensor] = {}
 
     @property
     def are_reused_at_once(self) -> bool:
@@ -196,10 +196,10 @@ class _Arrays:
         q_sizes = heads.num_q_heads, self._num_queries, heads.head_dim
         kv_sizes = heads.num_kv_heads, self._context_len, 2, heads.head_dim
         q, kv = (numbers[: prod(sizes)].view(sizes) for numbers, sizes in ((q, q_sizes), (kv, kv_sizes)))
-        if layer_idx in self._spec.lenders:
-            kv = self._lent[layer_idx] = self._like.new_empty(kv_sizes)
-        lender = self._spec.layers[layer_idx].attention.rows_of
-        return q, kv if lender is None else self._lent[lender]
+        if layer_idx in self._spec.kv_sources:
+            kv = self._shared_kv[layer_idx] = self._like.new_empty(kv_sizes)
+        kv_source = self._spec.layers[layer_idx].attention.rows_of
+        return q, kv if kv_source is None else self._shared_kv[kv_source]
 
 
 def _has_room_for_another(arrays: tuple[Tensor, ...]) -> bool:
@@ -217,7 +217,7 @@ def may_begin(model: Any, layer_idx: int) -> bool:
     spec = describe(model.config)
     latent = spec.layers[layer_idx].latent
     chooses = latent is None or latent.indexer is not None or latent.top_k is None
-    return chooses and not any(lender < layer_idx for lender in spec.lenders)
+    return chooses and not any(kv_source < layer_idx for kv_source in spec.kv_sources)
 
 
 def attend_chunk_on_gpu(

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from csattn.models.latent import (
-    Turn,
+    LatentRope,
     attend_latents,
     choose_rows,
     latent_queries,
@@ -42,20 +42,20 @@ class LatentLayer:
         """
         spec, weights, layer = self._spec, self._weights, self._layer
         half = spec.rope_dim // 2
-        turn = Turn(cos[:, :half], sin[:, :half], self._interleaved)
+        rope = LatentRope(cos[:, :half], sin[:, :half], self._interleaved)
         inputs = _products(layer.input_layernorm(hidden), weights.inputs)
         projected = inputs
         if weights.queries:
             projected = _products(query_latents(inputs, weights, spec), weights.queries)
-        self._rows[tokens] = latent_rows(inputs, weights, spec, turn, self._rows.shape[1]).to(self._rows.dtype)
-        asked, seen = latent_queries(inputs, projected, weights, spec, turn), self._rows[: tokens.stop]
+        self._rows[tokens] = latent_rows(inputs, weights, spec, rope, self._rows.shape[1]).to(self._rows.dtype)
+        queries, seen = latent_queries(inputs, projected, weights, spec, rope), self._rows[: tokens.stop]
         chosen = None
         if self._chosen is not None:
             if spec.indexer is not None:
                 lens = torch.arange(tokens.start + 1, tokens.stop + 1, dtype=torch.int32, device=seen.device)
-                self._chosen[tokens] = choose_rows(asked, seen, lens, spec)
+                self._chosen[tokens] = choose_rows(queries, seen, lens, spec)
             chosen = self._chosen[tokens]
-        attended = attend_latents(asked.q.to(seen.dtype), seen, chosen, spec, self._scale)
+        attended = attend_latents(queries.q.to(seen.dtype), seen, chosen, spec, self._scale)
         hidden = hidden + layer.self_attn.o_proj(latent_values(attended, weights).to(hidden.dtype))
         leaving: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
         return leaving

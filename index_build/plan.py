@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from csattn import __version__
 from csattn.artifact import ArtifactSpec, hash_token_ids
-from csattn.artifact.manifest import AS_THEY_ARE
+from csattn.artifact.manifest import NOT_ROUNDED
 from csattn.build_options import BuildOptions
 from csattn.config import IndexConfig
 from csattn.models import LoadedModel
@@ -49,7 +49,7 @@ def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexCo
         index_config=config,
         kv_dtype=str(loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]  # the spec refuses others
     )
-    told = {**notes, "weights": loaded.rounding or AS_THEY_ARE}
+    told = {**notes, "weights": loaded.rounding or NOT_ROUNDED}
     return Plan(spec, token_ids, told, versions)
 
 

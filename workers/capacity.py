@@ -8,9 +8,9 @@ from csattn.artifact import ArtifactSpec, KvDtype, ModelGeometry
 from csattn.artifact.layout import file_names, kv_file, plan
 from csattn.cache import cache_dir
 from csattn.config import preset
-from csattn.models.loader import DTYPES, are_copied, have_few_bits, is_to_be_converted, read_config
+from csattn.models.loader import DTYPES, are_copied, has_low_bit_weights, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
-from csattn.models.weight_sizes import WeightBytes, conversion_bytes, is_converted_aside, weight_bytes
+from csattn.models.weight_sizes import WeightBytes, conversion_bytes, is_converted_on_disk, weight_bytes
 from offload.budget import host_memory_bytes, require_host_memory
 from offload.codecs.formats import KvFormat
 from offload.slot_cache import max_slots
@@ -44,7 +44,7 @@ def context_bytes(spec: ArtifactSpec, kv_format: KvFormat | None = None) -> tupl
     The others are mainly the index.
     """
     kv = others = 0
-    coded = [kv_file(i) for i in spec.model.indexed_layers if spec.model.lender(i) == i] if kv_format else []
+    coded = [kv_file(i) for i in spec.model.indexed_layers if spec.model.kv_source(i) == i] if kv_format else []
     for name in file_names(spec):
         if name in coded:
             assert kv_format is not None
@@ -91,7 +91,7 @@ def require_room_for_weights(name: str | None, dtype: str, weights: str | None =
     if is_converted or are_copied(config, dtype, weights):
         _require_room_for_copies(config, size, dtype, is_converted)
     needed = size.on_host if dtype == "bfloat16" else size.decoded
-    _tell_beyond_memory(needed, can_be_rounded=not have_few_bits(config, weights))
+    _tell_beyond_memory(needed, can_be_rounded=not has_low_bit_weights(config, weights))
 
 
 def _require_room_for_copies(config: Any, size: WeightBytes, dtype: str, is_converted: bool) -> None:
@@ -101,10 +101,10 @@ def _require_room_for_copies(config: Any, size: WeightBytes, dtype: str, is_conv
     elif are_copied(config, dtype) and not are_copied(config, "bfloat16"):
         remedy += "; in bfloat16, as its files have it, it is mapped: --dtype bfloat16, of a service build.dtype"
     what = f"the model, its weights {'converted' if is_converted else 'copied'} to {dtype},"
-    needed = size.decoded + size.few_bits - (size.aside if dtype == "bfloat16" else 0)
+    needed = size.decoded + size.quantized - (size.mapped if dtype == "bfloat16" else 0)
     if is_converted:
         needed = conversion_bytes(config, DTYPES[dtype].itemsize)  # once converted, it is memory-mapped
-        if not is_converted_aside(size.decoded):
+        if not is_converted_on_disk(size.decoded):
             remedy += f"; with more room in {cache_dir()} it takes less"
     elif getattr(config, "dtype", None) in (None, DTYPES[dtype]):
         needed -= size.others  # these are memory-mapped

@@ -141,7 +141,7 @@ def take_next_query(arrays: dict[str, NDArray[Any]]) -> NDArray[np.float32] | No
     """Remove the arrays of `next_query_arrays` and decode them; None if absent. The inverse up to rounding."""
     if "next_query" not in arrays:
         return None
-    with np.errstate(over="ignore", invalid="ignore"):  # `fault_of_index` refuses what is not finite
+    with np.errstate(over="ignore", invalid="ignore"):  # `index_fault` refuses what is not finite
         rows: NDArray[np.float32] = arrays.pop("next_query") * arrays.pop("next_query_scale")[..., None]
     return rows
 
@@ -180,7 +180,7 @@ def index_from_arrays(
     )
 
 
-def fault_of_index(index: LayerIndex | SketchIndex | NoIndex) -> str | None:
+def index_fault(index: LayerIndex | SketchIndex | NoIndex) -> str | None:
     """Return why a search over this index could read out of bounds or compute NaN; None if it cannot.
 
     Kernels check no bounds: this is their only protection from a forged table.
@@ -192,7 +192,7 @@ def fault_of_index(index: LayerIndex | SketchIndex | NoIndex) -> str | None:
             return f"{name} holds NaN, infinity or a number beyond {limit:.1e}"
     if isinstance(index, NoIndex):
         return None
-    return _fault_of_sketch(index) if isinstance(index, SketchIndex) else _fault_of_lists(index)
+    return _sketch_fault(index) if isinstance(index, SketchIndex) else _lists_fault(index)
 
 
 def _greatest(array: NDArray[np.floating[Any]]) -> float:
@@ -201,7 +201,7 @@ def _greatest(array: NDArray[np.floating[Any]]) -> float:
     return float((array.view(f"u{array.itemsize}") & without_sign).max().view(array.dtype))
 
 
-def _fault_of_sketch(index: SketchIndex) -> str | None:
+def _sketch_fault(index: SketchIndex) -> str | None:
     starts = index.segment_starts.astype(np.int64)
     if starts[0] != 0 or (starts % SEGMENT_STEP).any() or (np.diff(starts, append=index.context_len) <= 0).any():
         return f"segment_starts are not multiples of {SEGMENT_STEP} that ascend from 0 to below {index.context_len}"
@@ -212,13 +212,13 @@ def _fault_of_sketch(index: SketchIndex) -> str | None:
     return None
 
 
-def _fault_of_lists(index: LayerIndex) -> str | None:
+def _lists_fault(index: LayerIndex) -> str | None:
     table = index.table
     in_last_chunk = (table.context_len - 1) % CHUNK_KEYS + 1
     for listed, starts, scores, least in zip(table.listed, table.starts, table.scores, table.least, strict=True):
         counts = _BITS_OF_BYTES[listed.view(np.uint8)].sum(axis=-1, dtype=np.int64)  # of each chunk
-        behind = unpack_bits(listed[..., -1, :])[..., in_last_chunk:]
-        if (counts.sum(axis=-1) != table.list_len).any() or behind.any():
+        past_end = unpack_bits(listed[..., -1, :])[..., in_last_chunk:]
+        if (counts.sum(axis=-1) != table.list_len).any() or past_end.any():
             return f"listed does not have {table.list_len} of the context's {table.context_len} rows in each list"
         if (np.cumsum(counts, axis=-1) - counts != starts).any():
             return "starts are not where the scores of listed rows begin"

@@ -16,8 +16,8 @@ from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigErr
 FORMAT_NAME = "csattn-artifact"
 FORMAT_VERSION = 5
 STATE, ALL, COMPRESSED = -1, -2, -3  # special values in `ModelGeometry.reaches`
-MOST_TOKENS = 2**31 - 1  # rows are numbered by int32
-AS_THEY_ARE = "none"  # noted in a manifest as the rounding of weights that were not rounded
+MAX_CONTEXT_TOKENS = 2**31 - 1  # rows are numbered by int32
+NOT_ROUNDED = "none"  # noted in a manifest as the rounding of weights that were not rounded
 
 _MAX_SHOWN = 200  # characters shown of a fault in a manifest
 
@@ -126,13 +126,13 @@ class ModelGeometry:
         reach = self._reach(layer_idx)
         return context_len if reach in (0, ALL) else min(context_len, reach)
 
-    def lender(self, layer_idx: int) -> int:
+    def kv_source(self, layer_idx: int) -> int:
         """Return the layer whose rows this layer attends to."""
         return self.rows_of[layer_idx] if self.rows_of else layer_idx
 
     def num_stored(self, layer_idx: int, context_len: int) -> int:
         """Return how many rows of a context are stored for that layer; 0 if it attends to another's."""
-        return self.num_kept(layer_idx, context_len) if self.lender(layer_idx) == layer_idx else 0
+        return self.num_kept(layer_idx, context_len) if self.kv_source(layer_idx) == layer_idx else 0
 
     def _reach(self, layer_idx: int) -> int:
         return self.reaches[layer_idx] if self.reaches else 0
@@ -175,8 +175,8 @@ class ArtifactSpec:
     kv_dtype: KvDtype
 
     def __post_init__(self) -> None:
-        if type(self.context_len) is not int or not 1 <= self.context_len <= MOST_TOKENS:
-            raise ConfigError(f"a context has 1 to {MOST_TOKENS} tokens, got context_len={self.context_len!r}")
+        if type(self.context_len) is not int or not 1 <= self.context_len <= MAX_CONTEXT_TOKENS:
+            raise ConfigError(f"a context has 1 to {MAX_CONTEXT_TOKENS} tokens, got context_len={self.context_len!r}")
         if self.kv_dtype not in get_args(KvDtype):
             raise ConfigError(f"kv_dtype must be one of {', '.join(get_args(KvDtype))}, got {self.kv_dtype!r}")
         if not self.model.reaches or 0 in self.model.reaches:  # some have an index; no loop to a forged num_layers
@@ -221,7 +221,7 @@ class Manifest:
 
     @property
     def weights(self) -> str | None:
-        """The format that the model's weights were rounded to, or AS_THEY_ARE; None if not noted, as in older ones."""
+        """The format that the model's weights were rounded to, or NOT_ROUNDED; None if not noted, as in older ones."""
         return self._noted("weights")
 
     @property
@@ -262,11 +262,11 @@ class Manifest:
             _require_this_version(document)
             manifest, name = cls._from_document(document), document["artifact_id"]
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            told = f"{type(error).__name__}: {error}"[:_MAX_SHOWN]  # a repr may contain the whole manifest
-            raise ArtifactCorruptError(f"the manifest is not one that csattn writes ({told})") from error
+            shown = f"{type(error).__name__}: {error}"[:_MAX_SHOWN]  # a repr may contain the whole manifest
+            raise ArtifactCorruptError(f"the manifest is not one that csattn writes ({shown})") from error
         if name != manifest.spec.artifact_id:
-            told = repr(name)[:_MAX_SHOWN]
-            raise ArtifactCorruptError(f"the manifest calls itself {told} but describes {manifest.spec.artifact_id}")
+            shown = repr(name)[:_MAX_SHOWN]
+            raise ArtifactCorruptError(f"the manifest calls itself {shown} but describes {manifest.spec.artifact_id}")
         return manifest
 
     @classmethod

@@ -20,8 +20,8 @@ from csattn.artifact.layout import (
     MANIFEST_HASH_FILE,
     MAX_LAYERS,
     TOKENS_FILE,
-    fault_of_index,
     file_names,
+    index_fault,
     index_file,
     index_from_arrays,
     kv_file,
@@ -30,8 +30,8 @@ from csattn.artifact.layout import (
     state_file,
     take_next_query,
 )
-from csattn.artifact.manifest import AS_THEY_ARE, ArtifactSpec, Manifest, ModelGeometry, hash_token_ids
-from csattn.artifact.tensor_file import how_to_heal, map_file, open_regular_file
+from csattn.artifact.manifest import NOT_ROUNDED, ArtifactSpec, Manifest, ModelGeometry, hash_token_ids
+from csattn.artifact.tensor_file import map_file, open_regular_file, repair_advice
 from csattn.cpus import available_cpus
 from csattn.errors import (
     ArtifactCorruptError,
@@ -82,15 +82,15 @@ class Artifact:
 
         A local layer has only the last `ModelGeometry.num_kept` rows.
         """
-        lender = self.spec.model.lender(layer_idx)
-        return as_tensor(self._file(kv_file(lender))["kv"], self.spec.kv_dtype == "bfloat16")
+        kv_source = self.spec.model.kv_source(layer_idx)
+        return as_tensor(self._file(kv_file(kv_source))["kv"], self.spec.kv_dtype == "bfloat16")
 
     def layer_kv_place(self, layer_idx: int) -> tuple[Path, int, int]:
         """Return where the rows of `layer_kv` are contiguous on disk: file, offset of the first byte, number of bytes.
 
         For readers that do not map the file. The checks at opening cover it as well.
         """
-        self._file(name := kv_file(self.spec.model.lender(layer_idx)))
+        self._file(name := kv_file(self.spec.model.kv_source(layer_idx)))
         [(tensor, offset)] = plan(self.spec, name).tensors
         return self.path / name, offset, tensor.num_bytes
 
@@ -125,7 +125,7 @@ class Artifact:
         states = {name: self._file(name) for name in map(state_file, layers)}
         for name, state in states.items():
             if not all(map(_is_finite, state.values())):
-                raise ArtifactCorruptError(f"{self.path / name} holds NaN or infinity; {how_to_heal(self.path)}")
+                raise ArtifactCorruptError(f"{self.path / name} holds NaN or infinity; {repair_advice(self.path)}")
         return list(states.values())
 
     def require_sound(self) -> None:
@@ -146,8 +146,8 @@ class Artifact:
             arrays = dict(self._file(name)) if has_file else {}
             next_query = take_next_query(arrays)
             index = index_from_arrays(self.spec.index_config, self.spec.context_len, arrays, next_query)
-            if fault := fault_of_index(index):
-                raise ArtifactCorruptError(f"{self.path / name}: {fault}; {how_to_heal(self.path)}")
+            if fault := index_fault(index):
+                raise ArtifactCorruptError(f"{self.path / name}: {fault}; {repair_advice(self.path)}")
             self._indexes[layer_idx] = index
         return index
 
@@ -176,7 +176,7 @@ class Artifact:
         """Say how the weights of the model that built it were loaded, as part of a sentence."""
         if (rounding := self.manifest.weights) is None:
             return "its weights rounded as they were then"
-        if rounding == AS_THEY_ARE:
+        if rounding == NOT_ROUNDED:
             return "its weights as they are (leave out --weights, in Python weights=)"
         return f"its weights rounded to {rounding} (add --weights {rounding}, in Python weights={rounding!r})"
 
@@ -250,11 +250,11 @@ def open_artifact(
             f"cannot read the artifact {path}: {error.strerror or error}; check its permissions and its disk"
         ) from error
     if hash_token_ids(artifact.token_ids) != manifest.spec.token_ids_sha256:
-        raise ArtifactCorruptError(f"{path / TOKENS_FILE} holds other tokens than it should; {how_to_heal(path)}")
+        raise ArtifactCorruptError(f"{path / TOKENS_FILE} holds other tokens than it should; {repair_advice(path)}")
     vocab_size = manifest.spec.model.vocab_size
     if not 0 <= artifact.token_ids.min() <= artifact.token_ids.max() < vocab_size:
         raise ArtifactCorruptError(
-            f"{path / TOKENS_FILE} holds tokens that a model of {vocab_size} has not; {how_to_heal(path)}"
+            f"{path / TOKENS_FILE} holds tokens that a model of {vocab_size} has not; {repair_advice(path)}"
         )
     if verify == "full":
         artifact.require_sound()
@@ -278,7 +278,7 @@ def is_whole(path: Path) -> bool:
 def _read_manifest(path: Path) -> Manifest:
     if not (path / MANIFEST_FILE).exists():
         # advise to delete only what is named like an artifact: anything else may be a store, or a home directory
-        remedy = how_to_heal(path)
+        remedy = repair_advice(path)
         if not is_artifact_id(path.name):
             remedy = (
                 f"if it is a store, `csattn ls --store {path}` lists its artifacts: give {path}/ and how an id starts"
@@ -288,10 +288,10 @@ def _read_manifest(path: Path) -> Manifest:
         data = file.read(_MAX_MANIFEST_BYTES)
     hash_path = path / MANIFEST_HASH_FILE
     if not hash_path.exists():
-        raise ArtifactCorruptError(f"{hash_path} is missing; {how_to_heal(path)}")
+        raise ArtifactCorruptError(f"{hash_path} is missing; {repair_advice(path)}")
     with open_regular_file(hash_path) as file:
         stored = file.read(_MAX_MANIFEST_BYTES)
-    return parse_manifest(path, data, stored, how_to_heal(path))
+    return parse_manifest(path, data, stored, repair_advice(path))
 
 
 def parse_manifest(place: Path | str, data: bytes, hash_line: bytes, remedy: str) -> Manifest:
@@ -323,21 +323,21 @@ def manifest_hash_line(manifest: bytes) -> bytes:
 def _require_file_set(path: Path, manifest: Manifest) -> None:
     """Raise ArtifactCorruptError for missing and unknown files, wrong sizes, and another artifact's id."""
     if is_artifact_id(path.name) and path.name != manifest.spec.artifact_id:
-        raise ArtifactCorruptError(f"{path} holds the artifact {manifest.spec.artifact_id}; {how_to_heal(path)}")
+        raise ArtifactCorruptError(f"{path} holds the artifact {manifest.spec.artifact_id}; {repair_advice(path)}")
     # macOS leaves .DS_Store where a Finder has looked, and ._NAME beside a file on a disk of another system
     found = {name for name in os.listdir(path) if name != ".DS_Store" and not name.startswith("._")}
     found -= {MANIFEST_FILE, MANIFEST_HASH_FILE}
     if missing := sorted(set(manifest.files) - found):
-        raise ArtifactCorruptError(f"{path / missing[0]} is missing; {how_to_heal(path)}")
+        raise ArtifactCorruptError(f"{path / missing[0]} is missing; {repair_advice(path)}")
     if unknown := sorted(found - set(manifest.files)):
         raise ArtifactCorruptError(
-            f"{path / unknown[0]} does not belong to the artifact; remove it if it is yours, or {how_to_heal(path)}"
+            f"{path / unknown[0]} does not belong to the artifact; remove it if it is yours, or {repair_advice(path)}"
         )
     for name, record in manifest.files.items():
         size_bytes = os.stat(path / name).st_size
         if size_bytes != record.size_bytes:
             raise ArtifactCorruptError(
-                f"{path / name} has {size_bytes} bytes instead of {record.size_bytes}; {how_to_heal(path)}"
+                f"{path / name} has {size_bytes} bytes instead of {record.size_bytes}; {repair_advice(path)}"
             )
 
 
@@ -349,7 +349,7 @@ def _require_hashes(path: Path, manifest: Manifest, progress: Progress | None) -
         try:
             for (name, record), found in zip(manifest.files.items(), hashes, strict=True):
                 if found != record.sha256:
-                    raise ArtifactCorruptError(f"{path / name} is altered: its SHA-256 is wrong; {how_to_heal(path)}")
+                    raise ArtifactCorruptError(f"{path / name} is altered: its SHA-256 is wrong; {repair_advice(path)}")
                 done_bytes += record.size_bytes
                 if progress is not None:
                     progress(done_bytes, total_bytes)

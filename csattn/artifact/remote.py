@@ -20,7 +20,7 @@ from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import Manifest
 from csattn.artifact.reader import Progress, has_hash, is_whole, open_artifact, parse_manifest
-from csattn.artifact.tensor_file import how_to_heal
+from csattn.artifact.tensor_file import repair_advice
 from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, num_bytes_below, remove, used_at
 from csattn.cache import cache_dir
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
@@ -78,9 +78,9 @@ class RemoteStore:
         """Download and hash every file, without storing it. Raises ArtifactCorruptError for one that differs."""
         manifest, done_bytes = self.manifest(artifact_id), 0
         with open(os.devnull, "wb", buffering=0) as nowhere:
-            for name, wanted in manifest.files.items():
-                self._read(artifact_id, name, wanted, NewFile(nowhere.fileno()))
-                done_bytes += wanted.size_bytes
+            for name, record in manifest.files.items():
+                self._read(artifact_id, name, record, NewFile(nowhere.fileno()))
+                done_bytes += record.size_bytes
                 if progress is not None:
                     progress(done_bytes, manifest.size_bytes)
         return manifest
@@ -120,10 +120,10 @@ class RemoteStore:
         parts = work / "download"
         with store_errors(f"download into {work}", cache):
             parts.mkdir(parents=True, exist_ok=True)
-        for name, wanted in manifest.files.items():
-            if not has_hash(parts / name, wanted.sha256):
-                with new_file(parts / name, wanted.size_bytes) as file:
-                    self._read(artifact_id, name, wanted, file)
+        for name, record in manifest.files.items():
+            if not has_hash(parts / name, record.sha256):
+                with new_file(parts / name, record.size_bytes) as file:
+                    self._read(artifact_id, name, record, file)
         write_bytes(parts / MANIFEST_HASH_FILE, hash_line)
         write_bytes(parts / MANIFEST_FILE, manifest_bytes)
         with store_errors(f"publish {target}", cache):
@@ -132,16 +132,16 @@ class RemoteStore:
             fsync_dir(cache)
         shutil.rmtree(work, ignore_errors=True)
 
-    def _read(self, artifact_id: str, name: str, wanted: FileRecord, file: NewFile) -> None:
+    def _read(self, artifact_id: str, name: str, record: FileRecord, file: NewFile) -> None:
         """Copy a file. Raises ArtifactCorruptError if its size or hash is not that of its record."""
         action = f"read {self.url}/{artifact_id}/{name}"
         with _remote_errors(action), self._fs.open(self._file(artifact_id, name), "rb") as source:
-            while file.size_bytes <= wanted.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
+            while file.size_bytes <= record.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
                 file.write(chunk)
-        if file.record != wanted:
+        if file.record != record:
             raise ArtifactCorruptError(
                 f"{self.url}/{artifact_id}/{name} is not what its manifest says: it is truncated or altered; "
-                f"{how_to_heal(f'{self.url}/{artifact_id}')}"
+                f"{repair_advice(f'{self.url}/{artifact_id}')}"
             )
 
     def _manifest(self, artifact_id: str) -> tuple[Manifest, bytes, bytes]:
@@ -154,7 +154,7 @@ class RemoteStore:
                 )
             data = bytes(self._fs.cat_file(self._file(artifact_id, MANIFEST_FILE)))
             hash_line = bytes(self._fs.cat_file(self._file(artifact_id, MANIFEST_HASH_FILE)))
-        manifest = parse_manifest(place, data, hash_line, how_to_heal(place))
+        manifest = parse_manifest(place, data, hash_line, repair_advice(place))
         if manifest.spec.artifact_id != artifact_id:
             raise ArtifactCorruptError(f"{place} holds the artifact {manifest.spec.artifact_id}; delete it")
         return manifest, data, hash_line

@@ -127,12 +127,12 @@ def map_file(path: Path, layout: FileLayout) -> dict[str, NDArray[Any]]:
         if size_bytes != layout.size_bytes:
             raise ArtifactCorruptError(
                 f"{path} has {size_bytes} bytes instead of {layout.size_bytes}: it is truncated or altered; "
-                f"{how_to_heal(path.parent)}"
+                f"{repair_advice(path.parent)}"
             )
         if file.read(len(layout.header)) != layout.header:
             raise ArtifactCorruptError(
                 f"{path} does not hold the arrays that the manifest describes: its header is altered, or the "
-                f"file belongs to another artifact or layer; {how_to_heal(path.parent)}"
+                f"file belongs to another artifact or layer; {repair_advice(path.parent)}"
             )
         mapped = map_read_only(file.fileno(), size_bytes)
     return {
@@ -144,11 +144,11 @@ def map_file(path: Path, layout: FileLayout) -> dict[str, NDArray[Any]]:
 def open_regular_file(path: Path) -> Any:
     """Open a regular file for reading; refuse others, because a pipe in its place would block the reader forever."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ArtifactCorruptError(f"{path} is not a regular file; {how_to_heal(path.parent)}")
+        raise ArtifactCorruptError(f"{path} is not a regular file; {repair_advice(path.parent)}")
     return open(path, "rb")
 
 
-def how_to_heal(place: Path | str) -> str:
+def repair_advice(place: Path | str) -> str:
     """Return what to do about a damaged artifact, as the end of a sentence."""
     return f"delete {place}, and copy it again or build it again with `csattn build`"
 
@@ -166,9 +166,9 @@ def _pieces(spec: TensorSpec, array: NDArray[Any] | torch.Tensor) -> Iterator[me
     assert array.shape == spec.shape, f"{spec.name} has shape {array.shape} instead of {spec.shape}"
     assert array.dtype == dtype, f"{spec.name} has dtype {array.dtype} instead of {dtype}"
     rows = np.atleast_1d(array)
-    at_once = max(1, _PIECE_BYTES * len(rows) // max(1, array.nbytes))
-    for start in range(0, len(rows), at_once):
-        yield np.ascontiguousarray(rows[start : start + at_once]).reshape(-1).view(np.uint8).data
+    chunk_rows = max(1, _PIECE_BYTES * len(rows) // max(1, array.nbytes))
+    for start in range(0, len(rows), chunk_rows):
+        yield np.ascontiguousarray(rows[start : start + chunk_rows]).reshape(-1).view(np.uint8).data
 
 
 def map_read_only(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:

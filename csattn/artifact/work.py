@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from csattn.artifact.durable import FileRecord, store_errors, write_bytes
 from csattn.artifact.layout import (
     KV_DTYPES,
-    fault_of_index,
     index_arrays,
+    index_fault,
     index_file,
     layer_files,
     next_query_arrays,
@@ -60,7 +60,7 @@ class WorkDir:
 
     def finish_layer(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex | SketchIndex | NoIndex) -> None:
         """Write the index of a layer whose KV or state is written already, then the layer's record."""
-        if fault := fault_of_index(index):
+        if fault := index_fault(index):
             raise ArtifactError(f"the index of layer {layer_idx} cannot be stored: {fault}; nothing was published")
         records = {next(layer_files(self.spec, layer_idx)): kv_record}
         arrays = index_arrays(index) | next_query_arrays(index.next_query)
@@ -80,7 +80,7 @@ class WorkDir:
 
     def is_intact(self, records: Mapping[str, FileRecord]) -> bool:
         """Whether files of the artifact have the sizes and hashes in their records."""
-        return all(is_as_written(self.parts / name, plan(self.spec, name), wanted) for name, wanted in records.items())
+        return all(matches_record(self.parts / name, plan(self.spec, name), record) for name, record in records.items())
 
     def save_checkpoint(self, next_layer: int, hidden: torch.Tensor) -> None:
         """Save the hidden state [context_len, hidden_size] that enters `next_layer`, and remove older ones."""
@@ -109,8 +109,8 @@ class WorkDir:
         if type(next_layer) is not int or not 0 <= next_layer <= num_ready_layers:
             return None
         name = _hidden_file(next_layer)
-        wanted = files_from_json(record).get(name)
-        return (next_layer, name) if is_as_written(self.path / name, self._hidden_layout(), wanted) else None
+        file_record = files_from_json(record).get(name)
+        return (next_layer, name) if matches_record(self.path / name, self._hidden_layout(), file_record) else None
 
     def _hidden_layout(self) -> FileLayout:
         shape = self.spec.context_len, self.spec.model.hidden_size
@@ -149,7 +149,7 @@ def files_from_json(record: dict[str, Any] | None) -> dict[str, FileRecord]:
         return {}
 
 
-def remove_others(directory: Path, kept: set[str]) -> None:
+def remove_except(directory: Path, kept: set[str]) -> None:
     """Remove everything in a directory except these names."""
     for entry in directory.iterdir():
         if entry.name not in kept:
@@ -186,11 +186,11 @@ def used_at(path: Path) -> float:
     return when if when < time.time() + _AHEAD_S else 0.0
 
 
-def is_as_written(path: Path, layout: FileLayout, wanted: FileRecord | None) -> bool:
+def matches_record(path: Path, layout: FileLayout, record: FileRecord | None) -> bool:
     """Whether a file has this layout, and the size and hash in its record."""
     try:
         map_file(path, layout)
-        return FileRecord(layout.size_bytes, hash_file(path)) == wanted
+        return FileRecord(layout.size_bytes, hash_file(path)) == record
     except (OSError, ArtifactError):
         return False
 

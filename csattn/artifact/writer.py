@@ -19,7 +19,7 @@ from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FIL
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.reader import is_whole, manifest_hash_line
-from csattn.artifact.work import BUILDING_PREFIX, CHECKPOINT_FILE, LOCK_SUFFIX, WorkDir, remove, remove_others
+from csattn.artifact.work import BUILDING_PREFIX, CHECKPOINT_FILE, LOCK_SUFFIX, WorkDir, remove, remove_except
 from csattn.errors import ArtifactError, StoreFullError
 
 
@@ -111,7 +111,7 @@ class ArtifactWriter:
         for layer_idx in range(self.finished_layers):
             files |= self._layers[layer_idx]
         with store_errors(f"clear up {self.work.parts}", self._store):
-            remove_others(self.work.parts, set(files))  # a lost worker may have left half a file
+            remove_except(self.work.parts, set(files))  # a lost worker may have left half a file
         files = {name: files[name] for name in file_names(self.spec)}  # in the order of an uninterrupted build
         manifest = Manifest(
             spec=self.spec, library_versions=library_versions, build_notes=build_notes, files=files
@@ -148,8 +148,8 @@ class ArtifactWriter:
                 kept_parts |= records.keys()
         checkpoint = work.intact_checkpoint(self.finished_layers)
         kept |= {CHECKPOINT_FILE, checkpoint[1]} if checkpoint is not None else set()
-        remove_others(work.path, kept)
-        remove_others(work.parts, kept_parts)
+        remove_except(work.path, kept)
+        remove_except(work.parts, kept_parts)
 
     def _discard_work(self) -> None:
         """Remove the building directory; what cannot be removed is left to `collect_garbage`."""

@@ -13,7 +13,7 @@ IMPLEMENTATION = "csattn"
 
 _lock = Lock()
 # by model: how many `attention_implementation` are open, and the model's own implementation
-_wanted: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
+_num_open: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 
 
 class attention_implementation:
@@ -28,16 +28,16 @@ class attention_implementation:
 
     def __enter__(self) -> None:
         with _lock:
-            number, before = _wanted.get(self._model, (0, self._model.config._attn_implementation))
+            number, before = _num_open.get(self._model, (0, self._model.config._attn_implementation))
             if number == 0:
                 self._model.set_attn_implementation(IMPLEMENTATION)
-            _wanted[self._model] = number + 1, before
+            _num_open[self._model] = number + 1, before
 
     def __exit__(self, *exc: object) -> None:
         with _lock:
-            number, before = _wanted.pop(self._model)
+            number, before = _num_open.pop(self._model)
             if number > 1:
-                _wanted[self._model] = number - 1, before
+                _num_open[self._model] = number - 1, before
             else:
                 self._model.set_attn_implementation(before)
 

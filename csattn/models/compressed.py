@@ -37,7 +37,7 @@ def compressed_states(artifact: Artifact) -> list[CompressedState]:
     ]
 
 
-def no_state(sizes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> CompressedState:
+def empty_state(sizes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> CompressedState:
     """Return a layer's state before any token. sizes: `ModelGeometry.compressed_sizes` of no tokens; dtype: of rows."""
     return CompressedState(
         **{name: torch.zeros(size, dtype=torch.float32 if name == "pending" else dtype) for name, size in sizes.items()}
@@ -51,7 +51,7 @@ def own_rows(inputs: Tensor, weights: CompressedStepWeights, positions: Tensor) 
     """
     width = len(weights.kv_norm)
     rows = functional.rms_norm(inputs[:, :width].float(), (width,), weights.kv_norm, weights.eps)
-    return turned(rows, positions, weights.angles)
+    return rotated(rows, positions, weights.angles)
 
 
 def pending_of(inputs: Tensor, spec: CompressedSpec) -> Tensor:
@@ -72,12 +72,12 @@ def compressed_queries(
     """Return queries, normed and rotated; index heads' weights include the scale of their scores."""
     num_tokens, indexer = len(projected), spec.indexer
     q = projected[:, : spec.q_width].float().view(num_tokens, spec.num_heads, -1)
-    q = turned(functional.rms_norm(q, q.shape[-1:], eps=weights.eps), positions, weights.angles)
+    q = rotated(functional.rms_norm(q, q.shape[-1:], eps=weights.eps), positions, weights.angles)
     if indexer is None:
         return CompressedQueries(q, None, None)
     index_q = projected[:, spec.q_width :].float().view(num_tokens, indexer.num_heads, -1)
     weighed = inputs[:, -indexer.num_heads :].float() * (indexer.num_heads * indexer.head_dim) ** -0.5
-    return CompressedQueries(q, turned(index_q, positions, weights.angles), weighed)
+    return CompressedQueries(q, rotated(index_q, positions, weights.angles), weighed)
 
 
 def compressed_rows(
@@ -113,16 +113,16 @@ def _pooled(
     return make_keys(kv, gate + bias, weights, positions)
 
 
-def turned_back(attended: Tensor, weights: CompressedStepWeights, spec: CompressedSpec, positions: Tensor) -> Tensor:
+def unrotated(attended: Tensor, weights: CompressedStepWeights, spec: CompressedSpec, positions: Tensor) -> Tensor:
     """Undo RoPE in attention's output, for the groups of the output projection.
 
     attended: [num_tokens, num_heads, head_dim] -> [num_groups, num_tokens, width] float32. Values are rotated by their
     position, so the output is rotated back by the query's.
     """
-    back = turned(attended.float(), -positions, weights.angles)
+    back = rotated(attended.float(), -positions, weights.angles)
     return back.view(len(attended), spec.num_groups, -1).transpose(0, 1)
 
 
-def turned(x: Tensor, positions: Tensor, angles: Tensor) -> Tensor:
+def rotated(x: Tensor, positions: Tensor, angles: Tensor) -> Tensor:
     """Rotate the last channels of x [num_tokens, ..., channels] by RoPE. angles: of each pair, per position."""
     return rope_last(x, positions, angles, interleaved=True)

@@ -9,20 +9,20 @@ from csattn.models.spec import Activation, ExpertsSpec
 
 def mlp_width(config: Any, layer_idx: int) -> int | None:
     """Return the width of the MLP that every token passes (dense, or of shared experts); None: no such MLP."""
-    has_experts = has(config, layer_idx)
+    is_moe = has_experts(config, layer_idx)
     if config.model_type == "llama4_text":
-        return int(config.intermediate_size if has_experts else config.intermediate_size_mlp)
+        return int(config.intermediate_size if is_moe else config.intermediate_size_mlp)
     if config.model_type == "gemma4_text":
         is_wide = config.use_double_wide_mlp and layer_idx >= config.num_hidden_layers - config.num_kv_shared_layers
         return int(config.intermediate_size * (1 + is_wide))
-    if config.model_type in _SHARED and has_experts:
+    if config.model_type in _SHARED and is_moe:
         return int(config.moe_intermediate_size * getattr(config, _SHARED[config.model_type])) or None
-    return None if has_experts else int(config.intermediate_size)
+    return None if is_moe else int(config.intermediate_size)
 
 
 def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[ExpertsSpec, ...]:
     """Return the experts of a layer: the routed ones, then a shared expert with a gate of its own, if any."""
-    if not has(config, layer_idx):
+    if not has_experts(config, layer_idx):
         return ()
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     routed: dict[str, Any] = {
@@ -61,7 +61,7 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
         case "minimax_m2":
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, normed=True),)
         case "gemma4_text":
-            return (ExpertsSpec(**routed, scores="softmax", normed=True, has_scales=True, apart=True),)
+            return (ExpertsSpec(**routed, scores="softmax", normed=True, has_scales=True, has_own_norms=True),)
         case "gpt_oss":
             # older transformers lack these fields
             if (getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)) != (1.702, 7.0):
@@ -92,21 +92,21 @@ def _require_groups(groups: tuple[int, int], num_experts: int, num_chosen: int) 
         )
 
 
-def has(config: Any, layer_idx: int) -> bool:
+def has_experts(config: Any, layer_idx: int) -> bool:
     """Whether the layer has experts."""
     return config.model_type in _HAVE_EXPERTS and _HAVE_EXPERTS[config.model_type](config, layer_idx)
 
 
-def _every_so_many(config: Any, layer_idx: int) -> bool:
+def _every_nth_layer(config: Any, layer_idx: int) -> bool:
     is_sparse = layer_idx not in config.mlp_only_layers and (layer_idx + 1) % config.decoder_sparse_step == 0
     return is_sparse and (getattr(config, "num_local_experts", None) or config.num_experts) > 0
 
 
-def _where_sparse(config: Any, layer_idx: int) -> bool:
+def _in_sparse_layers(config: Any, layer_idx: int) -> bool:
     return bool(config.mlp_layer_types[layer_idx] == "sparse")
 
 
-def _behind_dense(config: Any, layer_idx: int) -> bool:
+def _after_dense_layers(config: Any, layer_idx: int) -> bool:
     return bool(layer_idx >= config.first_k_dense_replace)
 
 
@@ -129,27 +129,27 @@ _SHARED = dict.fromkeys(_LIKE_DEEPSEEK, "n_shared_experts") | {
 }
 # whether a layer has experts
 _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
-    "deepseek_v3": _behind_dense,
-    "deepseek_v32": _where_sparse,
+    "deepseek_v3": _after_dense_layers,
+    "deepseek_v32": _in_sparse_layers,
     "deepseek_v4": lambda config, layer_idx: True,
-    "dots1": _behind_dense,
+    "dots1": _after_dense_layers,
     "ernie4_5_moe": _in_interval,
-    "exaone_moe": _where_sparse,
+    "exaone_moe": _in_sparse_layers,
     "gemma4_text": lambda config, layer_idx: bool(config.enable_moe_block),
-    "glm4_moe": _behind_dense,
-    "glm4_moe_lite": _where_sparse,
-    "glm_moe_dsa": _where_sparse,
+    "glm4_moe": _after_dense_layers,
+    "glm4_moe_lite": _in_sparse_layers,
+    "glm_moe_dsa": _in_sparse_layers,
     "gpt_oss": lambda config, layer_idx: True,
     "granitemoe": lambda config, layer_idx: True,
-    "hy_v3": _where_sparse,
+    "hy_v3": _in_sparse_layers,
     "llama4_text": lambda config, layer_idx: layer_idx in config.moe_layers,
-    "mellum": _where_sparse,
+    "mellum": _in_sparse_layers,
     "minimax_m2": lambda config, layer_idx: True,
     "mixtral": lambda config, layer_idx: True,
     "olmoe": lambda config, layer_idx: True,
-    "qwen2_moe": _every_so_many,
+    "qwen2_moe": _every_nth_layer,
     "qwen3_5_moe_text": lambda config, layer_idx: True,
-    "qwen3_moe": _every_so_many,
-    "qwen3_next": _every_so_many,
+    "qwen3_moe": _every_nth_layer,
+    "qwen3_next": _every_nth_layer,
     "solar_open": lambda config, layer_idx: True,
 }

@@ -36,7 +36,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
 }
 _NORM_BIASES = "its norms have biases"
-_NORMS_BEHIND_ROPE = "it norms queries and keys behind RoPE"
+_NORMS_AFTER_ROPE = "it norms queries and keys behind RoPE"
 _CONVOLUTIONS = "most of its layers are convolutions"
 _STATE_SPACE = "it has layers with state spaces (Mamba)"
 # families that users may try, and why they are refused
@@ -46,8 +46,8 @@ _REFUSED = {
     "gemma3": "it sees images besides; load its text model, a gemma3_text",
     "gemma4": "it sees images besides; load its text model, a gemma4_text",
     "granitemoehybrid": _STATE_SPACE,
-    "hunyuan_v1_dense": _NORMS_BEHIND_ROPE,
-    "hunyuan_v1_moe": _NORMS_BEHIND_ROPE,
+    "hunyuan_v1_dense": _NORMS_AFTER_ROPE,
+    "hunyuan_v1_moe": _NORMS_AFTER_ROPE,
     "jais2": _NORM_BIASES,
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
@@ -102,23 +102,23 @@ class Family:
     interleaved_indexer: bool | None = None  # as `IndexerSpec.interleaved`; None: no indexer
     compressed: bool = False  # compressed attention, and several residual streams
     mlp: str = "mlp"  # name of a layer's MLP module, which may hold experts
-    experts_beside: bool = False  # experts and their router are the layer's own modules
+    experts_in_layer: bool = False  # experts and their router are the layer's own modules
     router: str = "gate"  # name of the experts' router module
     inputs_first: bool = False  # an expert's weights are stored [num_in, num_out]
-    heeds: tuple[str, ...] = ()  # config fields that it reads, and other families lack or ignore
-    times_logits: str = "logit_scale"  # which of these fields multiplies logits
+    config_fields: tuple[str, ...] = ()  # config fields that it reads, and other families lack or ignore
+    logit_scale_field: str = "logit_scale"  # which of these fields multiplies logits
 
-    def field(self, config: Any, name: str, otherwise: Any) -> Any:
-        """Return the config's field if this family heeds it, else `otherwise`."""
-        return getattr(config, name) if name in self.heeds else otherwise
+    def field(self, config: Any, name: str, default: Any) -> Any:
+        """Return the config's field if this family reads it, else `default`."""
+        return getattr(config, name) if name in self.config_fields else default
 
 
-_MOST_STRETCHED = 1024.0
-_MOST_NORM_MIN = 1e-6  # the largest accepted `moe_norm_min`: sums of shares are hardly ever less
+_MAX_STRETCH = 1024.0
+_MAX_NORM_MIN = 1e-6  # the largest accepted `moe_norm_min`: sums of shares are hardly ever less
 _BY_CONFIG = ("attention_bias", "attention_bias", "mlp_bias")
 _ATTENTION_BIAS = ("attention_bias", "attention_bias", False)
 _USE_BIAS = ("use_bias", "use_bias", "use_bias")
-_BEHIND = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_POST_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 _GEMMA2_NORMS = (
     "input_layernorm",
@@ -127,15 +127,15 @@ _GEMMA2_NORMS = (
     "post_feedforward_layernorm",
 )
 _GEMMA: dict[str, Any] = {"biases": _ATTENTION_BIAS, "scaled_embedding": True, "offset_norms": True}
-_GEMMA_HEEDS = ("query_pre_attn_scalar", "final_logit_softcapping")
-_GRANITE_HEEDS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+_GEMMA_FIELDS = ("query_pre_attn_scalar", "final_logit_softcapping")
+_GRANITE_FIELDS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 _COHERE: dict[str, Any] = {
     "norms": ("input_layernorm", None, None, None),
     "biases": _ATTENTION_BIAS,
     "interleaved": True,
     "centred": True,
     "parallel": True,
-    "heeds": ("logit_scale",),
+    "config_fields": ("logit_scale",),
 }
 _LATENTS: dict[str, Any] = {"biases": _ATTENTION_BIAS, "latents": True}
 _QWEN3_NEXT = Family(biases=_ATTENTION_BIAS, qk_norm="head", offset_norms=True, gated_attention=True)
@@ -153,17 +153,17 @@ FAMILIES = {
         sinks=True,
         limited=True,
         compressed=True,
-        heeds=("hc_sinkhorn_iters", "hc_eps", "index_topk"),
+        config_fields=("hc_sinkhorn_iters", "hc_eps", "index_topk"),
     ),
     "dots1": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "ernie4_5": Family(biases=_USE_BIAS, interleaved=True),
     "ernie4_5_moe": Family(biases=_USE_BIAS, interleaved=True, head_bias="use_bias"),
     "exaone": Family(biases=_BY_CONFIG),
-    "exaone4": Family(_BEHIND, qk_norm="head", rotated="local"),
+    "exaone4": Family(_POST_NORMS, qk_norm="head", rotated="local"),
     "exaone_moe": Family(qk_norm="head", rotated="local"),
     "gemma": Family(**_GEMMA),
-    "gemma2": Family(_GEMMA2_NORMS, **_GEMMA, heeds=(*_GEMMA_HEEDS, "attn_logit_softcapping")),
-    "gemma3_text": Family(_GEMMA2_NORMS, **_GEMMA, qk_norm="head", heeds=_GEMMA_HEEDS),
+    "gemma2": Family(_GEMMA2_NORMS, **_GEMMA, config_fields=(*_GEMMA_FIELDS, "attn_logit_softcapping")),
+    "gemma3_text": Family(_GEMMA2_NORMS, **_GEMMA, qk_norm="head", config_fields=_GEMMA_FIELDS),
     "gemma4_text": Family(
         _GEMMA2_NORMS,
         biases=_ATTENTION_BIAS,
@@ -173,8 +173,8 @@ FAMILIES = {
         qk_norm="head",
         v_norm=True,
         router="router",
-        experts_beside=True,
-        heeds=("final_logit_softcapping",),
+        experts_in_layer=True,
+        config_fields=("final_logit_softcapping",),
     ),
     "glm": Family(biases=("attention_bias", False, False), interleaved=True),
     "glm4": Family(_GLM4_NORMS, biases=("attention_bias", False, False), interleaved=True),
@@ -182,15 +182,17 @@ FAMILIES = {
     "glm4_moe_lite": Family(**_LATENTS, interleaved="rope_interleave"),
     "glm_moe_dsa": Family(**_LATENTS, interleaved=True, interleaved_indexer=True),
     "gpt_oss": Family(biases=_ATTENTION_BIAS, sinks=True, router="router", inputs_first=True),
-    "granite": Family(biases=_BY_CONFIG, heeds=_GRANITE_HEEDS),
-    "granitemoe": Family(biases=_ATTENTION_BIAS, heeds=_GRANITE_HEEDS, mlp="block_sparse_moe", router="router"),
+    "granite": Family(biases=_BY_CONFIG, config_fields=_GRANITE_FIELDS),
+    "granitemoe": Family(
+        biases=_ATTENTION_BIAS, config_fields=_GRANITE_FIELDS, mlp="block_sparse_moe", router="router"
+    ),
     "helium": Family(biases=("attention_bias", False, "mlp_bias"), interleaved=True),
     "hy_v3": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "hyperclovax": Family(
         ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
         biases=_BY_CONFIG,
-        heeds=_GRANITE_HEEDS,
-        times_logits="logits_scaling",
+        config_fields=_GRANITE_FIELDS,
+        logit_scale_field="logits_scaling",
     ),
     "internlm3": Family(biases=_BY_CONFIG),
     "iquestcoder": Family(biases=_BY_CONFIG),
@@ -207,17 +209,17 @@ FAMILIES = {
     "mellum": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "minimax_m2": Family(qk_norm="projection"),
     "ministral": Family(),
-    "ministral3": Family(tempered=True, heeds=("sliding_window",)),
-    "mistral": Family(heeds=("sliding_window",)),
-    "mixtral": Family(heeds=("sliding_window",)),
-    "olmo2": Family(_BEHIND, biases=_ATTENTION_BIAS, qk_norm="projection"),
-    "olmo3": Family(_BEHIND, biases=_ATTENTION_BIAS, qk_norm="projection"),
+    "ministral3": Family(tempered=True, config_fields=("sliding_window",)),
+    "mistral": Family(config_fields=("sliding_window",)),
+    "mixtral": Family(config_fields=("sliding_window",)),
+    "olmo2": Family(_POST_NORMS, biases=_ATTENTION_BIAS, qk_norm="projection"),
+    "olmo3": Family(_POST_NORMS, biases=_ATTENTION_BIAS, qk_norm="projection"),
     "olmoe": Family(biases=_ATTENTION_BIAS, qk_norm="projection"),
-    "phi3": Family(heeds=("sliding_window",)),
+    "phi3": Family(config_fields=("sliding_window",)),
     "qwen2": Family(biases=(True, False, False)),
     "qwen2_moe": Family(biases=("qkv_bias", False, False)),
     "qwen3": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
-    "qwen3_moe": Family(biases=_ATTENTION_BIAS, qk_norm="head", heeds=("sliding_window",)),
+    "qwen3_moe": Family(biases=_ATTENTION_BIAS, qk_norm="head", config_fields=("sliding_window",)),
     "qwen3_5_moe_text": _QWEN3_NEXT,
     "qwen3_5_text": _QWEN3_NEXT,
     "qwen3_next": _QWEN3_NEXT,
@@ -270,7 +272,9 @@ def describe(config: Any) -> ModelSpec:
         ropes=(*(_rope(config, of_type, family) for of_type in rope_parameters(config).values()), *_unrotated(config)),
         centred=family.centred,
         embedding_multiplier=float(family.field(config, "embedding_multiplier", embedding_scale)),
-        logit_multiplier=family.field(config, family.times_logits, 1.0 / family.field(config, "logits_scaling", 1.0)),
+        logit_multiplier=family.field(
+            config, family.logit_scale_field, 1.0 / family.field(config, "logits_scaling", 1.0)
+        ),
         logit_cap=family.field(config, "final_logit_softcapping", None),
         tied_embedding=bool(config.tie_word_embeddings),
         head_bias=family.head_bias is not None and bool(getattr(config, family.head_bias)),
@@ -345,8 +349,8 @@ def stretch_positions(config: Any, factor: float) -> None:
     """
     if factor == 1.0:
         return
-    if not 1.0 < factor <= _MOST_STRETCHED:
-        raise ModelError(f"a model's positions can be stretched by a factor of 1 to {_MOST_STRETCHED:g}, got {factor}")
+    if not 1.0 < factor <= _MAX_STRETCH:
+        raise ModelError(f"a model's positions can be stretched by a factor of 1 to {_MAX_STRETCH:g}, got {factor}")
     if "" not in rope_parameters(config):
         raise ModelError(
             "this model's layers turn positions differently, so they cannot be stretched; load it as it is"
@@ -387,10 +391,10 @@ def _require_reproduced(config: Any, family: Family) -> None:
         raise ModelError("this model has no norms behind attention and MLP, and csattn wants them in its family")
     if config.model_type == "cohere" and config.use_qk_norm:
         raise ModelError("this model norms each head's queries and keys by weights of its own, which csattn does not")
-    if config.model_type == "ernie4_5_moe" and not (config.moe_norm_min or 0.0) <= _MOST_NORM_MIN:  # NaN is refused too
+    if config.model_type == "ernie4_5_moe" and not (config.moe_norm_min or 0.0) <= _MAX_NORM_MIN:  # NaN is refused too
         raise ModelError(
             f"this model divides experts' shares by no less than {config.moe_norm_min} (moe_norm_min), csattn by their "
-            f"sum; use one whose moe_norm_min is {_MOST_NORM_MIN:g} at most"
+            f"sum; use one whose moe_norm_min is {_MAX_NORM_MIN:g} at most"
         )
 
 
@@ -532,10 +536,10 @@ def _rows_of(config: Any, layer_idx: int) -> int | None:
     kind = layer_type(config, layer_idx)
     if layer_idx < first:
         return None
-    lenders = [i for i in range(first) if layer_type(config, i) == kind]
-    if not lenders:
+    kv_sources = [i for i in range(first) if layer_type(config, i) == kind]
+    if not kv_sources:
         raise ModelError(f"layers of this model attend to rows of others, and no {kind} layer before them has any")
-    return lenders[-1]
+    return kv_sources[-1]
 
 
 def _k_is_v(config: Any, layer_idx: int) -> bool:

@@ -20,11 +20,11 @@ from torch import Tensor
 from csattn.artifact.durable import available_bytes, fsync_dir, fsync_files
 from csattn.cache import cache_dir
 from csattn.errors import ModelError
-from csattn.models.aside import MadeAside
 from csattn.models.families import describe, rope_parameters
 from csattn.models.hub import first_line
+from csattn.models.mapped_files import ResultsToFiles
 from csattn.models.text_part import require_whole
-from csattn.models.weight_sizes import is_converted_aside, weight_bytes
+from csattn.models.weight_sizes import is_converted_on_disk, weight_bytes
 
 _SCRATCH = ".converting-"
 _LLAMA_3_ROPE = {  # of all Llama releases from 3.1 on
@@ -34,7 +34,7 @@ _LLAMA_3_ROPE = {  # of all Llama releases from 3.1 on
     "original_max_position_embeddings": 8192,
 }
 # Tokens that end the turn of some model. A file names one of them; its model was often trained with several.
-_ENDS = {
+_END_TOKENS = {
     "</s>", "<EOT>", "<|END_OF_TURN_TOKEN|>", "<|call|>", "<|end_of_text|>", "<|endoftext|>", "<|eom_id|>", "<|eom|>",
     "<|eot_id|>", "<|eot|>", "<|im_end|>", "<|observation|>", "<|return|>", "<|user|>", "<end_of_turn>", "<turn|>",
     "[|endofturn|]",
@@ -59,7 +59,7 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
             "directory that can be with CSATTN_CACHE"
         ) from error
     try:
-        with _read_once(), redirect_stderr(io.StringIO()):  # hides a progress bar of transformers
+        with _cached_reader(), redirect_stderr(io.StringIO()):  # hides a progress bar of transformers
             _convert(gguf, dtype, scratch)
         scratch.chmod(0o755)
         fsync_files(scratch)  # after a power loss, zeros would be loaded as weights
@@ -124,7 +124,7 @@ def end_ids(tokenizer: Any) -> set[int]:
     """Return the special tokens of a GGUF file's tokenizer that end its model's turn, whatever the file says."""
     special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     # <|end|> ends Phi's turns, but in gpt-oss only a message, of which a turn has several
-    ends = _ENDS if "<|return|>" in special else _ENDS | {"<|end|>"}
+    ends = _END_TOKENS if "<|return|>" in special else _END_TOKENS | {"<|end|>"}
     return {i for content, i in special.items() if content in ends}
 
 
@@ -138,10 +138,10 @@ def _read_config(gguf: Path, version: str) -> Any:
     """Read the config, cached: looking at every word of the vocabulary takes seconds. version: of the file."""
     from transformers import AutoConfig
 
-    with _read_once(), redirect_stderr(io.StringIO()):
+    with _cached_reader(), redirect_stderr(io.StringIO()):
         factors = _require_read(gguf)
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        _require_taken_over(gguf, config)
+        _require_fields_read(gguf, config)
     describe(config)
     if factors is not None:
         _scale_positions(config, factors)
@@ -149,7 +149,7 @@ def _read_config(gguf: Path, version: str) -> Any:
 
 
 @contextmanager
-def _read_once() -> Iterator[None]:
+def _cached_reader() -> Iterator[None]:
     """While open, `gguf.GGUFReader` is cached by file.
 
     transformers makes a reader for each thing that it reads of a file, and each takes seconds: it looks at every word
@@ -186,7 +186,7 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
             "CSATTN_CACHE"
         )
     # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
-    with MadeAside(Tensor.to) if is_converted_aside(needed) else nullcontext():
+    with ResultsToFiles(Tensor.to) if is_converted_on_disk(needed) else nullcontext():
         dequantised, found = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
@@ -227,7 +227,7 @@ def _require_read(gguf: Path) -> Tensor | None:
     return None if freqs is None else torch.tensor(freqs)
 
 
-def _require_taken_over(gguf: Path, config: Any) -> None:
+def _require_fields_read(gguf: Path, config: Any) -> None:
     """Raise ModelError if the config of `transformers` lacks the file's sliding window or number of rotated dimensions.
 
     It ignores these in some families.
@@ -237,16 +237,18 @@ def _require_taken_over(gguf: Path, config: Any) -> None:
     fields = GGUFReader(gguf).fields
     family = bytes(fields["general.architecture"].parts[-1]).decode()
 
-    def told(name: str) -> int:
+    def number_at(name: str) -> int:
         return int(fields[f"{family}.{name}"].parts[-1][0]) if f"{family}.{name}" in fields else 0
 
-    window, turned = told("attention.sliding_window"), told("rope.dimension_count")
+    window, num_rotated = number_at("attention.sliding_window"), number_at("rope.dimension_count")
     if 0 < window < config.max_position_embeddings and window != getattr(config, "sliding_window", None):
-        raise _passed_over(f"its layers attend through a window of {window} rows (attention.sliding_window), a field")
+        raise _not_read(f"its layers attend through a window of {window} rows (attention.sliding_window), a field")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     of_all = rope_parameters(config).get("")  # with several RoPEs, the file's number is of some layers only
-    if turned and of_all and turned != int(head_dim * of_all.get("partial_rotary_factor", 1.0)):
-        raise _passed_over(f"positions turn {turned} of a head's {head_dim} dimensions (rope.dimension_count), a field")
+    if num_rotated and of_all and num_rotated != int(head_dim * of_all.get("partial_rotary_factor", 1.0)):
+        raise _not_read(
+            f"positions turn {num_rotated} of a head's {head_dim} dimensions (rope.dimension_count), a field"
+        )
 
 
 def _scale_positions(config: Any, factors: Tensor) -> None:
@@ -262,10 +264,10 @@ def _scale_positions(config: Any, factors: Tensor) -> None:
 
 
 def _scaled(how: str) -> ModelError:
-    return _passed_over(f"its positions are scaled ({how}) in a way")
+    return _not_read(f"its positions are scaled ({how}) in a way")
 
 
-def _passed_over(what: str) -> ModelError:
+def _not_read(what: str) -> ModelError:
     return ModelError(
         f"{what} that is not read from GGUF files here; give the model as a directory that transformers saved"
     )

@@ -21,7 +21,7 @@ EPS = 1e-6  # of the norms of latents and index keys, whatever the model's other
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class LatentRope:
     """RoPE at some positions for latent attention: it rotates `LatentSpec.rope_dim` dimensions."""
 
     cos: Tensor  # [num_tokens, rope_dim // 2]
@@ -52,18 +52,18 @@ def query_latents(inputs: Tensor, weights: LatentWeights, spec: LatentSpec) -> T
     return functional.rms_norm(inputs[:, : spec.q_rank].float(), (spec.q_rank,), weights.q_norm, EPS)
 
 
-def latent_rows(inputs: Tensor, weights: LatentWeights, spec: LatentSpec, turn: Turn, width: int) -> Tensor:
+def latent_rows(inputs: Tensor, weights: LatentWeights, spec: LatentSpec, rope: LatentRope, width: int) -> Tensor:
     """Return the tokens' rows [num_tokens, width] float32, padded with zeros from `row_width` to width.
 
     inputs: as in `query_latents`.
     """
     _, key, index_key, _ = torch.split(inputs.float(), list(spec.in_widths), dim=-1)
     latent = functional.rms_norm(key[:, : spec.kv_rank], (spec.kv_rank,), weights.kv_norm, EPS)
-    parts = [latent, turn(key[:, spec.kv_rank :])]
+    parts = [latent, rope(key[:, spec.kv_rank :])]
     if spec.indexer is not None and weights.index_norm is not None:
         weight, bias = weights.index_norm
         normed = functional.layer_norm(index_key, index_key.shape[1:], weight, bias, EPS)
-        parts.append(turn(normed, spec.indexer.interleaved))
+        parts.append(rope(normed, spec.indexer.interleaved))
     return functional.pad(torch.cat(parts, dim=-1), (0, width - spec.row_width))
 
 
@@ -72,29 +72,29 @@ def latent_queries(
     projected: Tensor,  # [num_tokens, q_width + index_q_width]: outputs of `LatentWeights.queries`, or the inputs
     weights: LatentWeights,
     spec: LatentSpec,
-    turn: Turn,
+    rope: LatentRope,
 ) -> LatentQueries:
     """Return the queries, all float32; index heads' weights include the scale of their scores."""
     num_tokens = len(inputs)
     q = projected[:, : spec.q_width].float().view(num_tokens, spec.num_heads, -1)
     nope = torch.einsum("thn,hnc->thc", q[..., : spec.nope_dim], weights.up_k.float())
-    turned = turn(q[..., spec.nope_dim :].transpose(0, 1)).transpose(0, 1)
-    q, indexer = torch.cat([nope, turned], dim=-1), spec.indexer
+    rotated = rope(q[..., spec.nope_dim :].transpose(0, 1)).transpose(0, 1)
+    q, indexer = torch.cat([nope, rotated], dim=-1), spec.indexer
     if indexer is None:
         return LatentQueries(q, None, None)
     index_q = projected[:, spec.q_width :].float().view(num_tokens, indexer.num_heads, -1).transpose(0, 1)
     weighed = inputs[:, -indexer.num_heads :].float() * (indexer.num_heads * indexer.head_dim) ** -0.5
-    return LatentQueries(q, turn(index_q, indexer.interleaved).transpose(0, 1).contiguous(), weighed)
+    return LatentQueries(q, rope(index_q, indexer.interleaved).transpose(0, 1).contiguous(), weighed)
 
 
-def choose_rows(asked: LatentQueries, rows: Tensor, lens: Tensor, spec: LatentSpec) -> Tensor:
+def choose_rows(queries: LatentQueries, rows: Tensor, lens: Tensor, spec: LatentSpec) -> Tensor:
     """Choose the best among the first lens[t] of rows [num_rows, width] for token t, by the indexer.
 
     Return [num_tokens, top_k] int32, -1 padded.
     """
-    assert spec.top_k is not None and asked.index_q is not None and asked.index_weights is not None
+    assert spec.top_k is not None and queries.index_q is not None and queries.index_weights is not None
     keys = rows[:, spec.key_width : spec.row_width].contiguous()
-    return choose_keys(Operands(asked.index_q.to(keys.dtype), keys, asked.index_weights), spec.top_k, lens)
+    return choose_keys(Operands(queries.index_q.to(keys.dtype), keys, queries.index_weights), spec.top_k, lens)
 
 
 def attend_latents(
@@ -112,8 +112,8 @@ def attend_latents(
         out = attend_chunk(q.transpose(0, 1).contiguous(), keys, keys, softmax_scale)
         return out.transpose(0, 1)[..., : spec.kv_rank]
     parts = q[..., : spec.kv_rank].contiguous(), q[..., spec.kv_rank :].contiguous()
-    latents, turned = rows[:, : spec.kv_rank], rows[:, spec.kv_rank : spec.key_width]
-    return sparse_mla(*parts, latents, turned, chosen, softmax_scale)[0]
+    latents, rotated = rows[:, : spec.kv_rank], rows[:, spec.kv_rank : spec.key_width]
+    return sparse_mla(*parts, latents, rotated, chosen, softmax_scale)[0]
 
 
 def attend_listed(q: Tensor, rows: Tensor, spec: LatentSpec, softmax_scale: float) -> Tensor:

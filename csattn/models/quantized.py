@@ -23,7 +23,7 @@ from torch import Tensor
 
 from csattn.cpu.heap import trim_heap
 from csattn.errors import ModelError
-from csattn.models.quantized_weight import FP4_MOST_EXPONENT, QuantizedWeight, WeightFormat, joined
+from csattn.models.quantized_weight import FP4_MAX_EXPONENT, QuantizedWeight, WeightFormat, joined
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
 _EXPERT_DTYPES = ("fp8", "fp4")  # of the method `fp8`
@@ -104,14 +104,14 @@ class Quantization:
         )
 
     @property
-    def kept_experts(self) -> tuple[WeightFormat, int] | None:
-        """Like `kept`, for the matrices of experts."""
+    def expert_format(self) -> tuple[WeightFormat, int] | None:
+        """Like `linear_format`, for the matrices of experts."""
         if self.fp4_experts:
             return "fp4", _FP4_GROUP
-        return self.kept if self.in_order else None
+        return self.linear_format if self.in_order else None
 
     @property
-    def kept(self) -> tuple[WeightFormat, int] | None:
+    def linear_format(self) -> tuple[WeightFormat, int] | None:
         """Format and group size in which products read quantized linear layers; None: only decoded ones are kept."""
         is_fp8 = self.method in ("fp8", "fbgemm_fp8") or (self.num_bits == 8 and self.is_float)
         format: WeightFormat = "fp8" if is_fp8 else "int4"
@@ -137,7 +137,7 @@ class _Matrix:
             numbers = numbers - self.zeros.float()[:, self.groups]
         return numbers * self.scales[:, self.groups]
 
-    def kept(self) -> QuantizedWeight | None:
+    def to_quantized(self) -> QuantizedWeight | None:
         """Return the matrix in the layout that products read; None if they cannot."""
         is_fp8 = self.numbers.dtype == torch.float8_e4m3fn
         if not is_fp8 and (self.numbers.dtype != torch.uint8 or self.num_bits != 4):
@@ -163,7 +163,8 @@ def read_state(
     quantization_config: Mapping[str, Any],
     dtype: torch.dtype,
     named: Callable[[str], str | None] = str,  # the model's name of a tensor; None: it has none
-    beside: Callable[[Tensor], Tensor] | None = None,  # stores decoded tensors with a quantized form; None: memory
+    store_decoded: Callable[[Tensor], Tensor]
+    | None = None,  # stores decoded tensors with a quantized form; None: memory
 ) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
     """Return a checkpoint's tensors by their names in the model, and the quantized form of those that products read.
 
@@ -173,23 +174,23 @@ def read_state(
     quantization, files = Quantization.read(quantization_config), _Tensors(folder)
     state: dict[str, Tensor] = {}
     quantized: dict[str, QuantizedWeight] = {}
-    apart = None if beside is None else _Apart(state, beside)
+    mover = None if store_decoded is None else _DecodedMover(state, store_decoded)
     for name in files.names:
         if _is_part(files, name) or named(name) is None:
             continue
         try:
-            whole, tensor, kept = _decoded(files, name, quantization, dtype)
+            whole, tensor, quantized_form = _decoded(files, name, quantization, dtype)
         except (RuntimeError, IndexError) as error:  # from torch, for shapes that do not fit
             whole, what = name.removesuffix("_blocks"), str(error).splitlines()[0]
             raise ModelError(f"{whole} cannot be decoded: {what}; the checkpoint is damaged") from error
         place = named(whole) or whole
         state[place] = tensor
-        if kept is not None:
-            quantized[place] = kept
-            if apart is not None:
-                apart.put(place)
-    if apart is not None:
-        apart.end()
+        if quantized_form is not None:
+            quantized[place] = quantized_form
+            if mover is not None:
+                mover.put(place)
+    if mover is not None:
+        mover.end()
     return state, quantized
 
 
@@ -213,13 +214,17 @@ def _decoded(
         whole = name.removesuffix("_blocks")
         experts = _mxfp4(files.read(name), files.read(f"{whole}_scales"))
         decoded = torch.stack([expert.decoded(dtype).T for expert in experts])  # [experts, num_in, num_out]
-        return whole, decoded, _if_read(joined(experts))
+        return whole, decoded, _if_readable(joined(experts))
     if quantization.method == "fp8" and files.dtype(name) == torch.int8:
         pairs = _fp4(module, files.read(name), files.scale(module))
-        return name, pairs.decoded(dtype), _if_read(pairs)
+        return name, pairs.decoded(dtype), _if_readable(pairs)
     if (matrix := _matrix(files, name, quantization)) is not None:
-        kept = matrix.kept()
-        return f"{module}.weight", matrix.decoded().to(dtype) if kept is None else kept.decoded(dtype), kept
+        quantized = matrix.to_quantized()
+        return (
+            f"{module}.weight",
+            matrix.decoded().to(dtype) if quantized is None else quantized.decoded(dtype),
+            quantized,
+        )
     tensor = files.read(name)
     if tensor.dtype == torch.float8_e8m0fnu:
         raise ModelError(f"the checkpoint has {name} and not the weights that these scales are of; fetch it whole")
@@ -231,23 +236,23 @@ def _decoded(
     return name, tensor, None
 
 
-def _if_read(weight: QuantizedWeight | None) -> QuantizedWeight | None:
+def _if_readable(weight: QuantizedWeight | None) -> QuantizedWeight | None:
     """Return a matrix of 4-bit floats; None if a scale is too large for products to read."""
-    return None if weight is None or int(weight.scales.max()) > FP4_MOST_EXPONENT else weight
+    return None if weight is None or int(weight.scales.max()) > FP4_MAX_EXPONENT else weight
 
 
-class _Apart:
-    """Moves decoded tensors of a state to `beside`: a layer's experts together, as each call may hold a file open."""
+class _DecodedMover:
+    """Passes decoded tensors to `store_decoded`: a layer's experts together, as each call may hold a file open."""
 
-    def __init__(self, state: dict[str, Tensor], beside: Callable[[Tensor], Tensor]) -> None:
-        self._state, self._beside = state, beside
+    def __init__(self, state: dict[str, Tensor], store_decoded: Callable[[Tensor], Tensor]) -> None:
+        self._state, self._store_decoded = state, store_decoded
         self._block, self._places = "", list[str]()  # of experts not moved yet
 
     def put(self, place: str) -> None:
         """Move the tensor of this name. Experts of a block must follow each other; they move when the block ends."""
         block, is_of_experts, _ = place.partition(".experts.")
         if not is_of_experts:
-            self._state[place] = self._beside(self._state[place])
+            self._state[place] = self._store_decoded(self._state[place])
             return
         if block != self._block:
             self.end()
@@ -259,7 +264,7 @@ class _Apart:
         if not self._places:
             return
         tensors = [self._state[place] for place in self._places]
-        together = self._beside(torch.cat([tensor.flatten() for tensor in tensors]))
+        together = self._store_decoded(torch.cat([tensor.flatten() for tensor in tensors]))
         parts = torch.split(together, [tensor.numel() for tensor in tensors])
         for place, tensor, part in zip(self._places, tensors, parts, strict=True):
             self._state[place] = part.view(tensor.shape)

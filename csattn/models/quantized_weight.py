@@ -19,9 +19,9 @@ CODES: dict[WeightFormat, int] = {"fp8": 2, "int4": 4, "fp4": 4}  # codes in a w
 ZERO = 8  # the default zero point
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP4_EXPONENT_BIAS = 127
-FP4_MOST_EXPONENT = 128  # the largest (biased) of a scale: a GPU multiplies codes by scales in bfloat16
-_WORD_BITS, _GROUP_SIZE, _ZERO_BITS, _MOST_CODE = 16, 128, 15, 15
-_AT_ONCE = 2**19  # weights to convert at a time
+FP4_MAX_EXPONENT = 128  # the largest (biased) of a scale: a GPU multiplies codes by scales in bfloat16
+_WORD_BITS, _GROUP_SIZE, _ZERO_BITS, _MAX_CODE = 16, 128, 15, 15
+_CHUNK_WEIGHTS = 2**19  # weights to convert at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +62,17 @@ class QuantizedWeight:
         assert cls.can_have(format, group_size), f"groups of {group_size} do not fit runs of {RUN}"
         (num_out, num_in), parts = codes.shape, CODES[format]
         words = _packed(functional.pad(codes, (0, -num_in % RUN)).view(num_out, -1, parts, RUN // parts))
-        kept, has_zeros = scales.T.contiguous(), False
+        scales_and_zeros, has_zeros = scales.T.contiguous(), False
         if format == "int4":
-            zero_of = torch.full_like(kept, ZERO) if zeros is None else zeros.T
-            kept = (kept.view(torch.int32) & ~_ZERO_BITS | zero_of.int()).view(torch.float32)
+            zero_of = torch.full_like(scales_and_zeros, ZERO) if zeros is None else zeros.T
+            scales_and_zeros = (scales_and_zeros.view(torch.int32) & ~_ZERO_BITS | zero_of.int()).view(torch.float32)
             has_zeros = bool((zero_of != ZERO).any())
-        return cls(format, words, kept, num_in, group_size, has_zeros, order)
+        return cls(format, words, scales_and_zeros, num_in, group_size, has_zeros, order)
 
     @classmethod
     def rounded(cls, weight: Tensor, format: Rounding) -> "QuantizedWeight":
         """Round weights to the nearest codes: fp8 with a scale for each row, int4 with one for each group of 128."""
-        rows = _rows_at_once(weight.shape[1])
+        rows = _chunk_rows(weight.shape[1])
         whole = joined([cls._rounded(weight[i : i + rows], format) for i in range(0, len(weight), rows)])
         assert whole is not None, "they are of a kind"
         return whole
@@ -87,9 +87,9 @@ class QuantizedWeight:
             scale = _or_one(torch.maximum(-low, high) / torch.finfo(torch.float8_e4m3fn).max)
             codes, zeros = (grouped / scale).to(torch.float8_e4m3fn).view(torch.uint8), None
         else:  # codes span a group's least to greatest weight: clipping extremes costs more than it gains
-            scale = _or_one(high / _MOST_CODE - low / _MOST_CODE)
+            scale = _or_one(high / _MAX_CODE - low / _MAX_CODE)
             zero = (-low / scale).round()
-            codes = (grouped / scale).round_().add_(zero).clamp_(0, _MOST_CODE).to(torch.uint8)
+            codes = (grouped / scale).round_().add_(zero).clamp_(0, _MAX_CODE).to(torch.uint8)
             zeros = zero[..., 0]
         return cls.pack(format, codes.flatten(1)[:, :num_in], scale[..., 0], group_size, zeros)
 
@@ -130,7 +130,7 @@ class QuantizedWeight:
         if first % RUN == 0:
             words = words.clone()
         else:
-            rows, num_runs = _rows_at_once(stop - first), -(-(stop - first) // RUN)
+            rows, num_runs = _chunk_rows(stop - first), -(-(stop - first) // RUN)
             blocks = [words[i : i + rows] for i in range(0, len(words), rows)]
             words = torch.cat([_moved(block, first % RUN // width, num_runs, parts) for block in blocks])
         return replace(self, words=words, scales=self.scales[groups].clone(), num_in=stop - first)
@@ -142,7 +142,7 @@ class QuantizedWeight:
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """Decode the matrix, by way of float32, into a contiguous tensor [num_out, num_in] without padding."""
         whole = torch.empty(len(self), self.num_in, dtype=dtype, device=self.words.device)
-        rows = _rows_at_once(self.num_in)
+        rows = _chunk_rows(self.num_in)
         for first in range(0, len(self), rows):
             whole[first : first + rows] = self.outputs(slice(first, first + rows))._decoded(dtype)
         return whole
@@ -225,9 +225,9 @@ def _moved(words: Tensor, first_part: int, num_runs: int, parts: int) -> Tensor:
     return _packed(filled.view(len(words), -1, parts, RUN // parts)[:, :num_runs])
 
 
-def _rows_at_once(num_in: int) -> int:
+def _chunk_rows(num_in: int) -> int:
     """Rows to convert at a time: their temporaries fit in caches. Pages of large ones are mapped anew each time."""
-    return max(1, _AT_ONCE // num_in)
+    return max(1, _CHUNK_WEIGHTS // num_in)
 
 
 def rounding_named(name: str) -> Rounding:

@@ -62,12 +62,12 @@ def rotate(q: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 
     Pairs are dimensions i and i + half, or 2i and 2i + 1 if interleaved.
     """
-    turned, rest = q[..., : cos.shape[-1]], q[..., cos.shape[-1] :]
+    rotated, rest = q[..., : cos.shape[-1]], q[..., cos.shape[-1] :]
     if interleaved:
         cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
-        swapped = torch.stack([-turned[..., 1::2], turned[..., 0::2]], dim=-1).flatten(-2)
+        swapped = torch.stack([-rotated[..., 1::2], rotated[..., 0::2]], dim=-1).flatten(-2)
     else:
-        first, second = turned.chunk(2, dim=-1)
+        first, second = rotated.chunk(2, dim=-1)
         swapped = torch.cat([-second, first], dim=-1)
-    turned = turned * cos + swapped * sin
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+    rotated = rotated * cos + swapped * sin
+    return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated

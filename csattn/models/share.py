@@ -25,16 +25,16 @@ def require_shares(spec: ModelSpec, num_devices: int) -> None:
     if fault is not None:
         raise ConfigError(f"the model has {fault}, which are not shared out among devices; choose one device")
     if num_devices not in (fitting := _fitting(spec)):
-        told, what = " and ".join(map(str, sorted(_shared(spec)))), "KV heads"
+        counts, what = " and ".join(map(str, sorted(_shared(spec)))), "KV heads"
         if spec.compressed:
             what = "groups of heads"
         raise ConfigError(
-            f"{num_devices} devices cannot share {told} {what} and the columns of the model's MLPs "
+            f"{num_devices} devices cannot share {counts} {what} and the columns of the model's MLPs "
             f"and experts in equal parts; {' or '.join(map(str, fitting))} can"
         )
 
 
-def require_shares_of_few_bits(weights: ModelWeights, num_devices: int) -> None:
+def require_shares_of_quantized(weights: ModelWeights, num_devices: int) -> None:
     """Raise ConfigError if the inputs of quantized weights cannot be divided among so many devices.
 
     weights: the whole model's; its spec has passed `require_shares`.
@@ -78,7 +78,7 @@ def _fault(layer: LayerSpec) -> str | None:
         return "layers that attend to rows of others"
     if layer.attention.qk_norm == "projection":
         return "norms over all heads together"
-    return "experts with norms of their own" if any(of.apart for of in layer.experts) else None
+    return "experts with norms of their own" if any(of.has_own_norms for of in layer.experts) else None
 
 
 def share_of_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
@@ -107,7 +107,7 @@ def share_of_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
     return replace(spec, layers=layers, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, local_heads=local_heads)
 
 
-def params_on_all(spec: ModelSpec, num_devices: int) -> int:
+def replicated_params(spec: ModelSpec, num_devices: int) -> int:
     """Return how many parameters are replicated on every device.
 
     The embedding, the output head if it cannot be divided, routers and biases of experts' outputs, the matrices that
@@ -120,11 +120,11 @@ def params_on_all(spec: ModelSpec, num_devices: int) -> int:
     return (spec.vocab_size * (1 + has_head) + of_experts) * spec.hidden_size + of_rows + of_streams
 
 
-def filling_bytes(weights: ModelWeights, num_devices: int) -> int:
+def padding_bytes(weights: ModelWeights, num_devices: int) -> int:
     """Return how many bytes of quantized weights each device takes beyond its equal part.
 
     A run is padded if a device's inputs end within it; a scale for a whole row is on every device.
-    weights: the whole model's; they have passed `require_shares_of_few_bits`.
+    weights: the whole model's; they have passed `require_shares_of_quantized`.
     """
     matrices = [matrix for layer in weights.layers for matrix in _shared_by_inputs(layer)]
     return sum(
@@ -185,14 +185,14 @@ def _of_groups(layer: LayerWeights, of: CompressedSpec, share: Share) -> LayerWe
 
 def _share_of_experts(experts: ExpertWeights, of: ExpertsSpec, share: Share) -> ExpertWeights:
     """Return the same columns of every expert. All devices choose the same experts."""
-    columns, kept = share.of(of.intermediate_size), experts.quantized
-    if kept is not None:
+    columns, quantized = share.of(of.intermediate_size), experts.quantized
+    if quantized is not None:
         columns_of = torch.arange(of.intermediate_size)[columns]
         firsts = of.intermediate_size * torch.arange(2 * of.num_experts)  # first rows of each expert's gates, then ups
-        rows = (firsts[:, None] + columns_of).flatten().to(kept.gate_up.words.device)
-        kept = QuantizedExperts(kept.gate_up.outputs(rows), kept.down.inputs(columns))
-    if kept is not None and not experts.gates.is_floating_point():
-        gates, ups, down = by_expert(kept.gate_up.words, kept.down.words, of.num_experts)
+        rows = (firsts[:, None] + columns_of).flatten().to(quantized.gate_up.words.device)
+        quantized = QuantizedExperts(quantized.gate_up.outputs(rows), quantized.down.inputs(columns))
+    if quantized is not None and not experts.gates.is_floating_point():
+        gates, ups, down = by_expert(quantized.gate_up.words, quantized.down.words, of.num_experts)
     else:
         gates, ups, down = experts.gates[:, columns], experts.ups[:, columns], experts.down[..., columns]
     return replace(
@@ -203,7 +203,7 @@ def _share_of_experts(experts: ExpertWeights, of: ExpertsSpec, share: Share) -> 
         gate_bias=None if experts.gate_bias is None else experts.gate_bias[:, columns],
         up_bias=None if experts.up_bias is None else experts.up_bias[:, columns],
         down_bias=experts.down_bias if share.rank == 0 else None,
-        quantized=kept,
+        quantized=quantized,
     )
 
 

@@ -110,7 +110,7 @@ class ExpertsSpec:
     has_scales: bool = field(default=False, repr=False)  # each expert has a factor, applied to its shares last
     # Experts and router read the residual stream through norms of their own; the outputs of the experts and of the
     # dense MLP are normed before they are added.
-    apart: bool = field(default=False, repr=False)
+    has_own_norms: bool = field(default=False, repr=False)
     by_token: bool = field(default=False, repr=False)  # hash routing: a table gives the experts of each token id
 
 
@@ -393,7 +393,7 @@ class ModelSpec:
         return HeadsSpec(num_q_heads=self.num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
     @property
-    def lenders(self) -> frozenset[int]:
+    def kv_sources(self) -> frozenset[int]:
         """Layers whose rows later layers attend to as well (KV sharing)."""
         return frozenset(x.attention.rows_of for x in self.layers if x.attention.rows_of is not None)
 

@@ -52,12 +52,12 @@ def mixture_of(
 
 def mixed_streams(
     streams: Tensor,  # [..., num, hidden_size]
-    given: Tensor,  # [..., hidden_size]: the branch's output
+    branch_out: Tensor,  # [..., hidden_size]: the branch's output
     post: Tensor,
     comb: Tensor,
 ) -> Tensor:
     """Return the streams after a branch, [..., num, hidden_size]. post, comb: see `Mixture`. All of one dtype."""
-    return post[..., None] * given[..., None, :] + comb.transpose(-1, -2) @ streams
+    return post[..., None] * branch_out[..., None, :] + comb.transpose(-1, -2) @ streams
 
 
 def joined_streams(streams: Tensor, pre: Tensor) -> Tensor:

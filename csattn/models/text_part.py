@@ -12,7 +12,7 @@ TEXT_MODEL_AT = {
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head": "lm_head",
 }
-BESIDE_TEXT = re.compile(r"(model\.)?(vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
+NOT_TEXT = re.compile(r"(model\.)?(vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
 
 
 def text_config(config: Any) -> Any:
@@ -20,8 +20,8 @@ def text_config(config: Any) -> Any:
     text = getattr(config, "text_config", None)
     if text is None or text.model_type not in FAMILIES:
         return config
-    if (few_bits := getattr(config, "quantization_config", None)) is not None:
-        text.quantization_config = few_bits
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantization
     text.tie_word_embeddings = config.tie_word_embeddings
     text.dtype = text.dtype or config.dtype  # published files have it only at the top
     return text
@@ -34,9 +34,9 @@ def named_as_text(name: str) -> str:
     return name
 
 
-def named_or_beside(name: str) -> str | None:
+def named_if_text(name: str) -> str | None:
     """Like `named_as_text`, but None for a tensor that is not the text model's."""
-    return None if BESIDE_TEXT.match(name := named_as_text(name)) else name
+    return None if NOT_TEXT.match(name := named_as_text(name)) else name
 
 
 def require_whole(found: dict[str, Any], is_part: bool) -> None:
@@ -52,6 +52,6 @@ def require_whole(found: dict[str, Any], is_part: bool) -> None:
         ("unexpected_keys", "has {}, for which a model of its config has no place; it was saved from another model"),
     ):
         names = sorted(set(found[kind]) - set(mismatched))
-        if names := [name for name in names if not (is_part and BESIDE_TEXT.match(name))]:
+        if names := [name for name in names if not (is_part and NOT_TEXT.match(name))]:
             more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
             raise ModelError("the checkpoint " + what.format(f"{names[0]}{more}"))

@@ -19,7 +19,7 @@ class Unchanged:
         self._parameters, self._values, self._shared = _glance(model)
 
     def require(self) -> None:
-        """Raise ModelError if weights have changed or moved to shared memory, or if `require_own_forward` does."""
+        """Raise ModelError if weights have changed or moved to shared memory, or if `require_original_forward` does."""
         parameters, values, shared = _glance(self._model)
         if parameters != self._parameters or not torch.equal(values, self._values):
             raise changed(self._name)
@@ -29,25 +29,26 @@ class Unchanged:
                 f"the weights of {self._name} have moved to shared memory (`share_memory`, or a queue of "
                 "torch.multiprocessing), and this session reads them where they were; open a new one"
             )
-        require_own_forward(self._model, self._name)
+        require_original_forward(self._model, self._name)
 
 
-def require_own_forward(model: Any, model_name: str) -> None:
+def require_original_forward(model: Any, model_name: str) -> None:
     """Raise ModelError if a module has a hook that may change results, or a `forward` that is not its class's."""
     for name, module in model.named_modules():
         if not name:
             continue  # the whole model's hooks and forward are called in any case
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         forward = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)  # compiled, it is the same
-        if (moved := getattr(module, "_hf_hook", None)) is not None and _is_of_others(type(moved).__module__):
+        if (moved := getattr(module, "_hf_hook", None)) is not None and _is_of_library(type(moved).__module__):
             forward = getattr(module, "_old_forward", forward)  # accelerate's wrapper moves weights, then calls this
-        is_own = getattr(forward, "__func__", None) is type(module).forward
-        is_own = is_own or (moved is None and _changes_nothing(forward))
-        is_own = is_own and getattr(forward, "__self__", module) is module
-        if not is_own or not all(map(_changes_nothing, hooks)):
+        is_original = getattr(forward, "__func__", None) is type(module).forward
+        is_original = is_original or (moved is None and _changes_nothing(forward))
+        is_original = is_original and getattr(forward, "__self__", module) is module
+        if not is_original or not all(map(_changes_nothing, hooks)):
             raise ModelError(
-                f"{name} of {model_name} has a forward {'hook' if is_own else 'put in the place of its own'}, which "
-                "contexts are not built with and requests do not call; remove it, or call the model without a request"
+                f"{name} of {model_name} has a forward {'hook' if is_original else 'put in the place of its own'}, "
+                "which contexts are not built with and requests do not call; remove it, or call the model without "
+                "a request"
             )
 
 
@@ -83,8 +84,8 @@ def _changes_nothing(call: Any) -> bool:
     written = call.func if isinstance(call, partial) else call
     # not `__module__`, which functools.wraps copies
     home = getattr(written, "__globals__", {}).get("__name__", "")
-    return _is_of_others(str(home))
+    return _is_of_library(str(home))
 
 
-def _is_of_others(module_name: str) -> bool:
+def _is_of_library(module_name: str) -> bool:
     return module_name.startswith(("transformers.", "accelerate.", "csattn."))

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from csattn.models import deepseek_files
-from csattn.models.aside import has_room_aside
-from csattn.models.few_bits import experts_of_layers, linears_of_layers
+from csattn.models.mapped_files import has_disk_space
 from csattn.models.quantized import Quantization
+from csattn.models.quantized_model import experts_of_layers, linears_of_layers
 from csattn.models.quantized_weight import QuantizedWeight, WeightFormat, rounding_named
 from csattn.models.text_part import named_as_text
 
@@ -17,7 +17,7 @@ class WeightBytes(NamedTuple):
     """Bytes of a model's weights. Of quantized linear layers and experts, a host also keeps the decoded weights."""
 
     decoded: int  # all weights
-    few_bits: int  # quantized weights
+    quantized: int  # quantized weights
     linears: int  # quantized linear layers, decoded
     experts: int  # quantized experts, decoded
 
@@ -27,20 +27,20 @@ class WeightBytes(NamedTuple):
         return self.decoded - self.linears - self.experts
 
     @property
-    def aside(self) -> int:
-        """Decoded weights that a host puts aside in files (in bfloat16), if the disk has room; else 0."""
+    def mapped(self) -> int:
+        """Decoded weights that a host keeps in mapped files (in bfloat16), if the disk has room; else 0."""
         most = self.linears + 2 * self.experts  # during loading, experts are there twice: in parts, and joined
-        return (self.linears + self.experts) * has_room_aside(most)
+        return (self.linears + self.experts) * has_disk_space(most)
 
     @property
     def on_gpu(self) -> int:
         """A GPU keeps quantized weights without the decoded ones."""
-        return self.others + self.few_bits
+        return self.others + self.quantized
 
     @property
     def on_host(self) -> int:
-        """Host memory (in bfloat16), without the weights put aside."""
-        return self.decoded + self.few_bits - self.aside
+        """Host memory (in bfloat16), without the weights in mapped files."""
+        return self.decoded + self.quantized - self.mapped
 
 
 def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> WeightBytes:
@@ -49,31 +49,31 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
     item_bytes: of a weight, 4 or 2; some families have a few in float32. weights: as in `load_model`.
     Raises ModelError for an unsupported quantization.
     """
-    model = _without_memory(config, torch.float32 if item_bytes == 4 else torch.bfloat16)
-    kept: tuple[WeightFormat, int] | None = None
-    of_experts: tuple[WeightFormat, int] | None = None
+    model = _meta_model(config, torch.float32 if item_bytes == 4 else torch.bfloat16)
+    linear_format: tuple[WeightFormat, int] | None = None
+    expert_format: tuple[WeightFormat, int] | None = None
     skipped: list[str] = []
     if (published := getattr(config, "quantization_config", None)) is not None:
         quantization, left_out = Quantization.read(published), published.get("modules_to_not_convert") or []
         skipped = [named_as_text(name) for name in left_out]
         if config.model_type == "deepseek_v4":
             skipped += deepseek_files.PLAIN
-        kept, of_experts = quantization.kept, quantization.kept_experts
+        linear_format, expert_format = quantization.linear_format, quantization.expert_format
     elif weights is not None:
-        kept = of_experts = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
-    few_bits = linears = experts = 0
+        linear_format = expert_format = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
+    quantized = linears = experts = 0
     for name, linear in linears_of_layers(model):
-        if kept is not None and not any(part in name for part in skipped):
-            few_bits += QuantizedWeight.size(*kept, *linear.weight.shape)
+        if linear_format is not None and not any(part in name for part in skipped):
+            quantized += QuantizedWeight.size(*linear_format, *linear.weight.shape)
             linears += linear.weight.numel() * item_bytes
     for name, _, of in experts_of_layers(model):
-        if of_experts is None or any(part in name for part in skipped):
+        if expert_format is None or any(part in name for part in skipped):
             continue
         for num_out, num_in in (
             (2 * of.intermediate_size, config.hidden_size),
             (config.hidden_size, of.intermediate_size),
         ):
-            few_bits += QuantizedWeight.size(*of_experts, of.num_experts * num_out, num_in)
+            quantized += QuantizedWeight.size(*expert_format, of.num_experts * num_out, num_in)
             experts += of.num_experts * num_out * num_in * item_bytes
     # modules that transformers loads in float32; since 5.20 it also creates some in float32
     wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -81,26 +81,26 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
         parameter.numel() * (torch.float32 if wide.intersection(name.split(".")) else parameter.dtype).itemsize
         for name, parameter in model.named_parameters()
     )
-    return WeightBytes(decoded, few_bits, linears, experts)
+    return WeightBytes(decoded, quantized, linears, experts)
 
 
 def conversion_bytes(config: Any, item_bytes: int) -> int:
     """Return the host memory that the conversion of a GGUF file takes.
 
     The largest tensor is there three times in float32, with temporaries (3.5 times in all); all weights stay in memory
-    if the disk has no room to put them aside.
+    if the disk has no room for mapped files.
     """
-    sizes: list[int] = [parameter.numel() for parameter in _without_memory(config, torch.float32).parameters()]
+    sizes: list[int] = [parameter.numel() for parameter in _meta_model(config, torch.float32).parameters()]
     all_bytes = sum(sizes) * item_bytes
-    return all_bytes * (not is_converted_aside(all_bytes)) + 7 * max(sizes) * torch.float32.itemsize // 2
+    return all_bytes * (not is_converted_on_disk(all_bytes)) + 7 * max(sizes) * torch.float32.itemsize // 2
 
 
-def is_converted_aside(all_bytes: int) -> bool:
-    """Whether a conversion puts weights of so many bytes aside: the disk has room for them and for the saved copy."""
-    return has_room_aside(all_bytes * 11 // 10)
+def is_converted_on_disk(all_bytes: int) -> bool:
+    """Whether a conversion keeps such weights in mapped files: the disk has room for them and for the saved copy."""
+    return has_disk_space(all_bytes * 11 // 10)
 
 
-def _without_memory(config: Any, dtype: torch.dtype) -> Any:
+def _meta_model(config: Any, dtype: torch.dtype) -> Any:
     """Make a model on the meta device: shapes and dtypes without memory."""
     from transformers import AutoModelForCausalLM
 
@@ -110,10 +110,10 @@ def _without_memory(config: Any, dtype: torch.dtype) -> Any:
 
 def device_bytes(model: Any) -> int:
     """Return the bytes of a loaded model's weights as a GPU keeps them: quantized ones without the decoded."""
-    kept = [module for module in model.modules() if hasattr(module, "quantized")]
+    modules = [module for module in model.modules() if hasattr(module, "quantized")]
     plain = (
         module.weight.nbytes if hasattr(module, "weight") else module.gate_up_proj.nbytes + module.down_proj.nbytes
-        for module in kept
+        for module in modules
     )
-    saved = sum(plain) - sum(module.quantized.nbytes for module in kept)
+    saved = sum(plain) - sum(module.quantized.nbytes for module in modules)
     return int(sum(parameter.nbytes for parameter in model.parameters()) - saved)

@@ -87,7 +87,7 @@ class ExpertWeights:
     down_bias: Tensor | None = None  # [num_experts, hidden_size]
     scales: Tensor | None = None  # [num_experts] float32
     by_token: Tensor | None = None  # [vocab_size, num_chosen] int32: the experts of each token id (hash routing)
-    norms: "ExpertNorms | None" = None  # if `ExpertsSpec.apart`
+    norms: "ExpertNorms | None" = None  # if `ExpertsSpec.has_own_norms`
     quantized: QuantizedExperts | None = None  # the same matrices quantized: steps read these
 
     def plain(self, dtype: torch.dtype) -> "ExpertWeights":
@@ -101,12 +101,12 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNorms:
-    """Norms of experts with `ExpertsSpec.apart`: [hidden_size] float32 each."""
+    """Norms of experts with `ExpertsSpec.has_own_norms`: [hidden_size] float32 each."""
 
     router: Tensor  # of the router's input
-    before: Tensor  # of the experts' input
-    behind: Tensor  # of the experts' output
-    behind_mlp: Tensor  # of the output of the dense MLP
+    pre_experts: Tensor  # of the experts' input
+    post_experts: Tensor  # of the experts' output
+    post_mlp: Tensor  # of the output of the dense MLP
 
 
 def by_expert(
@@ -201,7 +201,7 @@ class InputWeights:
 class LayerWeights:
     """The outputs of the layers in a tuple of Linears are concatenated. Norms are [hidden_size] float32, or None."""
 
-    before_attention: Tensor | None
+    input_norm: Tensor | None
     qkv: tuple[Linear, ...]
     gates: tuple[Linear, ...]  # of attention's output
     delta: DeltaWeights | None  # in place of qkv and gates, as are the next two
@@ -210,12 +210,12 @@ class LayerWeights:
     head_norms: HeadNorms | None
     sinks: Tensor | None  # [num_q_heads] float32
     out: Linear
-    behind_attention: Tensor | None
-    before_mlp: Tensor | None
+    post_attention_norm: Tensor | None
+    pre_mlp_norm: Tensor | None
     gate_up: tuple[Linear, ...]  # gates, then ups; an MLP without gates has ups alone; empty without an MLP
     down: Linear | None
     experts: tuple[ExpertWeights, ...]
-    behind_mlp: Tensor | None
+    post_mlp_norm: Tensor | None
     scale: float = 1.0  # factor of the stream that leaves the layer
     layer_input: LayerInputWeights | None = None
     attention_mix: StreamWeights | None = None  # mixing around attention, with several streams
@@ -303,8 +303,8 @@ def weights_of(model: Any) -> ModelWeights:
 def _frequencies(body: Any, layer_type: str) -> Frequencies:
     angles, scale = model_frequencies(body.rotary_emb, layer_type)
     # Llama 4 norms heads after RoPE, which cancels RoPE's factor; a step norms them before
-    is_taken_off = any(hasattr(getattr(layer, "self_attn", None), "qk_norm") for layer in body.layers)
-    return Frequencies(angles, 1.0 if is_taken_off else scale)
+    drops_scale = any(hasattr(getattr(layer, "self_attn", None), "qk_norm") for layer in body.layers)
+    return Frequencies(angles, 1.0 if drops_scale else scale)
 
 
 def _inputs(body: Any, family: Family) -> InputWeights:
@@ -322,7 +322,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
     of_layer, attention, block = spec.layers[layer_idx], getattr(layer, "self_attn", None), getattr(layer, family.mlp)
     heads = spec.heads_of(layer_idx)
     mlp = block
-    if of_layer.experts and not family.experts_beside:  # beside them a shared expert may serve all tokens
+    if of_layer.experts and not family.experts_in_layer:  # beside them a shared expert may serve all tokens
         mlp = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
     norms = [None if name is None else _norm(getattr(layer, name), family) for name in family.norms]
     head_norms = None
@@ -334,7 +334,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         of_k = _norm(attention.k_norm, family) if of_layer.attention.rows_of is None else of_q  # never read
         head_norms = HeadNorms(of_q, of_k, of_k.new_ones(heads.head_dim) if of_layer.attention.v_norm else None)
     return LayerWeights(
-        before_attention=norms[0],
+        input_norm=norms[0],
         qkv=() if of_layer.latent or of_layer.compressed else _qkv(attention, of_layer.attention, heads),
         gates=_of_heads(attention.q_proj, heads, 1) if attention is not None and of_layer.attention.gated else (),
         delta=None if of_layer.delta is None else _delta(layer.linear_attn, of_layer.delta),
@@ -343,8 +343,8 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         head_norms=head_norms,
         sinks=None if of_layer.compressed or (sinks := _or_none(attention, "sinks")) is None else sinks.float(),
         out=_linear(_out_of(attention) if attention is not None else layer.linear_attn.out_proj),
-        behind_attention=norms[1],
-        before_mlp=norms[2],
+        post_attention_norm=norms[1],
+        pre_mlp_norm=norms[2],
         gate_up=()
         if of_layer.mlp is None
         else _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj") if family.gated else ("up_proj",)),
@@ -352,10 +352,10 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         experts=tuple(
             _shared(block)
             if number
-            else _routed(layer if family.experts_beside else block, experts, family, spec.vocab_size)
+            else _routed(layer if family.experts_in_layer else block, experts, family, spec.vocab_size)
             for number, experts in enumerate(of_layer.experts)
         ),
-        behind_mlp=norms[3],
+        post_mlp_norm=norms[3],
         scale=float(getattr(layer, LAYER_SCALE)) if of_layer.scaled else 1.0,
         layer_input=LayerInputWeights(
             gate=_linear(layer.per_layer_input_gate),
@@ -470,7 +470,7 @@ def _by_head(whole: Linear, num_heads: int, widths: tuple[int, ...]) -> tuple[Li
 def _routed(block: Any, spec: ExpertsSpec, family: Family, vocab_size: int) -> ExpertWeights:
     router, experts = getattr(block, family.router), block.experts
     scales, norms = getattr(router, "per_expert_scale", None), None
-    if spec.apart:
+    if spec.has_own_norms:
         names = (f"{name}_layernorm_{number}" for name, number in _EXPERT_NORMS)
         of_router = router.scale.detach().float() * router.scalar_root_size
         norms = ExpertNorms(of_router, *(_norm(getattr(block, name), family) for name in names))
@@ -520,8 +520,8 @@ def _shared(block: Any) -> ExpertWeights:
     mlp = block.shared_expert
     linears = [_linear(module) for module in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     gates, ups, down = (linear.weight[None] for linear in linears)
-    kept = [linear.quantized for linear in linears if linear.quantized is not None]
-    quantized = QuantizedExperts.of(kept[:2], kept[2:]) if len(kept) == len(linears) else None
+    matrices = [linear.quantized for linear in linears if linear.quantized is not None]
+    quantized = QuantizedExperts.of(matrices[:2], matrices[2:]) if len(matrices) == len(linears) else None
     return ExpertWeights(router=_linear(block.shared_expert_gate), gates=gates, ups=ups, down=down, quantized=quantized)
 
 

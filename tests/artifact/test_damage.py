@@ -293,8 +293,8 @@ def test_forged_values_that_no_build_gives_are_refused(tmp_path: Path, layout: s
     path = build(tmp_path, make_spec(layout=layout))
     with np.errstate(over="ignore"):  # -inf, where it is a float16
         forge_array(path, name, lambda array: _set(array, value))
-    told = name.removesuffix("_scale")
-    with open_artifact(path) as artifact, pytest.raises(ArtifactCorruptError, match=f"{told} holds NaN, inf"):
+    damaged = name.removesuffix("_scale")
+    with open_artifact(path) as artifact, pytest.raises(ArtifactCorruptError, match=f"{damaged} holds NaN, inf"):
         artifact.layer_index(0)
 
 

@@ -120,16 +120,16 @@ def test_files_and_names_are_flushed_before_anything_builds_on_them(tmp_path: Pa
 
 
 def test_on_macos_the_disk_is_told_to_write_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, why = [], errno.ENOTSUP
+    calls, why = [], errno.ENOTSUP
 
     def refuse(descriptor: int, operation: int) -> None:
-        asked.append((os.fstat(descriptor).st_ino, operation))
+        calls.append((os.fstat(descriptor).st_ino, operation))
         raise OSError(why, os.strerror(why))
 
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     write_bytes(tmp_path / "file", b"data")
-    assert asked == [(path.stat().st_ino, 51) for path in (tmp_path / "file", tmp_path)]
+    assert calls == [(path.stat().st_ino, 51) for path in (tmp_path / "file", tmp_path)]
     why = errno.EIO
     with pytest.raises(ArtifactError, match="Input/output error; check"):
         write_bytes(tmp_path / "file", b"data")

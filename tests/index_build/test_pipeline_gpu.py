@@ -11,9 +11,9 @@ import torch
 
 from csattn.artifact import list_store, open_artifact, verify_artifact
 from csattn.config import IndexConfig, ListConfig, SearchConfig, SketchConfig
-from csattn.models import lending
+from csattn.models import layer_offload
 from csattn.models.attending_cache import CACHE
-from csattn.models.lending import place
+from csattn.models.layer_offload import place
 from csattn.models.loader import LoadedModel, wrap_model
 from index_build.capture import prefill
 from index_build.layer import index_arrays
@@ -55,7 +55,7 @@ def test_prefill_on_the_gpu_is_prefill_on_the_cpu(dtype: torch.dtype) -> None:
 
 def test_a_model_of_which_the_gpu_has_no_room_for_all_builds_the_same(tmp_path, monkeypatch) -> None:
     want = build(tmp_path / "whole", on_gpu())
-    monkeypatch.setattr(lending, "_has_room", lambda model, device: False)
+    monkeypatch.setattr(layer_offload, "_has_room", lambda model, device: False)
     model = place(make_model(), "cuda")
     assert next(model.model.layers.parameters()).device.type == "cpu" and model.device.type == "cuda"
     got = build(tmp_path / "lent", wrap_model(model, byte_tokenizer(), "tiny-llama"))

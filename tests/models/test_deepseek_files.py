@@ -134,11 +134,13 @@ def test_published_files_are_read_as_transformers_reads_them(expert_dtype: str, 
     from transformers import AutoModelForCausalLM
 
     publish(tmp_path, rng, expert_dtype, **OUTPUTS)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map="cpu").state_dict()
+    by_transformers = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, device_map="cpu"
+    ).state_dict()
     ours = load_model(tmp_path, "bfloat16").model.state_dict()
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == by_transformers.keys()
     for name, x in ours.items():
-        assert torch.equal(x, theirs[name].to(x.dtype)), name
+        assert torch.equal(x, by_transformers[name].to(x.dtype)), name
 
 
 def test_pairs_of_small_floats_are_one_behind_the_other(tmp_path: Path, rng) -> None:

@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def timeouts_of_hub(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A hub that does not answer: how long each question waits for it, in seconds."""
     timeouts: list[float] = []
 
@@ -37,22 +37,24 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return timeouts
 
 
-def test_without_a_hub_a_model_that_was_not_fetched_is_refused_at_once(cache: Path, asked: list[float]) -> None:
+def test_without_a_hub_a_model_that_was_not_fetched_is_refused_at_once(
+    cache: Path, timeouts_of_hub: list[float]
+) -> None:
     with pytest.raises(
         ModelError,
         match=r"some/model could not be loaded: it was not fetched .*\(name or service not known\); connect this",
     ):
         load_model("some/model")
-    assert len(asked) == 1 and asked[0] < 10
+    assert len(timeouts_of_hub) == 1 and timeouts_of_hub[0] < 10
 
 
-def test_without_a_hub_what_was_fetched_before_is_loaded(cache: Path, asked: list[float]) -> None:
+def test_without_a_hub_what_was_fetched_before_is_loaded(cache: Path, timeouts_of_hub: list[float]) -> None:
     of = cache / "models--some--model"
     save(of / "snapshots" / ("0" * 40))
     (of / "refs").mkdir()
     (of / "refs" / "main").write_text("0" * 40)
     loaded = load_model("some/model")
-    assert loaded.name == "some/model" and len(asked) == 1
+    assert loaded.name == "some/model" and len(timeouts_of_hub) == 1
 
 
 def test_weights_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,8 @@ def test_a_chat_template_or_a_token_that_comes_after_loading_counts(tmp_path: Pa
 
 def test_a_tokenizer_that_says_to_strip_spaces_does_not(tmp_path: Path) -> None:
     """transformers would not either, and warn at the first answer."""
-    told = save(tmp_path) / "tokenizer_config.json"
-    told.write_text(json.dumps({**json.loads(told.read_text()), "clean_up_tokenization_spaces": True}))
+    settings = save(tmp_path) / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "clean_up_tokenization_spaces": True}))
     assert not load_model(str(tmp_path)).tokenizer.clean_up_tokenization_spaces
 
 
@@ -199,14 +199,14 @@ def test_a_model_with_an_adapter_in_its_layers_is_refused() -> None:
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_code_of_a_checkpoint_is_not_asked_for(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, asked = save(tmp_path) / file, Mock(return_value="y")
+    path, asks_user = save(tmp_path) / file, Mock(return_value="y")
     its = {"auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}}
     its["tokenizer_class" if file == "tokenizer_config.json" else "model_type"] = "Own"
     path.write_text(json.dumps(json.loads(path.read_text()) | its))
-    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr("builtins.input", asks_user)
     with pytest.raises(ModelError):
         load_model(str(tmp_path))
-    asked.assert_not_called()
+    asks_user.assert_not_called()
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ def test_a_turn_ends_by_the_generation_config_and_by_the_tokenizer(generated, to
 
 
 def test_what_generates_from_python_ends_there_too(tmp_path: Path) -> None:
-    told = save(tmp_path) / "generation_config.json"
-    told.write_text(json.dumps({"eos_token_id": [9, 300]}))
+    settings = save(tmp_path) / "generation_config.json"
+    settings.write_text(json.dumps({"eos_token_id": [9, 300]}))
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = "a"
     tokenizer.save_pretrained(tmp_path)
@@ -243,7 +243,7 @@ def test_what_is_refused_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: p
     ):
         monkeypatch.setattr(loader, "place", Mock(side_effect=error))
         with pytest.raises(ContextError if isinstance(error, ContextError) else ModelError, match=match):
-            load_model(path, may_lend=True)
+            load_model(path, may_offload=True)
 
 
 @pytest.mark.parametrize("name", ["", "  ", 5, b"model"])
@@ -277,8 +277,8 @@ def test_a_cache_that_training_left_off_is_on(tmp_path: Path) -> None:
 
 def test_no_other_cache_is_a_models_default(tmp_path: Path) -> None:
     """transformers would not take a session's request beside it."""
-    told = save(tmp_path) / "generation_config.json"
-    told.write_text(json.dumps({"cache_implementation": "static"}))
+    settings = save(tmp_path) / "generation_config.json"
+    settings.write_text(json.dumps({"cache_implementation": "static"}))
     assert load_model(tmp_path).model.generation_config.cache_implementation is None
 
 

@@ -15,7 +15,7 @@ from csattn.models.families import describe
 from csattn.models.quantized_weight import CODES, RUN, QuantizedExperts, QuantizedWeight, WeightFormat
 from csattn.models.share import (
     require_shares,
-    require_shares_of_few_bits,
+    require_shares_of_quantized,
     share_of_head,
     share_of_layer,
     share_of_spec,
@@ -26,7 +26,7 @@ from csattn.share import Share
 from tests.tiny import ALL_FAMILIES, loaded, tiny_config
 from tests.workers.model.quantized import KINDS, KINDS_OF_EXPERTS, make_quantized, make_quantized_experts
 from tests.workers.model.step_ops import EXPERTS
-from workers.model.layers import expert_room
+from workers.model.layers import expert_buffers
 from workers.model.ops import Normed
 from workers.model.torch_ops import TorchOps
 
@@ -56,12 +56,12 @@ def experts_out(weights: ExpertWeights, spec: ExpertsSpec, x: Tensor) -> Tensor:
     def zeros(*sizes: int, dtype: torch.dtype = x.dtype) -> Tensor:
         return torch.zeros(len(x), *sizes, dtype=dtype)
 
-    room = expert_room(spec, x.shape[1], zeros)
-    room.logits.copy_(product(x, weights.router.weight, weights.router.bias))
+    buffers = expert_buffers(spec, x.shape[1], zeros)
+    buffers.logits.copy_(product(x, weights.router.weight, weights.router.bias))
     ops, out = TorchOps(), torch.full_like(x, torch.nan)
-    ops.choose_experts(weights, spec, make_step_rows(len(x), x.device), room)
-    ops.experts(Normed(x), weights, spec, room)
-    ops.experts_out(weights, spec, room, out)
+    ops.choose_experts(weights, spec, make_step_rows(len(x), x.device), buffers)
+    ops.experts(Normed(x), weights, spec, buffers)
+    ops.experts_out(weights, spec, buffers, out)
     return out
 
 
@@ -204,22 +204,22 @@ def test_few_bits_that_cannot_be_shared_out_are_told_what_can() -> None:
     def matrix(num_in: int, group_size: int) -> QuantizedWeight:
         return make_quantized(3, num_in, "int4", group_size, True).to("cpu")
 
-    require_shares_of_few_bits(of(matrix(1024, 128)), 8)
-    require_shares_of_few_bits(of(matrix(1000, 0)), 1)
-    require_shares_of_few_bits(of(matrix(512, 32)), 8)
+    require_shares_of_quantized(of(matrix(1024, 128)), 8)
+    require_shares_of_quantized(of(matrix(1000, 0)), 1)
+    require_shares_of_quantized(of(matrix(512, 32)), 8)
     for quantized in (matrix(512, 128), matrix(1024, 256), matrix(128, 32), matrix(128, 0)):
         with pytest.raises(
             ConfigError, match=r"8 devices cannot share this model's weights of 8 or 4 bits: .*; 1 or 2 or 4 can, "
         ):
-            require_shares_of_few_bits(of(quantized), 8)
+            require_shares_of_quantized(of(quantized), 8)
     in_another_order = replace(matrix(1024, 128), order=torch.randperm(1024))
     with pytest.raises(ConfigError, match=r"2 devices .*; 1 can, and more may with weights of 16 bits"):
-        require_shares_of_few_bits(of(in_another_order), 2)
+        require_shares_of_quantized(of(in_another_order), 2)
     experts = ExpertWeights(
         Linear(torch.empty(0)), *3 * [torch.empty(0)], quantized=QuantizedExperts(matrix(64, 32), matrix(96, 32))
     )
     with pytest.raises(ConfigError, match=r"2 devices .*; 1 can"):
-        require_shares_of_few_bits(of(matrix(1024, 128), experts=(experts,)), 2)
+        require_shares_of_quantized(of(matrix(1024, 128), experts=(experts,)), 2)
 
 
 def test_a_vocabulary_that_cannot_be_shared_out_is_on_all_devices() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from csattn.errors import ModelError
 from csattn.models import load_model
 from csattn.models.loader import read_config
-from csattn.models.text_part import BESIDE_TEXT
+from csattn.models.text_part import NOT_TEXT
 from csattn.models.weight_sizes import weight_bytes
 from tests.tiny import byte_tokenizer, tiny_config
 
@@ -82,7 +82,7 @@ def test_few_bits_are_read_as_those_of_a_text_model(kind: str, tmp_path: Path) -
     """To the bit as the same checkpoint decoded; a GPU keeps the bits of the text model's linear layers."""
     whole = save(plain := tmp_path / "plain", kind)
     state = load_file(plain / "model.safetensors")
-    linears = [n for n in state if _IS_LINEAR.search(n) and not BESIDE_TEXT.match(n)]
+    linears = [n for n in state if _IS_LINEAR.search(n) and not NOT_TEXT.match(n)]
     coded = dict(state)
     for name in linears:
         scales = torch.linspace(0.01, 0.02, -(-len(state[name]) // 8))[:, None]  # of blocks, as wide as matrices are

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from csattn.artifact.layout import fault_of_index, index_from_arrays
+from csattn.artifact.layout import index_fault, index_from_arrays
 from csattn.config import SketchConfig
 from csattn.sketch import SketchIndex, reference
 from csattn.sketch import build as sketch
@@ -210,7 +210,7 @@ def test_keys_of_any_scale_give_what_the_definition_gives(largest, rng) -> None:
     index = build(q, k, v, SketchConfig())
     with np.errstate(all="raise", under="ignore"):
         want = make_sketch(q, k, v, 2, 2)
-    assert fault_of_index(index) is None and fault_of_index(want) is None
+    assert index_fault(index) is None and index_fault(want) is None
     if largest < 1e-12:  # codes would tell nothing: there are none
         np.testing.assert_array_equal(index.codes, want.codes)
         np.testing.assert_array_equal(index.marks, want.marks)
@@ -223,8 +223,8 @@ def test_keys_of_any_scale_give_what_the_definition_gives(largest, rng) -> None:
 def test_rows_of_any_scale_have_a_finite_sketch(largest, rng) -> None:
     rows = (rows.astype(np.float64) for rows in make_heads(rng, 2, 2, 9000, 64))
     q, k, v = ((x / np.abs(x).max() * largest).astype(np.float32) for x in rows)
-    assert fault_of_index(build(q, k, v, SketchConfig())) is None
-    assert fault_of_index(make_sketch(q, k, v, 2, 2)) is None
+    assert index_fault(build(q, k, v, SketchConfig())) is None
+    assert index_fault(make_sketch(q, k, v, 2, 2)) is None
 
 
 @pytest.mark.parametrize("fault", [np.nan, np.inf, 1e18])

@@ -113,7 +113,7 @@ def attention(spec: ModelSpec) -> str:
         "windows": any(kind.reach is not None and not kind.reach.chunked for kind in kinds),
         "chunks": any(kind.reach is not None and kind.reach.chunked for kind in kinds),
         "heads of two widths": spec.local_heads is not None,
-        "rows of others in some layers": bool(spec.lenders),
+        "rows of others in some layers": bool(spec.kv_sources),
         "sink logits": any(kind.sinks for kind in kinds),
         "capped logits": any(kind.logit_cap is not None for kind in kinds),
         "no RoPE in some layers": any(is_unrotated(spec, kind) for kind in kinds),
@@ -137,7 +137,7 @@ def mlps(spec: ModelSpec) -> str:
 def of_layer(layer: LayerSpec) -> str:
     if not layer.experts:
         return "dense"
-    if layer.experts[0].apart:
+    if layer.experts[0].has_own_norms:
         return "dense beside experts"
     return "experts, one of them shared" if len(layer.experts) > 1 or layer.mlp is not None else "experts"
 

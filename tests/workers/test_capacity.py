@@ -59,13 +59,13 @@ def test_a_gguf_file_is_not_converted_without_room(
     sizes = [parameter.numel() for parameter in model.parameters()]
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 2 * sum(sizes) + 13 * max(sizes))
     with monkeypatch.context() as of_test:  # the disk is full
-        of_test.setattr(weight_sizes, "has_room_aside", lambda num_bytes: False)
+        of_test.setattr(weight_sizes, "has_disk_space", lambda num_bytes: False)
         with pytest.raises(MemoryPlanError, match=r"converted to float32, needs .* takes less: --dtype bfloat16"):
             building.show_loading(file, "float32")
         assert not (tmp_path / "models").exists()
         with pytest.raises(MemoryPlanError, match=rf"converted to bfloat16, .*; with more room in {tmp_path} it takes"):
             building.show_loading(file, "bfloat16")
-    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: True)
+    monkeypatch.setattr(weight_sizes, "has_disk_space", lambda num_bytes: True)
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 14 * max(sizes) - 1)
     with pytest.raises(MemoryPlanError, match=r"converted to bfloat16, needs .* take a smaller model$"):
         building.show_loading(file, "bfloat16")
@@ -80,19 +80,19 @@ def test_decoded_weights_beside_few_bits_count_where_they_cannot_be_put_aside(
     config = save(tmp_path) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "bfloat16"}))
     monkeypatch.setattr(building, "load_model", lambda *_, **__: "loaded")
-    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: True)
+    monkeypatch.setattr(weight_sizes, "has_disk_space", lambda num_bytes: True)
     size = weight_bytes(read_config(str(tmp_path), "bfloat16"), 2, "int4")
-    assert 0 < size.few_bits < size.linears and not size.experts
+    assert 0 < size.quantized < size.linears and not size.experts
     monkeypatch.setattr(capacity, "host_memory_bytes", lambda: 0)
-    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + size.few_bits)
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + size.quantized)
     assert building.show_loading(str(tmp_path), "bfloat16", weights="int4") == "loaded", "embeddings stay mapped"
     assert "read from the disk" in caplog.text
     caplog.clear()
-    with pytest.raises(MemoryPlanError, match=f"needs {2 * size.decoded + size.few_bits:,} bytes"):
+    with pytest.raises(MemoryPlanError, match=f"needs {2 * size.decoded + size.quantized:,} bytes"):
         building.show_loading(str(tmp_path), "float32", weights="int4")
     with monkeypatch.context() as of_test:
-        of_test.setattr(weight_sizes, "has_room_aside", lambda num_bytes: False)
-        with pytest.raises(MemoryPlanError, match=f"needs {size.linears + size.few_bits:,} bytes"):
+        of_test.setattr(weight_sizes, "has_disk_space", lambda num_bytes: False)
+        with pytest.raises(MemoryPlanError, match=f"needs {size.linears + size.quantized:,} bytes"):
             building.show_loading(str(tmp_path), "bfloat16", weights="int4")
     assert not caplog.records, "what is refused is not read from the disk"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}))

@@ -393,7 +393,7 @@ def test_a_model_is_told_what_it_takes_and_what_it_is_refused_for(tmp_path: Path
 
 
 def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: True)
+    monkeypatch.setattr(weight_sizes, "has_disk_space", lambda num_bytes: True)
     config = tiny_config("llama", hidden_size=1024, intermediate_size=3072, num_hidden_layers=20, vocab_size=1000)
     config.save_pretrained(tmp_path)
     matrices = 20 * 1024 * (3 * 3072 + 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim)
@@ -414,7 +414,7 @@ def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: 
     small = machine(probed={"memory": little})
     assert "--weights int4 --dtype bfloat16" in examine_model(str(tmp_path), small)[0].remedy
     assert "this machine has room for" in examine_model(str(tmp_path), small, "int4")[0].text
-    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: False)
+    monkeypatch.setattr(weight_sizes, "has_disk_space", lambda num_bytes: False)
     assert (
         size.on_host == plain + in_4_bits and "of disk" not in examine_model(str(tmp_path), machine(), "int4")[0].text
     )
@@ -437,13 +437,13 @@ def test_what_is_published_in_8_bits_is_not_to_be_rounded(devices: list[dict[str
 
 
 def test_disk_is_told_of_experts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_sizes, "has_room_aside", lambda num_bytes: True)
+    monkeypatch.setattr(weight_sizes, "has_disk_space", lambda num_bytes: True)
     config = tiny_config("mixtral", hidden_size=256, intermediate_size=8192, num_local_experts=8)
     config.save_pretrained(tmp_path)
     size = weight_bytes(config, 2, "int4")
-    assert size.aside == size.linears + size.experts > size.experts > 3 * size.few_bits
-    assert size.on_host == size.on_gpu == size.others + size.few_bits
-    assert f"and {gib(size.aside)} of disk for them decoded" in examine_model(str(tmp_path), machine(), "int4")[0].text
+    assert size.mapped == size.linears + size.experts > size.experts > 3 * size.quantized
+    assert size.on_host == size.on_gpu == size.others + size.quantized
+    assert f"and {gib(size.mapped)} of disk for them decoded" in examine_model(str(tmp_path), machine(), "int4")[0].text
     little = {"available_bytes": size.decoded - 1, "total_bytes": GIB, "locked_limit_bytes": 0}
     small = machine(probed={"memory": little})
     assert "--weights int4 --dtype bfloat16" in examine_model(str(tmp_path), small)[0].remedy

@@ -271,10 +271,10 @@ def test_what_is_described_is_there(name: str) -> None:
             assert (of.by_token is not None) == experts.by_token
             biases = of.router.bias, of.gate_bias, of.up_bias, of.down_bias
             assert [bias is not None for bias in biases] == [experts.bias] * 4
-            assert (of.scales is not None) == experts.has_scales and (of.norms is not None) == experts.apart
-        assert (layer.before_attention is None) == (not spec.pre_norm)
-        assert (layer.before_mlp is None) == (not spec.pre_norm or spec.parallel)
-        assert (layer.behind_attention is None) == (layer.behind_mlp is None) == (not spec.post_norm)
+            assert (of.scales is not None) == experts.has_scales and (of.norms is not None) == experts.has_own_norms
+        assert (layer.input_norm is None) == (not spec.pre_norm)
+        assert (layer.pre_mlp_norm is None) == (not spec.pre_norm or spec.parallel)
+        assert (layer.post_attention_norm is None) == (layer.post_mlp_norm is None) == (not spec.post_norm)
         assert (layer.sinks is None) == (not spec.attention.sinks or spec.compressed is not None)
         assert (layer.head_norms is not None and layer.head_norms.v is not None) == spec.attention.v_norm
         assert (layer.scale != 1.0) == spec.scaled

@@ -10,7 +10,7 @@ from typing import Any, cast
 from numba.core.event import TimingListener, install_listener
 
 from csattn.artifact import Artifact, open_artifact
-from csattn.artifact.manifest import AS_THEY_ARE
+from csattn.artifact.manifest import NOT_ROUNDED
 from csattn.config import RestKind, SearchConfig
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName, selector_named
@@ -74,7 +74,7 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
         resolve_rest(config, selector_named(options.selector), artifact.spec.index_config.layout)  # before loading
         name, dtype = options.model or artifact.spec.model_name, artifact.spec.kv_dtype
         then = artifact.manifest.weights
-        weights = options.weights or (None if then == AS_THEY_ARE else then)
+        weights = options.weights or (None if then == NOT_ROUNDED else then)
         if options.placement != "cpu" and options.num_devices == 1:
             require_weights(name, dtype, weights, options.placement)
         loaded = show_loading(name, dtype, weights=weights)

@@ -11,9 +11,9 @@ from csattn.build_options import BuildOptions
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
-from csattn.models.few_bits import drop_few_bits
-from csattn.models.loader import is_to_be_converted, model_name, require_numbers
+from csattn.models.loader import is_to_be_converted, model_name, require_dtype_and_rounding
 from csattn.models.prompt import num_special, require_not_far_too_long
+from csattn.models.quantized_model import drop_quantized
 from index_build.inputs import choose_device, make_config, read_text, read_tokens
 from index_build.pipeline import BuildReport, build_plan
 from index_build.plan import Plan, plan_text, plan_tokens
@@ -40,7 +40,7 @@ def build(
     ids = None if tokens is None else read_tokens(tokens)
     text = "" if context is None else read_text(context)
     loaded = show_loading(options.model, options.dtype, device, weights=options.weights)
-    drop_few_bits(loaded.model)
+    drop_quantized(loaded.model)
     if ids is not None:
         plan = plan_tokens(ids, options, loaded, device)
     else:
@@ -93,7 +93,7 @@ def show_loading(
     model: str | None, dtype: str, device: str = "cpu", stretch: float = 1.0, weights: str | None = None
 ) -> LoadedModel:
     """Load a model, and print so: a first load may convert it, which takes minutes."""
-    require_numbers(dtype, weights)
+    require_dtype_and_rounding(dtype, weights)
     first = f", converted to {dtype} once" if is_to_be_converted(model, dtype) else ""
     err.print(f"loading {model_name(model)}{first}" + (" onto the GPU" if device == "cuda" else ""))
     return _load_model(model, dtype, device, stretch, weights)
@@ -101,7 +101,7 @@ def show_loading(
 
 def _load(model: str | None, dtype: str, device: str, stretch: float, weights: str | None) -> LoadedModel:
     require_room_for_weights(model, dtype, weights)
-    return load_model(model, dtype, device, stretch, weights, may_lend=True)
+    return load_model(model, dtype, device, stretch, weights, may_offload=True)
 
 
 _load_model = _load

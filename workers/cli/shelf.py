@@ -23,7 +23,7 @@ from csattn.artifact import (
 )
 from csattn.artifact.find import is_artifact_id, store_entries
 from csattn.artifact.layout import MANIFEST_FILE
-from csattn.artifact.manifest import AS_THEY_ARE
+from csattn.artifact.manifest import NOT_ROUNDED
 from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError, ConfigError
 from workers.cli.terminal import counting, err, out, table
@@ -71,7 +71,7 @@ def _weights(weights: str | None) -> str:
     """Return `Manifest.weights` in words."""
     if weights is None:
         return "unknown"
-    return "as they are" if weights == AS_THEY_ARE else f"rounded to {weights}"
+    return "as they are" if weights == NOT_ROUNDED else f"rounded to {weights}"
 
 
 def _described(config: IndexConfig) -> str:
@@ -177,7 +177,7 @@ def _shelf(store: Path | str, found: Sequence[ArtifactSummary]) -> Table:
         [
             of.artifact_id,
             of.model_name,
-            of.kv_dtype if of.weights in (None, AS_THEY_ARE) else f"{of.kv_dtype}, {of.weights}",
+            of.kv_dtype if of.weights in (None, NOT_ROUNDED) else f"{of.kv_dtype}, {of.weights}",
             str(of.context_len),
             of.layout,
             size(of.size_bytes),

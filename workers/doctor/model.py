@@ -7,7 +7,7 @@ import torch
 from csattn.artifact import ModelGeometry
 from csattn.errors import ConfigError
 from csattn.models.families import describe
-from csattn.models.loader import geometry_of, have_few_bits, is_to_be_converted, read_config
+from csattn.models.loader import geometry_of, has_low_bit_weights, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import WeightBytes, conversion_bytes, weight_bytes
 from offload.budget import SPARE_BYTES
@@ -34,7 +34,7 @@ def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[F
     except Exception as error:  # a config may have anything in it
         said = str(error) if name in str(error) else f"{name}: {error}"
         return [Finding("model", "problem", said, _MODELS)]
-    can_be_rounded = not have_few_bits(config, weights)
+    can_be_rounded = not has_low_bit_weights(config, weights)
     return [*_needs(name, spec, geometry_of(spec), size, can_be_rounded, converting, facts), *_refusals(spec)]
 
 
@@ -55,8 +55,8 @@ def _needs(
     devices = facts.probes["torch"].get("devices") or []
     wide = "" if devices else f", {gib(2 * size.decoded)} in float32, the default"
     text = f"{name} has {layers}; its weights take {gib(size.decoded)} in bfloat16{wide}."
-    if size.few_bits:
-        aside = f", and {gib(size.aside)} of disk for them decoded" if size.aside else ""
+    if size.quantized:
+        aside = f", and {gib(size.mapped)} of disk for them decoded" if size.mapped else ""
         text += f" There, with few bits, host memory has {gib(size.on_host)}{aside}; a GPU has {gib(size.on_gpu)}."
     if converting:
         text += (

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.lightning import CompressedState, Operands, score_all, top_k
-from csattn.models.compressed import compressed_queries, compressed_rows, own_rows, pending_of, turned_back
+from csattn.models.compressed import compressed_queries, compressed_rows, own_rows, pending_of, unrotated
 from offload.host_memory import sparse_zeros
 from workers.model.cpu.cpu_model import CpuModel
 
@@ -40,7 +40,7 @@ class CompressedOnCpu:
         self._context_lens, self._tail_lens = torch.from_numpy(context_lens), torch.from_numpy(tail_lens)
 
     def attend(self, layer_idx: int) -> None:
-        """Compute `attended` from `projected` and `inputs` in the layer's `CompressedRoom`."""
+        """Compute `attended` from `projected` and `inputs` in the layer's `CompressedBuffers`."""
         states = [of_layers[layer_idx] for of_layers in self._contexts]
         self._layers[layer_idx].attend(states, self._slots, self._context_lens, self._tail_lens)
 
@@ -49,7 +49,7 @@ class _Layer:
     """One layer. Requests' own rows are in the model's tails."""
 
     def __init__(self, model: CpuModel, layer_idx: int) -> None:
-        self._spec, self._room, self._weights = model.compressed(layer_idx)
+        self._spec, self._buffers, self._weights = model.compressed(layer_idx)
         spec = self._spec
         self._own = model.tails[layer_idx].flatten(3)[:, 0]  # [num_tails, tail_capacity, head_dim]
         num_tails, tail_capacity, _ = self._own.shape
@@ -68,26 +68,26 @@ class _Layer:
             self._pending[slot, positions % self._num_pending] = state.pending
 
     def attend(self, states: list[CompressedState], slots: Tensor, context_lens: Tensor, tail_lens: Tensor) -> None:
-        spec, weights, room, num_rows = self._spec, self._weights, self._room, len(slots)
-        inputs, projected = room.inputs[:num_rows], room.projected[:num_rows]
+        spec, weights, buffers, num_rows = self._spec, self._weights, self._buffers, len(slots)
+        inputs, projected = buffers.inputs[:num_rows], buffers.projected[:num_rows]
         positions = context_lens + tail_lens - 1
         self._own[slots, tail_lens - 1] = own_rows(inputs, weights, positions).to(self._dtype)
         if spec.ratio:
             self._compress(inputs, slots, positions, context_lens // spec.ratio)
-        asked = compressed_queries(projected, inputs, weights, spec, positions)
-        attended = torch.empty_like(asked.q)
+        queries = compressed_queries(projected, inputs, weights, spec, positions)
+        attended = torch.empty_like(queries.q)
         for row, (state, slot, tail_len) in enumerate(zip(states, slots.tolist(), tail_lens.tolist(), strict=True)):
             of_context = max(0, min(len(state.window), spec.window - tail_len))
             seen = [state.window[len(state.window) - of_context :], self._own[slot, :tail_len][-spec.window :]]
             if spec.ratio:
                 num_own = (int(positions[row]) + 1) // spec.ratio - len(state.rows)
                 far = state.rows, self._rows[slot, :num_own]
-                if asked.index_q is not None and asked.index_weights is not None:
+                if queries.index_q is not None and queries.index_weights is not None:
                     keys = state.keys, self._keys[slot, :num_own]
-                    far = self._chosen(asked.index_q[row], asked.index_weights[row], keys, far)
+                    far = self._chosen(queries.index_q[row], queries.index_weights[row], keys, far)
                 seen += far
-            attended[row] = _attend(asked.q[row], torch.cat(seen).float(), weights.sinks, self._scale)
-        room.attended[:, :num_rows] = turned_back(attended, weights, spec, positions)
+            attended[row] = _attend(queries.q[row], torch.cat(seen).float(), weights.sinks, self._scale)
+        buffers.attended[:, :num_rows] = unrotated(attended, weights, spec, positions)
 
     def _compress(self, inputs: Tensor, slots: Tensor, positions: Tensor, num_of_context: Tensor) -> None:
         """Store what the rows add to compressed rows, and make the compressed rows that they complete."""

@@ -10,7 +10,7 @@ from csattn.models.spec import CompressedSpec
 from csattn.models.weights import CompressedStepWeights
 from workers.engine.compressed_memory import LayerMemory, SeenCompressed
 from workers.engine.compressed_ops import CompressedOps
-from workers.model.gpu.compressed_kernels import ask_kernel, compress_kernel, take_up_kernel, turn_back_kernel
+from workers.model.gpu.compressed_kernels import append_kernel, compress_kernel, make_queries_kernel, unrotate_kernel
 
 _BLOCK, _TOKENS = 1024, 8  # numbers of a program, and tokens that it adds at a time
 
@@ -18,7 +18,7 @@ _BLOCK, _TOKENS = 1024, 8  # numbers of a program, and tokens that it adds at a 
 class TritonCompressedOps(CompressedOps):
     """Enqueues its kernels on torch's current stream."""
 
-    def take_up(
+    def append(
         self,
         inputs: Tensor,
         weights: CompressedStepWeights,
@@ -26,12 +26,12 @@ class TritonCompressedOps(CompressedOps):
         layer: LayerMemory,
     ) -> None:
         spec, (_, num_pending, width) = layer.spec, layer.pending.shape
-        take_up_kernel[(len(inputs), 1 + -(-width // _BLOCK))](
+        append_kernel[(len(inputs), 1 + -(-width // _BLOCK))](
             *(inputs, weights.kv_norm, seen.cos, seen.sin, seen.own, seen.slots, seen.positions),
             *(layer.rows, layer.pending, inputs.shape[1], num_pending, width, weights.eps),
             DIM=spec.head_dim,
             BLOCK=_BLOCK,
-            **_turning(spec),
+            **_rope_constants(spec),
         )
 
     def compress(
@@ -57,7 +57,7 @@ class TritonCompressedOps(CompressedOps):
                 TOKENS=_TOKENS,
             )
 
-    def ask(
+    def make_queries(
         self,
         projected: Tensor,
         inputs: Tensor,
@@ -71,7 +71,7 @@ class TritonCompressedOps(CompressedOps):
         index_q = layer.rows.new_empty(num_rows, num_index_heads, index_dim)
         index_weights = torch.empty(num_rows, num_index_heads, device=q.device)
         scale = (num_index_heads * index_dim) ** -0.5 if of is not None else 1.0
-        ask_kernel[(num_rows, spec.num_heads + num_index_heads)](
+        make_queries_kernel[(num_rows, spec.num_heads + num_index_heads)](
             *(projected, inputs, seen.cos, seen.sin, q, index_q, index_weights),
             *(projected.shape[1], inputs.shape[1], scale, weights.eps),
             NUM_HEADS=spec.num_heads,
@@ -79,11 +79,11 @@ class TritonCompressedOps(CompressedOps):
             NUM_INDEX_HEADS=num_index_heads,
             INDEX_DIM=index_dim,
             BLOCK_INDEX=_block(index_dim // 2),
-            **_turning(spec),
+            **_rope_constants(spec),
         )
         return CompressedQueries(q, None if of is None else index_q, None if of is None else index_weights)
 
-    def turn_back(
+    def unrotate(
         self,
         attended: Tensor,
         weights: CompressedStepWeights,
@@ -92,16 +92,16 @@ class TritonCompressedOps(CompressedOps):
         out: Tensor,
     ) -> None:
         spec = layer.spec
-        turn_back_kernel[(len(attended), spec.num_heads)](
+        unrotate_kernel[(len(attended), spec.num_heads)](
             *(attended, seen.cos, seen.sin, out),
             NUM_HEADS=spec.num_heads,
             HEADS=spec.num_heads // spec.num_groups,
             DIM=spec.head_dim,
-            **_turning(spec),
+            **_rope_constants(spec),
         )
 
 
-def _turning(spec: CompressedSpec) -> dict[str, Any]:
+def _rope_constants(spec: CompressedSpec) -> dict[str, Any]:
     return {"HALF": spec.rope_dim // 2, "BLOCK_PAIRS": _block(spec.head_dim // 2)}
 
 

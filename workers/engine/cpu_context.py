@@ -15,7 +15,7 @@ from csattn.cpu.arguments import word
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.lightning import CompressedState
-from csattn.models.compressed import compressed_states, no_state
+from csattn.models.compressed import compressed_states, empty_state
 from csattn.models.loader import DTYPES
 from csattn.rest import Moments, moments_of
 from csattn.selection import Selection
@@ -176,7 +176,7 @@ def _windows(compressed: Sequence[CompressedState]) -> list[Tensor]:
 def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
     """Return the context of requests without one: it has no rows."""
     if geometry.compressed:
-        none_of = [no_state(geometry.compressed_sizes(i, 0), dtype) for i in range(geometry.num_layers)]
+        none_of = [empty_state(geometry.compressed_sizes(i, 0), dtype) for i in range(geometry.num_layers)]
         return CpuContext(None, [], 0, _windows(none_of), HostStore([]), True, [], [], none_of)
     num_states = sum(map(geometry.has_state, range(geometry.num_layers)))
     num_local = geometry.num_layers - len(geometry.indexed_layers) - num_states

@@ -364,8 +364,8 @@ class CpuEngine:
         """Move logits to the places of their rows. asking: the rows whose logits the model has computed, in order."""
         logits, next_ids = self._model.logits[:num_rows], np.full(num_rows, -1)
         for place, row in reversed([*enumerate(asking)]):  # backwards, because place <= row: nothing is overwritten
-            likeliest = logits[place].argmax()
-            next_ids[row] = likeliest if np.isfinite(logits[place, likeliest]) else -1
+            argmax = logits[place].argmax()
+            next_ids[row] = argmax if np.isfinite(logits[place, argmax]) else -1
             if want_logits and place != row:
                 logits[row] = logits[place]
         return StepResult(next_ids, logits if want_logits else None, seen)

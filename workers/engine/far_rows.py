@@ -60,9 +60,9 @@ class DeviceRows(FarRows):
         self, context_id: int, layers: Iterable[Tensor], tell: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
         """Take a context's KV, layer by layer as from `context_layers`; copy the layers that are not on the device."""
-        kept, lenders = list[Tensor](), self._shape.lenders or range(self._shape.num_layers)
-        for layer, lender in zip(layers, lenders, strict=True):
-            kept.append(kept[lender] if lender < len(kept) else self._taken(layer))
+        kept, kv_sources = list[Tensor](), self._shape.kv_sources or range(self._shape.num_layers)
+        for layer, kv_source in zip(layers, kv_sources, strict=True):
+            kept.append(kept[kv_source] if kv_source < len(kept) else self._taken(layer))
             tell(len(kept), self._shape.num_layers)
         self._kv[context_id] = kept
         self._addresses[:, context_id] = torch.tensor([layer.data_ptr() for layer in kept], dtype=torch.int64)

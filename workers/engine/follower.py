@@ -57,7 +57,7 @@ class Follower:
 
     def add_context(self, context_id: int, path: Path) -> None:
         with ExitStack() as undo:
-            with self._devices.together():
+            with self._devices.all_or_none():
                 artifact = undo.enter_context(open_artifact(path))
             self._engine.add_context(context_id, artifact)
             undo.pop_all()

@@ -35,12 +35,12 @@ class LocalLayers(StepAttention):
         self._numbers = {layer_idx: number for number, layer_idx in enumerate(spec.indexed_layers)}
         deltas = {i: layer.delta for i, layer in enumerate(spec.layers) if layer.delta is not None}
         others = [i for i in range(spec.num_layers) if i not in self._numbers and i not in deltas]
-        self._turns = torch.zeros(shape.num_tails, dtype=torch.int64, device=device)  # all 0: one version
+        self._versions = torch.zeros(shape.num_tails, dtype=torch.int64, device=device)  # all 0: one version
         self.states = [
-            DeltaState(*_state_room(deltas[i], shape.num_tails, device), self._turns) if i in deltas else None
+            DeltaState(*_state_buffers(deltas[i], shape.num_tails, device), self._versions) if i in deltas else None
             for i in range(spec.num_layers)
         ]
-        self._begun = [_state_room(delta, shape.num_contexts, device) for delta in deltas.values()]  # by contexts
+        self._begun = [_state_buffers(delta, shape.num_contexts, device) for delta in deltas.values()]  # by contexts
         self._places = {
             layer_idx: _Place(shape, reach, device) for layer_idx, reach in zip(others, shape.local, strict=True)
         }
@@ -101,7 +101,7 @@ class LocalLayers(StepAttention):
         self.inner.end_step(rows)
 
 
-def _state_room(spec: DeltaSpec, num: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _state_buffers(spec: DeltaSpec, num: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Allocate the states of `num` requests or contexts: the convolution's last inputs, and the memory."""
     conv, memory = (torch.zeros((num, 1, *sizes), device=device) for sizes in spec.parts)
     return conv, memory

@@ -109,7 +109,7 @@ def require_weights(
     require_choice_placed(spec, placement)
     require_heads(spec, DTYPES[dtype])
     size = weight_bytes(config, DTYPES[dtype].itemsize, weights)
-    if dtype != "bfloat16" and size.few_bits:
+    if dtype != "bfloat16" and size.quantized:
         raise ConfigError(
             f"a GPU multiplies weights of 8 or 4 bits with bfloat16, not with {dtype}; "
             "build the context with --dtype bfloat16, and serve with --set build.dtype=bfloat16"

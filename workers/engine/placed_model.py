@@ -153,7 +153,7 @@ class PlacedModel:
 
     def _together(self) -> AbstractContextManager[None]:
         """Make the body succeed on all devices or raise on all; with a single device, do nothing."""
-        return nullcontext() if self.model.devices is None else self.model.devices.together()
+        return nullcontext() if self.model.devices is None else self.model.devices.all_or_none()
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -56,7 +56,7 @@ class EngineShape:
     latents: LatentSpec | None = None  # if all layers keep latents: the model itself chooses among them
     compressed: tuple[CompressedSpec, ...] = ()  # of each layer, if all layers are of compressed attention
     # for each layer, the number of the layer whose rows of a context it attends to; empty: each has its own
-    lenders: tuple[int, ...] = ()
+    kv_sources: tuple[int, ...] = ()
     state_bytes: int = 0  # of a request or a context, in layers that keep a state instead of rows
 
     @property
@@ -131,7 +131,7 @@ class EngineShape:
         """Return the bytes of a context's KV in all layers."""
         if self.compressed:
             return sum(of.context_numbers(context_len) for of in self.compressed) * self.dtype.itemsize
-        return (len(set(self.lenders)) or self.num_layers) * self.num_kv_heads * context_len * self.context_row_bytes
+        return (len(set(self.kv_sources)) or self.num_layers) * self.num_kv_heads * context_len * self.context_row_bytes
 
     @property
     def of_local(self) -> tuple[int, int]:

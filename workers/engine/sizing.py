@@ -163,7 +163,7 @@ class Sizing:
             has_sinks=attention.sinks,
             local=tuple(x for x in (layer.attention.reach for layer in spec.layers) if x is not None),
             local_heads=spec.local_heads,
-            lenders=_lenders(spec),
+            kv_sources=_kv_sources(spec),
             state_bytes=sum(4 * prod(part) for layer in spec.layers if layer.delta for part in layer.delta.parts),
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )
@@ -176,8 +176,8 @@ class Sizing:
         return replace(shape, tail_capacity=kept, own_capacity=self.tail_capacity, own_slots=own_slots)
 
 
-def _lenders(spec: ModelSpec) -> tuple[int, ...]:
-    """Return `EngineShape.lenders`: for each indexed layer, the number of the one whose rows it attends to."""
+def _kv_sources(spec: ModelSpec) -> tuple[int, ...]:
+    """Return `EngineShape.kv_sources`: for each indexed layer, the number of the one whose rows it attends to."""
     indexed = spec.indexed_layers
     rows_of = {i: spec.layers[i].attention.rows_of for i in indexed}
-    return tuple(indexed.index(i if at is None else at) for i, at in rows_of.items()) if spec.lenders else ()
+    return tuple(indexed.index(i if at is None else at) for i, at in rows_of.items()) if spec.kv_sources else ()

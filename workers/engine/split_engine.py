@@ -21,7 +21,7 @@ from csattn.config import SearchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, DevicesError
 from csattn.models import LoadedModel
-from csattn.models.share import require_shares, require_shares_of_few_bits
+from csattn.models.share import require_shares, require_shares_of_quantized
 from csattn.models.weights import weights_of
 from csattn.share import Share
 from workers.engine.follower import EXPECTED, FollowerSpec
@@ -62,7 +62,7 @@ class SplitEngine:
             raise ConfigError("search workers serve one device; leave them out: threads of each process search then")
         require_device()
         require_shares(step_model(loaded).spec, num_devices)
-        require_shares_of_few_bits(weights_of(loaded.model), num_devices)
+        require_shares_of_quantized(weights_of(loaded.model), num_devices)
         kind = "cuda" if device is None else device.type
         if kind == "cuda":
             require_devices(num_devices)
@@ -112,7 +112,7 @@ class SplitEngine:
         """Load a context in all processes at the same time. `meanwhile` is not called."""
         require_new_context(context_id, self._context_ids, artifact, self.max_positions)
         with self._all_at_once("add_context", context_id, artifact.path):
-            with self._devices.together():
+            with self._devices.all_or_none():
                 pass  # returns when all have opened it
             self._engine.add_context(context_id, artifact)
         self._context_ids.add(context_id)

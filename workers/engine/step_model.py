@@ -11,7 +11,7 @@ from csattn.artifact.manifest import ModelGeometry
 from csattn.artifact.share import ArtifactShare
 from csattn.models import LoadedModel
 from csattn.models.families import describe
-from csattn.models.share import filling_bytes, params_on_all, share_of_spec
+from csattn.models.share import padding_bytes, replicated_params, share_of_spec
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import device_bytes
 from csattn.models.weights import ModelWeights, weights_of
@@ -66,8 +66,8 @@ def step_model(loaded: LoadedModel) -> StepModel:
 def handed_share(loaded: LoadedModel, num_devices: int) -> StepModel:
     """Return one device's share of the model, without weights: the process that has the model sends them."""
     whole = step_model(loaded)
-    num_bytes = whole.num_bytes // num_devices + params_on_all(whole.spec, num_devices) * whole.dtype.itemsize
-    num_bytes += filling_bytes(weights_of(loaded.model), num_devices)
+    num_bytes = whole.num_bytes // num_devices + replicated_params(whole.spec, num_devices) * whole.dtype.itemsize
+    num_bytes += padding_bytes(weights_of(loaded.model), num_devices)
     spec = share_of_spec(whole.spec, num_devices)
     return replace(whole, spec=spec, num_bytes=num_bytes, take=_not_here, num_shares=num_devices)
 

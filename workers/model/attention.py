@@ -6,7 +6,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
-from workers.model.ops import CompressedRoom, DeltaState
+from workers.model.ops import CompressedBuffers, DeltaState
 
 
 class StepAttention:
@@ -51,12 +51,12 @@ class StepAttention:
         """
         raise AssertionError("no layer attends to rows")
 
-    def attend_latents(self, layer_idx: int, asked: LatentQueries, rows: StepRows, out: Tensor) -> None:
+    def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: Tensor) -> None:
         """Called instead of `attend` in layers of latents (MLA): attend from each row to the rows that the indexer of
         this layer, or of an earlier one, chooses. out: [batch_size, num_heads, kv_rank]."""
         raise AssertionError("no layer keeps latents")
 
-    def attend_compressed(self, layer_idx: int, room: CompressedRoom, rows: StepRows) -> None:
+    def attend_compressed(self, layer_idx: int, buffers: CompressedBuffers, rows: StepRows) -> None:
         """Called instead of `attend` in layers of compressed attention: compute `attended` from `projected` and
         `inputs`. The attention owns everything that such a layer keeps of tokens."""
         raise AssertionError("no layer has compressed rows")

@@ -95,18 +95,18 @@ class Devices:
         with ends_within(MEET_S, _NOT_MET):
             dist.destroy_process_group()
 
-    def room(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def shared_zeros(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate zeros that all devices can read and write. All processes call this at the same time."""
         if not self._is_symmetric:
             return torch.zeros(sizes, dtype=dtype, device=self.device)
         import torch.distributed._symmetric_memory as symmetric  # slow, and with requirements of its own
 
-        with self.together():
-            room: Tensor = symmetric.empty(sizes, dtype=dtype, device=self.device).zero_()
+        with self.all_or_none():
+            zeros: Tensor = symmetric.empty(sizes, dtype=dtype, device=self.device).zero_()
             torch.cuda.synchronize(self.device)  # after the rendezvous others may write to it
         with ends_within(MEET_S, _NOT_MET):
-            self._handles[room.data_ptr()] = symmetric.rendezvous(room, self._name)  # type: ignore[arg-type]
-        return room
+            self._handles[zeros.data_ptr()] = symmetric.rendezvous(zeros, self._name)  # type: ignore[arg-type]
+        return zeros
 
     def exchange(self, batch_size: int, width: int) -> Exchange | None:
         """Allocate what GPU kernels need to sum [batch_size, width] numbers over all devices; None on CPUs: use `add`.
@@ -116,7 +116,7 @@ class Devices:
         if not self._is_symmetric:
             return None
         ranks = range(self.share.num_devices)
-        own = self.room(2, len(ranks), batch_size, width, dtype=torch.int64)
+        own = self.shared_zeros(2, len(ranks), batch_size, width, dtype=torch.int64)
         handle = self._handles[own.data_ptr()]
         inboxes = tuple(handle.get_buffer(rank, own.shape, own.dtype).data_ptr() for rank in ranks)
         counts = torch.zeros(max(batch_size, width), dtype=torch.int32, device=self.device)
@@ -129,7 +129,7 @@ class Devices:
     def gather(self, part: Tensor, out: Tensor) -> None:
         """Enqueue out = all devices' parts, side by side.
 
-        part: [num_rows, columns of out // num_devices], from `room`; work enqueued later may overwrite it.
+        part: [num_rows, columns of out // num_devices], from `shared_zeros`; work enqueued later may overwrite it.
         """
         columns = out.view(len(out), self.share.num_devices, -1).unbind(1)
         if not self._is_symmetric:
@@ -145,7 +145,7 @@ class Devices:
         handle.barrier(channel=1)  # all have read the others' parts
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def all_or_none(self) -> Iterator[None]:
         """Make the body succeed in all processes or raise in all."""
         try:
             yield
@@ -171,9 +171,9 @@ class Devices:
         """Return what process `rank` sends, with its tensors on this process's device."""
 
         def received(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-            room = torch.empty(size, dtype=dtype, device=device)
-            dist.recv(room, rank)
-            return room
+            buffer = torch.empty(size, dtype=dtype, device=device)
+            dist.recv(buffer, rank)
+            return buffer
 
         cpu = torch.device("cpu")
         data = received(int(received(1, torch.int64, cpu)), torch.uint8, cpu)
@@ -182,9 +182,9 @@ class Devices:
 
     def least(self, number: int) -> int:
         """Return the minimum of all devices' numbers."""
-        told = torch.tensor([number])
-        dist.all_reduce(told, dist.ReduceOp.MIN)
-        return int(told)
+        least = torch.tensor([number])
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
 
     def _all(self, is_so: bool) -> bool:
         """Return whether `is_so` holds in all processes."""
@@ -193,9 +193,9 @@ class Devices:
     def _reads_others(self) -> bool:
         """Try symmetric memory; return whether each device can read the others' on this machine."""
         try:
-            with self.together():
+            with self.all_or_none():
                 self._name_group()
-            ones = self.room(4, 8).fill_(1 + self.share.rank)
+            ones = self.shared_zeros(4, 8).fill_(1 + self.share.rank)
             torch.cuda.synchronize()
             parts = torch.zeros(4, 8 * self.share.num_devices, device=self.device)
             self.gather(ones, parts)

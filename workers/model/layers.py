@@ -27,17 +27,17 @@ from csattn.models.weights import (
 from workers.model.attention import StepAttention
 from workers.model.devices import Devices
 from workers.model.ops import (
-    CompressedRoom,
-    DeltaRoom,
+    CompressedBuffers,
+    DeltaBuffers,
     DeltaState,
-    ExpertRoom,
-    HeadRoom,
-    LatentRoom,
+    ExpertBuffers,
+    HeadBuffers,
+    LatentBuffers,
     Normed,
     Readers,
     Rotation,
     Stream,
-    StreamsRoom,
+    StreamsBuffers,
     num_squares,
 )
 
@@ -87,7 +87,7 @@ class StepLayers:
             tile_sums=None if devices is None else devices.exchange(batch_size, spec.hidden_size),
             row_sums=None if devices is None else devices.exchange(batch_size, spec.hidden_size),
         )
-        self._streams = None if spec.streams is None else _streams_room(spec.streams, spec.hidden_size, zeros)
+        self._streams = None if spec.streams is None else _streams_buffers(spec.streams, spec.hidden_size, zeros)
         self.rotations = []
         for rope, frequencies in zip(spec.ropes, weights.ropes, strict=True):
             cos, sin = (zeros(len(frequencies.angles), dtype=torch.float32) for _ in range(2))
@@ -96,19 +96,21 @@ class StepLayers:
         heads = (spec.num_q_heads, spec.head_dim)
         is_gated = any(layer.attention.gated for layer in spec.layers)
         kinds_of_heads = {spec.heads, *map(spec.heads_of, range(spec.num_layers))}
-        self._heads = {of: _head_room(of, is_gated, bool(spec.lenders), zeros) for of in kinds_of_heads}
+        self._heads = {of: _head_buffers(of, is_gated, bool(spec.kv_sources), zeros) for of in kinds_of_heads}
         self._early = zeros(spec.heads.q_width)
         # two buffers in turn: a layer's predicted query must outlast the prediction for the layer after it
         self.q_ahead = (zeros(*heads), zeros(*heads))
         widths = {layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None}
         self._gated = {width: zeros(width) for width in widths}
         kinds = {(number, experts) for layer in spec.layers for number, experts in enumerate(layer.experts)}
-        self._experts = {kind: expert_room(kind[1], spec.hidden_size, zeros) for kind in kinds}
+        self._experts = {kind: expert_buffers(kind[1], spec.hidden_size, zeros) for kind in kinds}
         deltas = {layer.delta for layer in spec.layers if layer.delta is not None}
-        self._deltas = {of: DeltaRoom(zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas}
+        self._deltas = {
+            of: DeltaBuffers(zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas
+        }
         latents = {layer.latent for layer in spec.layers if layer.latent is not None}
-        self._latents = {of: _latent_room(of, zeros) for of in latents}
-        self._compressed = {of: _compressed_room(of, zeros) for of in set(spec.compressed)}
+        self._latents = {of: _latent_buffers(of, zeros) for of in latents}
+        self._compressed = {of: _compressed_buffers(of, zeros) for of in set(spec.compressed)}
         self._branch: Tensor | None = None  # a branch's output, where a product does not add it to the stream itself
         if devices is not None:
             self._branch = zeros(spec.hidden_size, dtype=torch.float32)
@@ -116,14 +118,14 @@ class StepLayers:
             self._branch = zeros(spec.hidden_size)
         width = spec.layer_input_width
         self._inputs = torch.zeros(spec.num_layers, batch_size, width, dtype=dtype, device=weights.device)
-        self._projected, self._taken = zeros(spec.num_layers * width), zeros(width)
-        # the input and the output of experts that have norms of their own (`ExpertsSpec.apart`)
-        self._apart = [zeros(spec.hidden_size) for _ in range(2 * any(x.apart for _, x in kinds))]
+        self._projected, self._input_gates = zeros(spec.num_layers * width), zeros(width)
+        # the input and the output of experts that have norms of their own (`ExpertsSpec.has_own_norms`)
+        self._expert_io = [zeros(spec.hidden_size) for _ in range(2 * any(x.has_own_norms for _, x in kinds))]
         self.logits = zeros(spec.vocab_size, dtype=torch.float32)  # [batch_size, vocab_size]
         self._logits_part: Tensor | None = None  # the logits of this device's share of the vocabulary
         if len(weights.head.weight) < spec.vocab_size:
             assert devices is not None, "somebody has the others"
-            self._logits_part = devices.room(batch_size, len(weights.head.weight))
+            self._logits_part = devices.shared_zeros(batch_size, len(weights.head.weight))
         self.next_ids = zeros(dtype=torch.int64)  # [batch_size]: the argmax of the logits, or -1
         # [batch_size, hidden_size]: after the last layer, what the logits are computed from
         self.last_hidden = self._stream.scaled
@@ -164,18 +166,16 @@ class StepLayers:
             self._ops.linear(Normed(self._stream.hidden), [weights.inputs.projection], self._projected)
             eps = weights.spec.norm_eps
             self._ops.make_inputs(self._projected, weights.inputs, eps, self._rows, self._inputs)
-            self._ops.break_chain()  # `turn` takes no part in programmatic dependent launch
+            self._ops.break_chain()  # `compute_rotation` takes no part in programmatic dependent launch
         for rope, frequencies, rotation in zip(weights.spec.ropes, weights.ropes, self.rotations, strict=True):
-            self._ops.turn(self._rows, frequencies, rope.temper, rotation)
+            self._ops.compute_rotation(self._rows, frequencies, rope.temper, rotation)
 
     def _predict(self, layer_idx: int) -> None:
         """Predict the query of layer `layer_idx` from the input of the layer before it."""
         layer, spec, stream = self._weights.layers[layer_idx], self._weights.spec, self._stream
         assert spec.streams is None, "of several, a layer reads a mixture of its own"
-        early = stream.scaled if layer.before_attention is None else stream.scaled_ahead
-        self._ops.linear(
-            self._normed(layer.before_attention, early), _first(layer.qkv, spec.heads.q_width), self._early
-        )
+        early = stream.scaled if layer.input_norm is None else stream.scaled_ahead
+        self._ops.linear(self._normed(layer.input_norm, early), _first(layer.qkv, spec.heads.q_width), self._early)
         self._ops.predict_query(
             self._early,
             layer.head_norms,
@@ -196,7 +196,7 @@ class StepLayers:
         self._remix(layer.attention_mix, self._readers(layer_idx, ahead=False), is_first=layer_idx == 0)
         x = self._normed_input(layer_idx)
         if layer.delta is not None:
-            self._ops.linear(x, layer.delta.inputs, self._delta_room(layer_idx).inputs)
+            self._ops.linear(x, layer.delta.inputs, self._delta_buffers(layer_idx).inputs)
             return
         if layer.latent is not None:
             self._project_latents(layer_idx, x, layer.latent)
@@ -205,8 +205,8 @@ class StepLayers:
             self._project_compressed(layer_idx, x, layer.compressed)
             return
         heads, tails = self.heads(layer_idx), self._attention.tails
-        lender = self._weights.spec.layers[layer_idx].attention.rows_of
-        projected = heads.qkv if lender is None else heads.alone
+        kv_source = self._weights.spec.layers[layer_idx].attention.rows_of
+        projected = heads.qkv if kv_source is None else heads.q_only
         assert projected is not None
         self._ops.linear(x, layer.qkv, projected)
         if layer.gates:
@@ -218,41 +218,41 @@ class StepLayers:
             self._weights.spec.norm_eps,
             self._rotation_in(layer_idx),
             self._rows,
-            tails[layer_idx] if lender is None else None,
+            tails[layer_idx] if kv_source is None else None,
             heads.q,
         )
-        if lender is not None:
-            self._ops.copy_rows(tails[lender], tails[layer_idx], self._rows)
+        if kv_source is not None:
+            self._ops.copy_rows(tails[kv_source], tails[layer_idx], self._rows)
 
     def _project_latents(self, layer_idx: int, x: Normed, weights: LatentWeights) -> None:
-        spec, room = self._weights.spec.layers[layer_idx].latent, self.latents(layer_idx)
+        spec, buffers = self._weights.spec.layers[layer_idx].latent, self.latents(layer_idx)
         rotation = self._rotation_in(layer_idx)
-        assert room is not None and spec is not None and rotation is not None
-        self._ops.linear(x, weights.inputs, room.inputs)
+        assert buffers is not None and spec is not None and rotation is not None
+        self._ops.linear(x, weights.inputs, buffers.inputs)
         tail = self._attention.tails[layer_idx]
-        self._ops.append_latents(weights, spec, rotation, self._rows, tail, room)
+        self._ops.append_latents(weights, spec, rotation, self._rows, tail, buffers)
         if weights.queries:
-            self._ops.linear(Normed(room.q_latents), weights.queries, room.projected)
-        self._ops.ask_latents(weights, spec, rotation, room)
+            self._ops.linear(Normed(buffers.q_latents), weights.queries, buffers.projected)
+        self._ops.project_latent_queries(weights, spec, rotation, buffers)
 
     def _project_compressed(self, layer_idx: int, x: Normed, weights: CompressedStepWeights) -> None:
-        room = self.compressed(layer_idx)
-        assert room is not None
-        self._ops.linear(x, [weights.latents], room.latents)
-        self._ops.norm(room.latents, weights.latent_norm, weights.eps, room.normed)
-        self._ops.linear(Normed(room.normed), weights.queries, room.projected)
-        self._ops.linear(x, weights.inputs, room.inputs)
+        buffers = self.compressed(layer_idx)
+        assert buffers is not None
+        self._ops.linear(x, [weights.latents], buffers.latents)
+        self._ops.norm(buffers.latents, weights.latent_norm, weights.eps, buffers.normed)
+        self._ops.linear(Normed(buffers.normed), weights.queries, buffers.projected)
+        self._ops.linear(x, weights.inputs, buffers.inputs)
 
-    def heads(self, layer_idx: int) -> HeadRoom:
+    def heads(self, layer_idx: int) -> HeadBuffers:
         """Return the buffers of a layer whose heads attend to plain KV rows."""
         return self._heads[self._weights.spec.heads_of(layer_idx)]
 
-    def latents(self, layer_idx: int) -> LatentRoom | None:
+    def latents(self, layer_idx: int) -> LatentBuffers | None:
         """Return the buffers of a layer of latent attention (MLA), None for other layers."""
         latent = self._weights.spec.layers[layer_idx].latent
         return None if latent is None else self._latents[latent]
 
-    def compressed(self, layer_idx: int) -> CompressedRoom | None:
+    def compressed(self, layer_idx: int) -> CompressedBuffers | None:
         """Return the buffers of a layer of compressed attention, None for other layers."""
         of = self._weights.spec.layers[layer_idx].compressed
         return None if of is None else self._compressed[of]
@@ -262,12 +262,14 @@ class StepLayers:
             self._attention.attend_compressed(layer_idx, of_rows, self._rows)
             self._ops.break_chain()
             return
-        if (room := self.latents(layer_idx)) is not None:
-            self._attention.attend_latents(layer_idx, room.queries, self._rows, room.attended)
+        if (buffers := self.latents(layer_idx)) is not None:
+            self._attention.attend_latents(layer_idx, buffers.queries, self._rows, buffers.attended)
         else:
             heads = self.heads(layer_idx)
             self._attention.attend(layer_idx, heads.q, self._rows, heads.attended)
-        if room is not None or not self._attention.in_graph:  # work on other streams has joined, or a graph begins here
+        if (
+            buffers is not None or not self._attention.in_graph
+        ):  # work on other streams has joined, or a graph begins here
             self._ops.break_chain()
 
     def _finish_layer(self, layer_idx: int, ahead: bool) -> None:
@@ -279,23 +281,23 @@ class StepLayers:
             assert heads.gates is not None
             self._ops.gate(attended, heads.gates)
         if layer.delta is not None and spec.delta is not None:
-            of_delta = self._delta_room(layer_idx)
+            of_delta = self._delta_buffers(layer_idx)
             self._ops.delta(layer.delta, spec.delta, eps, self._rows, self._state(layer_idx), of_delta)
             attended = of_delta.out
-        if (room := self.latents(layer_idx)) is not None and layer.latent is not None and spec.latent is not None:
-            self._ops.latent_values(layer.latent, spec.latent, room)
-            attended = room.values
+        if (buffers := self.latents(layer_idx)) is not None and layer.latent is not None and spec.latent is not None:
+            self._ops.latent_values(layer.latent, spec.latent, buffers)
+            attended = buffers.values
         if (of_rows := self.compressed(layer_idx)) is not None and layer.compressed is not None:
             self._ops.grouped(of_rows.attended, layer.compressed.groups, of_rows.grouped)
             attended = of_rows.grouped
-        before_mlp, times = Readers(layer.before_mlp, None, eps), spec.residual_multiplier
+        pre_mlp_norm, times = Readers(layer.pre_mlp_norm, None, eps), spec.residual_multiplier
         if spec.parallel:  # the MLP has the same input as attention
             assert self._streams is None, "the MLP reads a mixture of its own"
             adds = self._mlps(layer_idx)
-            self._add(attended, layer.out, layer.behind_attention, times, before_mlp)
+            self._add(attended, layer.out, layer.post_attention_norm, times, pre_mlp_norm)
         else:
-            self._add(attended, layer.out, layer.behind_attention, times, before_mlp)
-            self._remix(layer.mlp_mix, before_mlp)
+            self._add(attended, layer.out, layer.post_attention_norm, times, pre_mlp_norm)
+            self._remix(layer.mlp_mix, pre_mlp_norm)
             adds = self._mlps(layer_idx)
         *others, last = adds
         for add in others:
@@ -314,7 +316,7 @@ class StepLayers:
             assert weights is not None and self._streams is not None
             self._ops.remix(weights, streams, is_first, self._streams, self._stream, readers)
 
-    def _delta_room(self, layer_idx: int) -> DeltaRoom:
+    def _delta_buffers(self, layer_idx: int) -> DeltaBuffers:
         delta = self._weights.spec.layers[layer_idx].delta
         assert delta is not None
         return self._deltas[delta]
@@ -325,29 +327,29 @@ class StepLayers:
         return state
 
     def _normed_input(self, layer_idx: int) -> Normed:
-        return self._normed(self._weights.layers[layer_idx].before_attention, self._stream.scaled)
+        return self._normed(self._weights.layers[layer_idx].input_norm, self._stream.scaled)
 
     def _mlps(self, layer_idx: int) -> list[Callable[[Readers], None]]:
         """Compute everything that a layer adds after attention. Return the calls that add it to the stream."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
-        x = self._normed(layer.before_attention if spec.parallel else layer.before_mlp, self._stream.scaled)
+        x = self._normed(layer.input_norm if spec.parallel else layer.pre_mlp_norm, self._stream.scaled)
         adds: list[Callable[[Readers], None]] = []
-        is_apart = any(of.apart for of in spec.experts)
-        if is_apart:
-            adds.append(self._beside_experts(layer_idx, x))
+        has_own_norms = any(of.has_own_norms for of in spec.experts)
+        if has_own_norms:
+            adds.append(self._mlp_and_experts(layer_idx, x))
         elif spec.mlp is not None:
             gated = self._gated[spec.mlp.intermediate_size]
             self._ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
             assert layer.down is not None
-            norm, times = layer.behind_mlp, spec.residual_multiplier
-            adds.append(partial(self._add, gated, layer.down, norm, times, scale=self._scale_behind_mlp(layer_idx)))
-        together = () if is_apart else zip(spec.experts, layer.experts, strict=True)
+            norm, times = layer.post_mlp_norm, spec.residual_multiplier
+            adds.append(partial(self._add, gated, layer.down, norm, times, scale=self._scale_after_mlp(layer_idx)))
+        together = () if has_own_norms else zip(spec.experts, layer.experts, strict=True)
         for number, (of, weights) in enumerate(together):
-            room = self._experts[number, of]
-            self._ops.linear(x, [weights.router], room.logits)
-            self._ops.choose_experts(weights, of, self._rows, room)
-            self._ops.experts(x, weights, of, room)
-            adds.append(partial(self._ops.experts_add, weights, of, room, spec.residual_multiplier, self._stream))
+            buffers = self._experts[number, of]
+            self._ops.linear(x, [weights.router], buffers.logits)
+            self._ops.choose_experts(weights, of, self._rows, buffers)
+            self._ops.experts(x, weights, of, buffers)
+            adds.append(partial(self._ops.experts_add, weights, of, buffers, spec.residual_multiplier, self._stream))
         if spec.experts and self._devices is not None:
             adds = [partial(self._add_shares, layer_idx)]
         if layer.layer_input is not None:
@@ -364,10 +366,10 @@ class StepLayers:
         for number, (of, weights) in enumerate(zip(spec.experts, layer.experts, strict=True)):
             is_first = spec.mlp is None and number == 0
             self._ops.experts_out(weights, of, self._experts[number, of], branch, adds=not is_first)
-        times, scale = spec.residual_multiplier, self._scale_behind_mlp(layer_idx)
-        self._add_branch(layer.behind_mlp, times, readers, scale)
+        times, scale = spec.residual_multiplier, self._scale_after_mlp(layer_idx)
+        self._add_branch(layer.post_mlp_norm, times, readers, scale)
 
-    def _scale_behind_mlp(self, layer_idx: int) -> float:
+    def _scale_after_mlp(self, layer_idx: int) -> float:
         """Return the factor of the whole stream after the MLP: 1 if the layer's input, added after it, applies it."""
         layer = self._weights.layers[layer_idx]
         return layer.scale if layer.layer_input is None else 1.0
@@ -376,36 +378,36 @@ class StepLayers:
         """Add what the layer computes from its own input of each token, besides the stream: see `InputWeights`."""
         mlp, layer = self._weights.spec.layers[layer_idx].mlp, self._weights.layers[layer_idx]
         assert mlp is not None and self._branch is not None and self._devices is None
-        self._ops.linear(Normed(self._stream.hidden), [weights.gate], self._taken)
-        self._ops.take_input(self._taken, mlp.activation, self._inputs[layer_idx])
-        self._ops.linear(Normed(self._taken), [weights.projection], self._branch)
+        self._ops.linear(Normed(self._stream.hidden), [weights.gate], self._input_gates)
+        self._ops.gate_input(self._input_gates, mlp.activation, self._inputs[layer_idx])
+        self._ops.linear(Normed(self._input_gates), [weights.projection], self._branch)
         eps = self._weights.spec.norm_eps
         self._ops.add_normed(self._branch, weights.norm, eps, 1.0, layer.scale, self._stream, readers)
 
-    def _beside_experts(self, layer_idx: int, x: Normed) -> Callable[[Readers], None]:
+    def _mlp_and_experts(self, layer_idx: int, x: Normed) -> Callable[[Readers], None]:
         """Compute the MLP, and experts that have norms of their own. Return the call that adds both to the stream.
 
         x: the input of the MLP.
         """
         layer, spec, ops = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx], self._ops
         (of,), (weights,), branch, eps = spec.experts, layer.experts, self._branch, self._weights.spec.norm_eps
-        norms, room, (read, given) = weights.norms, self._experts[0, of], self._apart
+        norms, buffers, (expert_in, expert_out) = weights.norms, self._experts[0, of], self._expert_io
         assert spec.mlp is not None and layer.down is not None and norms is not None and branch is not None
         gated = self._gated[spec.mlp.intermediate_size]
         ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
         ops.linear(Normed(gated), [layer.down], branch)
-        ops.linear(ops.read_normed(self._stream, norms.router, eps, read), [weights.router], room.logits)
-        ops.choose_experts(weights, of, self._rows, room)
-        ops.experts(ops.read_normed(self._stream, norms.before, eps, read), weights, of, room)
-        ops.experts_out(weights, of, room, given)
-        ops.add_norms(branch, norms.behind_mlp, given, norms.behind, eps)
+        ops.linear(ops.read_normed(self._stream, norms.router, eps, expert_in), [weights.router], buffers.logits)
+        ops.choose_experts(weights, of, self._rows, buffers)
+        ops.experts(ops.read_normed(self._stream, norms.pre_experts, eps, expert_in), weights, of, buffers)
+        ops.experts_out(weights, of, buffers, expert_out)
+        ops.add_norms(branch, norms.post_mlp, expert_out, norms.post_experts, eps)
         return partial(
             ops.add_normed,
             branch,
-            layer.behind_mlp,
+            layer.post_mlp_norm,
             eps,
             spec.residual_multiplier,
-            self._scale_behind_mlp(layer_idx),
+            self._scale_after_mlp(layer_idx),
             self._stream,
         )
 
@@ -445,7 +447,7 @@ class StepLayers:
             self._ops.break_chain()
         if spec.logit_multiplier != 1.0 or spec.logit_cap is not None:
             self._ops.finish_logits(self.logits, spec.logit_multiplier, spec.logit_cap)
-        self._ops.likeliest(self.logits, self.next_ids)
+        self._ops.argmax(self.logits, self.next_ids)
 
     def _normed(self, norm: Tensor | None, x: Tensor) -> Normed:
         """Return norm(stream) as an operand. x: what the stream's writer prepared for this norm, from `Readers`."""
@@ -457,7 +459,7 @@ class StepLayers:
         if layer_idx == len(layers):
             return Readers(self._weights.final_norm, None, eps)
         ahead = ahead and self._weights.spec.is_predicted(layer_idx + 1)
-        norms = [layer.before_attention for layer in layers[layer_idx : layer_idx + 2]]
+        norms = [layer.input_norm for layer in layers[layer_idx : layer_idx + 2]]
         return Readers(norms[0], norms[1] if ahead else None, eps)
 
     def _rotation_in(self, layer_idx: int) -> Rotation | None:
@@ -469,16 +471,16 @@ class StepLayers:
         return self.q_ahead[self._weights.spec.indexed_layers.index(layer_idx) % 2]
 
 
-def _head_room(of: HeadsSpec, is_gated: bool, lends: bool, zeros: Callable[..., Tensor]) -> HeadRoom:
+def _head_buffers(of: HeadsSpec, is_gated: bool, lends: bool, zeros: Callable[..., Tensor]) -> HeadBuffers:
     """lends: whether some layers attend to the rows of others."""
     heads = of.num_q_heads, of.head_dim
-    gates, alone = (zeros(of.q_width) if there else None for there in (is_gated, lends))
-    return HeadRoom(zeros(of.qkv_width), zeros(*heads), zeros(*heads), gates, alone)
+    gates, q_only = (zeros(of.q_width) if there else None for there in (is_gated, lends))
+    return HeadBuffers(zeros(of.qkv_width), zeros(*heads), zeros(*heads), gates, q_only)
 
 
-def expert_room(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> ExpertRoom:
+def expert_buffers(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> ExpertBuffers:
     each = spec.num_chosen
-    return ExpertRoom(
+    return ExpertBuffers(
         zeros(spec.num_experts, dtype=torch.float32),
         zeros(each, dtype=torch.int32),
         zeros(each, dtype=torch.float32),
@@ -487,23 +489,23 @@ def expert_room(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor
     )
 
 
-def _streams_room(of: StreamsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> StreamsRoom:
+def _streams_buffers(of: StreamsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> StreamsBuffers:
     post, comb, products = (zeros(*x, dtype=torch.float32) for x in ((of.num,), (of.num, of.num), (of.num_mixes,)))
-    return StreamsRoom(zeros(of.num, hidden_size), post, comb, products)
+    return StreamsBuffers(zeros(of.num, hidden_size), post, comb, products)
 
 
-def _compressed_room(of: CompressedSpec, zeros: Callable[..., Tensor]) -> CompressedRoom:
+def _compressed_buffers(of: CompressedSpec, zeros: Callable[..., Tensor]) -> CompressedBuffers:
     latents, grouped = zeros(of.q_rank), zeros(of.out_width)
     groups = latents.new_zeros(of.num_groups, len(latents), of.q_width // of.num_groups)
     projected, inputs = zeros(of.q_width + of.index_q_width), zeros(sum(of.in_widths))
-    return CompressedRoom(latents, torch.zeros_like(latents), projected, inputs, groups, grouped)
+    return CompressedBuffers(latents, torch.zeros_like(latents), projected, inputs, groups, grouped)
 
 
-def _latent_room(spec: LatentSpec, zeros: Callable[..., Tensor]) -> LatentRoom:
+def _latent_buffers(spec: LatentSpec, zeros: Callable[..., Tensor]) -> LatentBuffers:
     inputs, indexer = zeros(sum(spec.in_widths)), spec.indexer
     index_q = zeros(indexer.num_heads, indexer.head_dim) if indexer is not None else None
     index_weights = zeros(indexer.num_heads, dtype=torch.float32) if indexer is not None else None
-    return LatentRoom(
+    return LatentBuffers(
         inputs,
         zeros(spec.q_rank or 0),
         inputs if spec.q_rank is None else zeros(spec.q_width + spec.index_q_width),

@@ -74,28 +74,28 @@ class Rotation:
 class DeltaState:
     """The recurrent state that requests keep in a layer of linear attention instead of KV rows, indexed by tail.
 
-    There are one or two versions of it. A step reads version `turn` of a request and writes the other one; a single
+    There are one or two versions of it. A step reads that `version` of a request and writes the other one; a single
     version is updated in place.
     """
 
     conv: Tensor  # [num_tails, versions, num_channels, conv_len - 1] float32: the last inputs of each channel
     memory: Tensor  # [num_tails, versions, num_v_heads, k_dim, v_dim] float32
-    turn: Tensor  # [num_tails] int64
+    version: Tensor  # [num_tails] int64
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRoom:
+class HeadBuffers:
     """The activations of layers with the same heads, which use these buffers one after another."""
 
     qkv: Tensor  # [batch_size, qkv_width]
     q: Tensor  # [batch_size, num_q_heads, head_dim]
     attended: Tensor  # [batch_size, num_q_heads, head_dim]
     gates: Tensor | None  # [batch_size, q_width]
-    alone: Tensor | None  # [batch_size, q_width]: queries alone, for layers that attend to another layer's rows
+    q_only: Tensor | None  # [batch_size, q_width]: queries alone, for layers that attend to another layer's rows
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertRoom:
+class ExpertBuffers:
     """The activations of MoE layers with the same experts, which use these buffers one after another."""
 
     logits: Tensor  # [batch_size, num_experts] float32: the router's
@@ -106,7 +106,7 @@ class ExpertRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamsRoom:
+class StreamsBuffers:
     """Several residual streams of a step (hyper-connections). A branch reads a mixture of them, and adds to a `Stream`.
 
     Between two branches they are mixed: see `csattn.models.streams`.
@@ -119,7 +119,7 @@ class StreamsRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaRoom:
+class DeltaBuffers:
     """The activations of layers of linear attention, which use these buffers one after another."""
 
     inputs: Tensor  # [batch_size, in_width]: the output of `DeltaWeights.inputs`
@@ -128,7 +128,7 @@ class DeltaRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentRoom:
+class LatentBuffers:
     """The activations of layers of latent attention (MLA), which use these buffers one after another."""
 
     inputs: Tensor  # [batch_size, sum of in_widths]
@@ -141,7 +141,7 @@ class LatentRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedRoom:
+class CompressedBuffers:
     """The activations of layers of compressed attention, which use these buffers one after another."""
 
     latents: Tensor  # [batch_size, q_rank]

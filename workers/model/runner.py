@@ -183,13 +183,13 @@ class _Step:
 
     def capture(self, pool: Any) -> None:
         """Capture the calls as CUDA graphs, one for each run of calls between those that run on the host."""
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
             for calls in self.calls.values():  # compiles the kernels; the rows are idle
                 for call in calls:
                     call.run()
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(side_stream)
         torch.cuda.synchronize()
         self.pieces = {kind: _pieces(calls, pool) for kind, calls in self.calls.items()}
 

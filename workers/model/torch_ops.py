@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from csattn.batch import StepRows
-from csattn.models.latent import Turn, latent_queries, latent_rows, latent_values, query_latents
+from csattn.models.latent import LatentRope, latent_queries, latent_rows, latent_values, query_latents
 from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, StreamsSpec, Temper
 from csattn.models.streams import joined_streams, mixed_streams, mixture_of
 from csattn.models.weights import (
@@ -24,15 +24,15 @@ from csattn.models.weights import (
 from workers.model.ops import (
     LEAST_SUM,
     SQUARES_BLOCK,
-    DeltaRoom,
+    DeltaBuffers,
     DeltaState,
-    ExpertRoom,
-    LatentRoom,
+    ExpertBuffers,
+    LatentBuffers,
     Normed,
     Readers,
     Rotation,
     Stream,
-    StreamsRoom,
+    StreamsBuffers,
 )
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -85,7 +85,9 @@ class TorchOps:
         stream.hidden.copy_(embedding[rows.token_ids].float() * multiplier)
         _prepare(stream, readers)
 
-    def turn(self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
+    def compute_rotation(
+        self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation
+    ) -> None:
         """Write the rotation (RoPE) of the rows' positions."""
         angles = rows.positions.float()[:, None] * frequencies.angles
         torch.mul(angles.cos(), frequencies.scale, out=rotation.cos)
@@ -123,13 +125,13 @@ class TorchOps:
         weights: ExpertWeights,
         spec: ExpertsSpec,
         rows: StepRows,
-        room: ExpertRoom,  # `logits` are read; `chosen` and `shares` are written
+        buffers: ExpertBuffers,  # `logits` are read; `chosen` and `shares` are written
     ) -> None:
         """Choose each row's experts and compute their shares: MoE routing.
 
         The best expert comes first, the lower id among equals. With `weights.by_token`, a row has its token's experts.
         """
-        scores, scales = SCORES[spec.scores](room.logits), weights.scales
+        scores, scales = SCORES[spec.scores](buffers.logits), weights.scales
         if weights.by_token is None:
             ids = _best_experts(scores if weights.choice_bias is None else scores + weights.choice_bias, spec)
         else:
@@ -139,13 +141,13 @@ class TorchOps:
             of_chosen = of_chosen.softmax(-1)
         if spec.normed:
             of_chosen = of_chosen / (of_chosen.sum(-1, keepdim=True) + LEAST_SUM)
-        room.chosen.copy_(ids)
-        room.shares.copy_(of_chosen * spec.scale if scales is None else of_chosen * spec.scale * scales[ids])
+        buffers.chosen.copy_(ids)
+        buffers.shares.copy_(of_chosen * spec.scale if scales is None else of_chosen * spec.scale * scales[ids])
 
-    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers) -> None:
         """gated = activation(gates(x)) * ups(x) for each chosen expert, with share * x for x if `spec.on_input`"""
-        ids, scale = room.chosen.long(), _scale(x)
-        by_share = room.shares if spec.on_input else torch.ones_like(room.shares)
+        ids, scale = buffers.chosen.long(), _scale(x)
+        by_share = buffers.shares if spec.on_input else torch.ones_like(buffers.shares)
         weights = weights.plain(x.x.dtype)
 
         def product(matrices: Tensor, bias: Tensor | None) -> Tensor:
@@ -154,42 +156,42 @@ class TorchOps:
             return products if bias is None else products + bias[ids].float()
 
         gate, up = product(weights.gates, weights.gate_bias), product(weights.ups, weights.up_bias)
-        room.gated.copy_(activated(spec.activation, gate, up))
+        buffers.gated.copy_(activated(spec.activation, gate, up))
 
     def experts_add(
         self,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        room: ExpertRoom,  # `parts` is scratch memory
+        buffers: ExpertBuffers,  # `parts` is scratch memory
         multiplier: float,
         stream: Stream,  # all of it is written
         readers: Readers,
     ) -> None:
         """hidden += multiplier * the sum over chosen experts of share * down(gated), or of down(gated) if
         `spec.on_input`"""
-        self._write_parts(weights, spec, room)
-        stream.hidden.copy_(stream.hidden.float() + multiplier * room.parts.float().sum(1))
+        self._write_parts(weights, spec, buffers)
+        stream.hidden.copy_(stream.hidden.float() + multiplier * buffers.parts.float().sum(1))
         _prepare(stream, readers)
 
     def experts_out(
         self,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        room: ExpertRoom,  # `parts` is scratch memory
+        buffers: ExpertBuffers,  # `parts` is scratch memory
         out: Tensor,  # [batch_size, hidden_size], of any float type
         adds: bool = False,
     ) -> None:
         """out = what `experts_add` would add with a multiplier of 1; with `adds`, out += that"""
-        self._write_parts(weights, spec, room)
-        total = room.parts.float().sum(1)
+        self._write_parts(weights, spec, buffers)
+        total = buffers.parts.float().sum(1)
         out.copy_(out.float() + total if adds else total)
 
-    def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
-        ids, down = room.chosen.long(), weights.plain(room.gated.dtype).down
-        products = torch.einsum("bki,bkhi->bkh", room.gated.float(), down[ids].float())
+    def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers) -> None:
+        ids, down = buffers.chosen.long(), weights.plain(buffers.gated.dtype).down
+        products = torch.einsum("bki,bkhi->bkh", buffers.gated.float(), down[ids].float())
         if weights.down_bias is not None:
             products = products + weights.down_bias[ids].float()
-        room.parts.copy_(products if spec.on_input else products * room.shares[..., None])
+        buffers.parts.copy_(products if spec.on_input else products * buffers.shares[..., None])
 
     def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
         """Return norm(stream) as an operand, for a norm [hidden_size] float32 that is not in the stream's `Readers`.
@@ -251,7 +253,7 @@ class TorchOps:
         weights: StreamWeights,
         spec: StreamsSpec,
         is_first: bool,  # the first of a step: the streams are not set yet, and `stream` is the token's embedding
-        room: StreamsRoom,  # all of it is written
+        buffers: StreamsBuffers,  # all of it is written
         stream: Stream,  # all of it is written
         readers: Readers,  # its `ahead` is None
     ) -> None:
@@ -260,18 +262,18 @@ class TorchOps:
 
         hidden becomes 0, to which the next branch adds; or, if the weights join the streams, the mixture.
         """
-        given = stream.hidden.float()
+        branch_out = stream.hidden.float()
         if is_first:
-            room.streams.copy_(given[:, None])
+            buffers.streams.copy_(branch_out[:, None])
         else:
-            room.streams.copy_(mixed_streams(room.streams.float(), given, room.post, room.comb))
-        streams = room.streams.float()
+            buffers.streams.copy_(mixed_streams(buffers.streams.float(), branch_out, buffers.post, buffers.comb))
+        streams = buffers.streams.float()
         mixture = mixture_of(streams, weights, spec, readers.eps)
         stream.hidden.copy_(joined_streams(streams, mixture.pre))
         _prepare(stream, readers)
         if not weights.joins:
-            room.post.copy_(mixture.post)
-            room.comb.copy_(mixture.comb)
+            buffers.post.copy_(mixture.post)
+            buffers.comb.copy_(mixture.comb)
             stream.hidden.zero_()
 
     def rotate_append(
@@ -326,9 +328,9 @@ class TorchOps:
         own = weights.table[rows.token_ids].float().view(made.shape) * weights.table_scale
         out.copy_(((made + own) * 2**-0.5).transpose(0, 1))
 
-    def take_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
-        """gates = activation(gates) * given, both [batch_size, layer_input_width]"""
-        gates.copy_(ACTIVATIONS[activation](gates.float()) * given.float())
+    def gate_input(self, gates: Tensor, activation: Activation, layer_input: Tensor) -> None:
+        """gates = activation(gates) * layer_input, both [batch_size, layer_input_width]"""
+        gates.copy_(ACTIVATIONS[activation](gates.float()) * layer_input.float())
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
         """x *= sigmoid(gates), both [batch_size, q_width]"""
@@ -341,34 +343,34 @@ class TorchOps:
         eps: float,
         rows: StepRows,
         state: DeltaState,  # written for the tails of rows that are not idle
-        room: DeltaRoom,  # `inputs` are read, `mixed` is scratch memory, `out` is written
+        buffers: DeltaBuffers,  # `inputs` are read, `mixed` is scratch memory, `out` is written
     ) -> None:
         """Gated DeltaNet: each row updates its request's recurrent state and reads it.
 
         The rows of a request must come in the order of its tokens.
         """
-        versions, kept = state.conv.shape[1], dict[int, tuple[Tensor, Tensor]]()
+        versions, new_states = state.conv.shape[1], dict[int, tuple[Tensor, Tensor]]()
         for row in (rows.tail_lens > 0).nonzero()[:, 0].tolist():
             tail = int(rows.tail_ids[row])
-            version = int(state.turn[tail])
-            conv, memory = kept.get(tail) or (state.conv[tail, version], state.memory[tail, version])
+            version = int(state.version[tail])
+            conv, memory = new_states.get(tail) or (state.conv[tail, version], state.memory[tail, version])
             widths = [spec.num_channels, spec.v_width, spec.num_v_heads, spec.num_v_heads]
-            channels, z, write, forget = torch.split(room.inputs[row].float(), widths)
+            channels, z, write, forget = torch.split(buffers.inputs[row].float(), widths)
             seen = torch.cat([conv, channels[:, None]], dim=1)
-            room.mixed[row] = functional.silu((seen * weights.conv).sum(1))
-            q, k, v = torch.split(room.mixed[row].float(), [*2 * [spec.num_k_heads * spec.k_dim], spec.v_width])
+            buffers.mixed[row] = functional.silu((seen * weights.conv).sum(1))
+            q, k, v = torch.split(buffers.mixed[row].float(), [*2 * [spec.num_k_heads * spec.k_dim], spec.v_width])
             q, k = (
                 _unit(x.view(-1, spec.k_dim)).repeat_interleave(spec.num_v_heads // spec.num_k_heads, 0) for x in (q, k)
             )
-            kept_share = torch.exp(-weights.decay * functional.softplus(forget + weights.decay_bias))
-            memory = memory * kept_share[:, None, None]
+            decay_factor = torch.exp(-weights.decay * functional.softplus(forget + weights.decay_bias))
+            memory = memory * decay_factor[:, None, None]
             change = (v.view(-1, spec.v_dim) - torch.einsum("hkv,hk->hv", memory, k)) * write.sigmoid()[:, None]
             memory = memory + k[:, :, None] * change[:, None]
             read = torch.einsum("hkv,hk->hv", memory, q) * spec.k_dim**-0.5
-            room.out[row] = (_norm(read, weights.norm, eps) * functional.silu(z.view(read.shape))).flatten()
-            kept[tail] = seen[:, 1:], memory
-        for tail, (conv, memory) in kept.items():
-            version = (int(state.turn[tail]) + 1) % versions
+            buffers.out[row] = (_norm(read, weights.norm, eps) * functional.silu(z.view(read.shape))).flatten()
+            new_states[tail] = seen[:, 1:], memory
+        for tail, (conv, memory) in new_states.items():
+            version = (int(state.version[tail]) + 1) % versions
             state.conv[tail, version], state.memory[tail, version] = conv, memory
 
     def append_latents(
@@ -378,34 +380,34 @@ class TorchOps:
         rotation: Rotation,
         rows: StepRows,
         tail: Tensor,  # [num_tails, 1, tail_capacity, 2, head_dim]: one layer's
-        room: LatentRoom,  # `inputs` are read, `q_latents` written
+        buffers: LatentBuffers,  # `inputs` are read, `q_latents` written
     ) -> None:
         """Norm the queries' latents, if there are any. Rows that are not idle append their latents to their tail."""
         if spec.q_rank is not None:
-            room.q_latents.copy_(query_latents(room.inputs, weights, spec))
-        own = latent_rows(room.inputs, weights, spec, _turn(rotation), tail.shape[3:].numel())
+            buffers.q_latents.copy_(query_latents(buffers.inputs, weights, spec))
+        own = latent_rows(buffers.inputs, weights, spec, _latent_rope(rotation), tail.shape[3:].numel())
         active = rows.tail_lens > 0
         at = rows.tail_ids[active].long(), 0, rows.tail_lens[active].long() - 1
         tail[at] = own.view(-1, *tail.shape[3:])[active].to(tail.dtype)
 
-    def ask_latents(
+    def project_latent_queries(
         self,
         weights: LatentWeights,
         spec: LatentSpec,
         rotation: Rotation,
-        room: LatentRoom,  # `inputs` and `projected` are read, `queries` written
+        buffers: LatentBuffers,  # `inputs` and `projected` are read, `queries` written
     ) -> None:
         """Compute the queries of latents and of the indexer: see `csattn.models.latent.latent_queries`."""
-        asked = latent_queries(room.inputs, room.projected, weights, spec, _turn(rotation))
-        places = room.queries
-        places.q.copy_(asked.q)
-        for place, part in ((places.index_q, asked.index_q), (places.index_weights, asked.index_weights)):
+        queries = latent_queries(buffers.inputs, buffers.projected, weights, spec, _latent_rope(rotation))
+        places = buffers.queries
+        places.q.copy_(queries.q)
+        for place, part in ((places.index_q, queries.index_q), (places.index_weights, queries.index_weights)):
             if place is not None and part is not None:
                 place.copy_(part)
 
-    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
+    def latent_values(self, weights: LatentWeights, spec: LatentSpec, buffers: LatentBuffers) -> None:
         """values = each head's attended latent, projected up to its values"""
-        room.values.copy_(latent_values(room.attended, weights))
+        buffers.values.copy_(latent_values(buffers.attended, weights))
 
     def predict_query(
         self,
@@ -437,7 +439,7 @@ class TorchOps:
         if cap is not None:
             logits.div_(cap).tanh_().mul_(cap)
 
-    def likeliest(
+    def argmax(
         self,
         logits: Tensor,  # [batch_size, vocab_size] float32
         next_ids: Tensor,  # [batch_size] int64
@@ -482,8 +484,8 @@ def _products(x: Normed, linears: Sequence[Linear]) -> Tensor:
     return torch.cat(biased, dim=-1)
 
 
-def _turn(rotation: Rotation) -> Turn:
-    return Turn(rotation.cos, rotation.sin, rotation.interleaved)
+def _latent_rope(rotation: Rotation) -> LatentRope:
+    return LatentRope(rotation.cos, rotation.sin, rotation.interleaved)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -517,11 +519,11 @@ def _rotated(heads: Tensor, rotation: Rotation | None) -> Tensor:
     if rotation is None:
         return heads
     cos, sin = rotation.cos[:, None], rotation.sin[:, None]
-    turned, rest = heads[..., : 2 * cos.shape[-1]], heads[..., 2 * cos.shape[-1] :]
+    rotated, rest = heads[..., : 2 * cos.shape[-1]], heads[..., 2 * cos.shape[-1] :]
     if rotation.interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
         pairs = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
     else:
-        first, second = turned.chunk(2, dim=-1)
+        first, second = rotated.chunk(2, dim=-1)
         pairs = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return torch.cat([pairs, rest], dim=-1)

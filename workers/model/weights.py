@@ -113,12 +113,12 @@ class _Mover:
                 part.copy_(rows)
             return parts
 
-        if (kept := experts.quantized) is None:
+        if (quantized := experts.quantized) is None:
             gates, ups = join(experts.gates, experts.ups)
             down = self.matrix(experts.down).contiguous()
         else:
-            kept = kept.to(self.device)
-            gates, ups, down = by_expert(kept.gate_up.words, kept.down.words, len(experts.gates))
+            quantized = quantized.to(self.device)
+            gates, ups, down = by_expert(quantized.gate_up.words, quantized.down.words, len(experts.gates))
         gate_bias, up_bias = None, None
         if experts.gate_bias is not None and experts.up_bias is not None:
             gate_bias, up_bias = join(experts.gate_bias, experts.up_bias)
@@ -130,7 +130,7 @@ class _Mover:
             gate_bias=gate_bias,
             up_bias=up_bias,
             down_bias=None if experts.down_bias is None else self.matrix(experts.down_bias),
-            quantized=kept,
+            quantized=quantized,
             **{name: self.moved(getattr(experts, name)) for name in ("choice_bias", "scales", "by_token", "norms")},
         )
 

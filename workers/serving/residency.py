@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from csattn.artifact import Artifact
-from csattn.artifact.tensor_file import how_to_heal
+from csattn.artifact.tensor_file import repair_advice
 from csattn.config import SearchConfig
 from csattn.errors import ArtifactError, ArtifactRoomError, ConfigError, CsattnError
 from offload.errors import DiskError, MemoryPlanError, is_out_of_memory
@@ -160,7 +160,7 @@ class Residency:
         if resident.fault:
             await self.forget(path)
             raise ContextNotReadyError(
-                f"the context's artifact {path} cannot be used: {resident.fault}; {how_to_heal(path)}"
+                f"the context's artifact {path} cannot be used: {resident.fault}; {repair_advice(path)}"
             )
 
     async def _resident(self, path: Path) -> Resident:

@@ -179,11 +179,11 @@ def log_total(logits: NDArray[np.float32]) -> float:
 
 def likelihood_of(logits: NDArray[np.float32], token_id: int, num_top: int) -> Likelihood:
     """Likelihood of a token, with the num_top most likely ones. logits: [vocab_size]."""
-    top = tuple((other_id, float(logits[other_id])) for other_id in likeliest(logits, num_top).tolist())
+    top = tuple((other_id, float(logits[other_id])) for other_id in top_ids(logits, num_top).tolist())
     return Likelihood(float(logits[token_id]), log_total(logits), top)
 
 
-def likeliest(values: NDArray[np.float32], num: int) -> NDArray[np.int64]:
+def top_ids(values: NDArray[np.float32], num: int) -> NDArray[np.int64]:
     """Return the ids of the num greatest values [vocab_size], by (value descending, id ascending): [at most num]."""
     num = min(num, len(values))
     if num <= 0:

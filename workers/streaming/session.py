@@ -40,7 +40,7 @@ class StreamSession:
         kinds = {(x.rope, x.reach, x.sinks, x.logit_cap) for x in (layer.attention for layer in spec.layers)}
         if (
             kinds != {(0, None, False, None)}
-            or spec.lenders
+            or spec.kv_sources
             or spec.ropes[0].temper is not None
             or len(spec.indexed_layers) < spec.num_layers
         ):
@@ -94,9 +94,9 @@ class StreamSession:
         for start in range(0, ids.shape[1], _BLOCK_LEN):
             logits = self._step(ids[:, start : start + _BLOCK_LEN], cache)
         while True:
-            largest, likeliest = logits[:, -1:].max(-1)  # `max` returns NaN if there is any
-            yield require_token(int(likeliest) if largest.isfinite() else -1)
-            logits = self._step(likeliest, cache)
+            largest, next_id = logits[:, -1:].max(-1)  # `max` returns NaN if there is any
+            yield require_token(int(next_id) if largest.isfinite() else -1)
+            logits = self._step(next_id, cache)
 
     def _ids(self, token_ids: NDArray[np.int32]) -> Tensor:
         """Check the ids, and return them as [1, num_tokens] int64 on the model's device."""

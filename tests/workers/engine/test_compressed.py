@@ -34,7 +34,7 @@ from workers.engine.compressed_memory import CompressedMemory, compressed_bytes
 from workers.engine.compressed_on_cpu import CompressedOnCpu
 from workers.engine.compressed_ops import CompressedOps
 from workers.engine.cpu_engine import CpuEngine
-from workers.model.ops import CompressedRoom
+from workers.model.ops import CompressedBuffers
 from workers.serving.step_engine import NO_CONTEXT
 
 WHERE = ["cpu", "device"] if DEVICE.type == "cpu" else [pytest.param("device", marks=pytest.mark.gpu)]
@@ -68,7 +68,7 @@ class Steps:
     """Runs steps of some requests: rows are a request's number, its context's, and how many rows of its own it sees."""
 
     begin: Callable[[int, int], None]  # a request, over a context; -1: none
-    attend: Callable[[int, list[tuple[int, int, int]], CompressedRoom], None]  # a layer
+    attend: Callable[[int, list[tuple[int, int, int]], CompressedBuffers], None]  # a layer
 
 
 def on_device(layers: Layers, states: list[list[Any]]) -> Steps:
@@ -83,11 +83,11 @@ def on_device(layers: Layers, states: list[list[Any]]) -> Steps:
         memory.load(context_id, [state_on(of, "cpu") for of in of_layers], context_len)
     attention = AttendCompressed(shape, layers.weights, memory, DEVICE)
 
-    def attend(layer_idx: int, rows: list[tuple[int, int, int]], room: CompressedRoom) -> None:
+    def attend(layer_idx: int, rows: list[tuple[int, int, int]], buffers: CompressedBuffers) -> None:
         step = step_rows(rows)
         if layer_idx:  # which finds what it sees in the first layer
             attention._seen = memory.find(step, layers.weights)
-        attention.attend_compressed(layer_idx, room, step)
+        attention.attend_compressed(layer_idx, buffers, step)
 
     return Steps(memory.begin_request, attend)
 
@@ -106,12 +106,12 @@ def fill_rows(step: StepRows, rows: list[tuple[int, int, int]]) -> None:
 
 def on_cpu(layers: Layers, states: list[list[Any]]) -> Steps:
     spec, num_layers = describe(layers.model.config), len(layers.weights)
-    rooms: dict[int, CompressedRoom] = {i: room_of(layers, i) for i in range(num_layers)}
+    buffers_of_layers: dict[int, CompressedBuffers] = {i: buffers_of(layers, i) for i in range(num_layers)}
     model: Any = SimpleNamespace(
         shape=SimpleNamespace(num_layers=num_layers),
         max_rows=MAX_ROWS,
-        tails=[torch.full((NUM_TAILS, 1, CAPACITY, 2, spec.head_dim), torch.nan) for _ in rooms],
-        compressed=lambda i: (spec.layers[i].compressed, rooms[i], layers.weights[i]),
+        tails=[torch.full((NUM_TAILS, 1, CAPACITY, 2, spec.head_dim), torch.nan) for _ in buffers_of_layers],
+        compressed=lambda i: (spec.layers[i].compressed, buffers_of_layers[i], layers.weights[i]),
     )
     attention = CompressedOnCpu(model)
     nothing = [layers.whole(layer_idx).state for layer_idx in range(num_layers)]
@@ -120,16 +120,16 @@ def on_cpu(layers: Layers, states: list[list[Any]]) -> Steps:
         context_len = CONTEXT_LENS[context] if context >= 0 else 0
         attention.begin_request(tail, states[context] if context >= 0 else nothing, context_len)
 
-    def attend(layer_idx: int, rows: list[tuple[int, int, int]], room: CompressedRoom) -> None:
+    def attend(layer_idx: int, rows: list[tuple[int, int, int]], buffers: CompressedBuffers) -> None:
         tails, contexts, lens = map(list, zip(*rows, strict=True))
         context_lens = torch.tensor([CONTEXT_LENS[i] if i >= 0 else 0 for i in contexts]).numpy()
         attention.set_contexts([states[i] if i >= 0 else nothing for i in contexts])
         attention.set_lens(tails, context_lens, torch.tensor(lens).numpy())
-        mine = rooms[layer_idx]
-        mine.inputs.copy_(room.inputs)
-        mine.projected.copy_(room.projected)
+        mine = buffers_of_layers[layer_idx]
+        mine.inputs.copy_(buffers.inputs)
+        mine.projected.copy_(buffers.projected)
         attention.attend(layer_idx)
-        room.attended.copy_(mine.attended)
+        buffers.attended.copy_(mine.attended)
 
     return Steps(begin, attend)
 
@@ -138,20 +138,20 @@ def state_on(state: Any, device: str) -> Any:
     return type(state)(*(getattr(state, name).to(device) for name in ("window", "rows", "keys", "pending")))
 
 
-def room_of(layers: Layers, layer_idx: int) -> CompressedRoom:
+def buffers_of(layers: Layers, layer_idx: int) -> CompressedBuffers:
     of = describe(layers.model.config).layers[layer_idx].compressed
     assert of is not None
 
-    def room(*sizes: int) -> Tensor:
+    def buffers(*sizes: int) -> Tensor:
         return torch.full(sizes, torch.nan, device=DEVICE)
 
-    return CompressedRoom(
-        latents=room(MAX_ROWS, of.q_rank),
-        normed=room(MAX_ROWS, of.q_rank),
-        projected=room(MAX_ROWS, of.q_width + of.index_q_width),
-        inputs=room(MAX_ROWS, sum(of.in_widths)),
-        attended=room(of.num_groups, MAX_ROWS, of.q_width // of.num_groups),
-        grouped=room(MAX_ROWS, of.out_width),
+    return CompressedBuffers(
+        latents=buffers(MAX_ROWS, of.q_rank),
+        normed=buffers(MAX_ROWS, of.q_rank),
+        projected=buffers(MAX_ROWS, of.q_width + of.index_q_width),
+        inputs=buffers(MAX_ROWS, sum(of.in_widths)),
+        attended=buffers(of.num_groups, MAX_ROWS, of.q_width // of.num_groups),
+        grouped=buffers(MAX_ROWS, of.out_width),
     )
 
 
@@ -159,18 +159,18 @@ def products(x: Tensor, linears: tuple[Linear, ...]) -> Tensor:
     return torch.cat([linear(x, each.weight) for each in linears], dim=-1)
 
 
-def project(weights: CompressedStepWeights, hidden: Tensor, room: CompressedRoom) -> None:
+def project(weights: CompressedStepWeights, hidden: Tensor, buffers: CompressedBuffers) -> None:
     latents = linear(hidden, weights.latents.weight)
     normed = rms_norm(latents, latents.shape[1:], weights.latent_norm, weights.eps)
-    room.projected[: len(hidden)] = products(normed, weights.queries)
-    room.inputs[: len(hidden)] = products(hidden, weights.inputs)
+    buffers.projected[: len(hidden)] = products(normed, weights.queries)
+    buffers.inputs[: len(hidden)] = products(hidden, weights.inputs)
 
 
-def finish(layers: Layers, layer_idx: int, room: CompressedRoom, num_rows: int) -> Tensor:
+def finish(layers: Layers, layer_idx: int, buffers: CompressedBuffers, num_rows: int) -> Tensor:
     attention = layers.model.model.layers[layer_idx].self_attn
-    groups = attention.o_a_proj.weight.view(len(room.attended), -1, room.attended.shape[2])
+    groups = attention.o_a_proj.weight.view(len(buffers.attended), -1, buffers.attended.shape[2])
     return linear(
-        torch.einsum("gti,gri->tgr", room.attended[:, :num_rows], groups).flatten(1), attention.o_b_proj.weight
+        torch.einsum("gti,gri->tgr", buffers.attended[:, :num_rows], groups).flatten(1), attention.o_b_proj.weight
     )
 
 
@@ -197,7 +197,7 @@ def test_steps_attend_as_over_the_whole_sequence(layers: Layers, layer_idx: int,
             before = contexts[context] if context >= 0 else contexts[0]
             wanted[tail] = layers.whole(layer_idx).append(torch.cat((before, own[tail])))[len(before) :]
             steps.begin(tail, context)
-        room, done = room_of(layers, layer_idx), dict.fromkeys(requests, 0)
+        buffers, done = buffers_of(layers, layer_idx), dict.fromkeys(requests, 0)
         while min(done.values()) < CAPACITY:
             rows: list[tuple[int, int, int]] = []
             for tail, context in requests.items():
@@ -207,9 +207,9 @@ def test_steps_attend_as_over_the_whole_sequence(layers: Layers, layer_idx: int,
             if not rows:
                 break
             hidden = torch.stack([own[tail][tail_len - 1] for tail, _, tail_len in rows])
-            project(layers.weights[layer_idx], hidden, room)
-            steps.attend(layer_idx, rows, room)
-            got = finish(layers, layer_idx, room, len(rows))
+            project(layers.weights[layer_idx], hidden, buffers)
+            steps.attend(layer_idx, rows, buffers)
+            got = finish(layers, layer_idx, buffers, len(rows))
             want = torch.stack([wanted[tail][tail_len - 1] for tail, _, tail_len in rows])
             torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
             for tail, _, tail_len in rows:
@@ -229,9 +229,9 @@ def test_kernels_do_what_is_defined(layers: Layers, layer_idx: int) -> None:
     rows = make_step_rows(5, DEVICE)
     step = [(0, 3, 1), (1, 2, 7), (1, 2, 8), (2, -1, 4)]
     fill_rows(rows, step)
-    spec, weights, room = shape.compressed[layer_idx], layers.weights[layer_idx], room_of(layers, layer_idx)
-    room.inputs.normal_()
-    room.projected.normal_()
+    spec, weights, buffers = shape.compressed[layer_idx], layers.weights[layer_idx], buffers_of(layers, layer_idx)
+    buffers.inputs.normal_()
+    buffers.projected.normal_()
     attended = torch.randn(5, spec.num_heads, spec.head_dim, device=DEVICE)
     pending = torch.randn(NUM_TAILS + 1, MAX_ROWS + spec.span, 2 * sum(spec.compressed_widths), device=DEVICE)
     pending[2, 4:] = torch.nan  # before the first token
@@ -243,16 +243,18 @@ def test_kernels_do_what_is_defined(layers: Layers, layer_idx: int) -> None:
         layer, seen = memory.layers[layer_idx], memory.find(rows, layers.weights)[spec.ratio]
         if spec.ratio:
             layer.pending.copy_(pending)
-        inputs, projected = room.inputs[:5], room.projected[:5]
-        ops.take_up(inputs, weights, seen, layer)
+        inputs, projected = buffers.inputs[:5], buffers.projected[:5]
+        ops.append(inputs, weights, seen, layer)
         if spec.ratio:
             ops.compress(weights, seen, layer)
-        asked = ops.ask(projected, inputs, weights, seen, layer)
+        queries = ops.make_queries(projected, inputs, weights, seen, layer)
         out = torch.full((spec.num_groups, 5, spec.q_width // spec.num_groups), torch.nan, device=DEVICE)
-        ops.turn_back(attended, weights, seen, layer, out)
+        ops.unrotate(attended, weights, seen, layer, out)
         own = layer.rows[: memory.first_compressed - 1]
-        parts = own, layer.compressed[: layer.nowhere], layer.keys[: layer.nowhere], asked.q, out
-        made.append([*(part.clone() for part in parts), layer.pending[:NUM_TAILS], asked.index_q, asked.index_weights])
+        parts = own, layer.compressed[: layer.nowhere], layer.keys[: layer.nowhere], queries.q, out
+        made.append(
+            [*(part.clone() for part in parts), layer.pending[:NUM_TAILS], queries.index_q, queries.index_weights]
+        )
     for defined, got in zip(*made, strict=True):
         assert (defined is None) == (got is None)
         if defined is not None:

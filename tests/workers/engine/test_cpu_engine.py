@@ -323,8 +323,8 @@ def test_a_step_tells_what_follows_rows_that_ask(store) -> None:
         alone = told(range(5), 1)
         assert len(set(alone)) > 2, "rows can be told apart"
         for asking in ([0, 1, 2, 3, 4], [2, 4], [3], []):
-            for row, (next_id, likeliest) in enumerate(told(asking, 5)):
-                assert (next_id, likeliest) == alone[row] if row in asking else next_id == -1
+            for row, (next_id, argmax) in enumerate(told(asking, 5)):
+                assert (next_id, argmax) == alone[row] if row in asking else next_id == -1
 
 
 @pytest.mark.parametrize("selector", SELECTOR_NAMES)

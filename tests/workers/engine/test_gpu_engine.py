@@ -242,7 +242,7 @@ def test_tokens_are_drawn_where_rows_ask_also_of_a_step_that_is_made_as_two(arti
             results.append((result.next_ids.copy(), result.logits.copy(), list(result.likelihoods)))
             for slot in range(3):
                 engine.close_slot(slot)
-    (likeliest, logits, none), *drawn = results
+    (argmax, logits, none), *drawn = results
     assert none == [None] * 4
     for next_ids, others, likelihoods in drawn:
         for row, (token_id, how, of) in enumerate(zip(next_ids, hows, likelihoods, strict=False)):
@@ -250,7 +250,7 @@ def test_tokens_are_drawn_where_rows_ask_also_of_a_step_that_is_made_as_two(arti
             want = likelihood_of(logits[row], int(token_id), 2)
             assert of is not None and of.logit == pytest.approx(want.logit, abs=1e-4)
             assert [top_id for top_id, _ in of.top] == [top_id for top_id, _ in want.top]
-        assert next_ids[3] == likeliest[3] and likelihoods[3] is None
+        assert next_ids[3] == argmax[3] and likelihoods[3] is None
         np.testing.assert_allclose(others[3], logits[3], rtol=0, atol=1e-4)
 
 

@@ -48,7 +48,7 @@ def said(artifact: Artifact, selector: str = "csattn", **options: object) -> tup
 
 def test_rows_are_there_once(artifact: Artifact) -> None:
     model = artifact.spec.model
-    assert [model.lender(layer_idx) for layer_idx in range(7)] == [0, 1, 2, 3, 2, 3, 3]
+    assert [model.kv_source(layer_idx) for layer_idx in range(7)] == [0, 1, 2, 3, 2, 3, 3]
     stored = [model.num_stored(layer_idx, CONTEXT_LEN) for layer_idx in range(7)]
     assert stored == [37, CONTEXT_LEN, 37, CONTEXT_LEN, 0, 0, 0]
     assert artifact.layer_kv(5).data_ptr() == artifact.layer_kv(3).data_ptr()

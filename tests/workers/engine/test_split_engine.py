@@ -23,8 +23,8 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError, CsattnError, DevicesError
 from csattn.models import LoadedModel
-from csattn.models.few_bits import linears_of_layers, round_weights
 from csattn.models.loader import wrap_model
+from csattn.models.quantized_model import linears_of_layers, round_weights
 from csattn.models.quantized_weight import QuantizedWeight
 from csattn.share import Share
 from csattn.sketch.own import Growth

@@ -24,11 +24,11 @@ from workers.model.gpu import (
 
 # what arguments of these names are; all others are bfloat16 tensors
 TYPES = {
-    "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv kept memory decay"
-    " decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights"
+    "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv conv_state memory"
+    " decay decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights"
     " post comb matrix products sums biases pending position_bias",
     "*i32": "by_token counts counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
-    "*i64": "turns token_ids positions next_ids own slots written",
+    "*i64": "versions token_ids positions next_ids own slots written",
     "fp32": "eps multiplier scale table_scale beta every offset cap weight_scale least",
     "i32": "row_width num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
     " num_logits num_parts num_experts num in_width num_channels w_len scales_len width projected_width num_in"
@@ -60,7 +60,7 @@ COMPRESSED = [
 READERS = [{"HAS_NORM": True, "AHEAD": True}, {"HAS_NORM": False, "AHEAD": False}]
 VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (token_kernels.begin_kernel, [ROW | readers | {"CENTRED": not readers["AHEAD"]} for readers in READERS]),
-    (token_kernels.turn_kernel, [{"BLOCK": 32}]),
+    (token_kernels.compute_rotation_kernel, [{"BLOCK": 32}]),
     (
         token_kernels.add_normed_kernel,
         [
@@ -82,11 +82,11 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (expert_kernels.sum_parts_kernel, [{"NUM_PARTS": 3, "BLOCK": 1024, "ADDS": adds} for adds in (False, True)]),
     (head_kernels.copy_rows_kernel, [{"BLOCK": 512}]),
     (input_kernels.make_inputs_kernel, [{"BLOCK": 256}]),
-    (input_kernels.take_input_kernel, [{"BLOCK": 1024, "ACTIVATION": "gelu_tanh"}]),
+    (input_kernels.gate_input_kernel, [{"BLOCK": 1024, "ACTIVATION": "gelu_tanh"}]),
     (delta_kernels.gate_kernel, [{"BLOCK": 1024}]),
     (delta_kernels.mix_kernel, [DELTA | {"CONV_LEN": 4, "BLOCK_LEN": 4, "BLOCK": 128}]),
     (
-        delta_kernels.remember_kernel,
+        delta_kernels.delta_rule_kernel,
         [DELTA | {"NUM_K_HEADS": 16, "NUM_V_HEADS": 32} | dict.fromkeys(("K_DIM", "V_DIM", "BLOCK_K", "BLOCK_V"), 128)],
     ),
     (
@@ -113,14 +113,14 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     ),
     (expert_kernels.experts_down_kernel, [EXPERTS | {"ON_INPUT": bias, "HAS_BIAS": bias} for bias in (False, True)]),
     (token_kernels.finish_logits_kernel, [{"HAS_CAP": cap, "BLOCK": 4096} for cap in (False, True)]),
-    (token_kernels.likeliest_of_part_kernel, [{"BLOCK": 4096}]),
-    (token_kernels.likeliest_kernel, [{"BLOCK": 32}]),
-    (compressed_kernels.take_up_kernel, COMPRESSED[:1]),
+    (token_kernels.argmax_of_part_kernel, [{"BLOCK": 4096}]),
+    (token_kernels.argmax_kernel, [{"BLOCK": 32}]),
+    (compressed_kernels.append_kernel, COMPRESSED[:1]),
     (compressed_kernels.compress_kernel, COMPRESSED),
-    (compressed_kernels.ask_kernel, COMPRESSED),
-    (compressed_kernels.turn_back_kernel, COMPRESSED[:1]),
+    (compressed_kernels.make_queries_kernel, COMPRESSED),
+    (compressed_kernels.unrotate_kernel, COMPRESSED[:1]),
     (latent_kernels.append_latents_kernel, LATENTS),
-    (latent_kernels.ask_latents_kernel, LATENTS),
+    (latent_kernels.make_latent_queries_kernel, LATENTS),
     (latent_kernels.heads_product_kernel, [{"BLOCK_M": rows, **HEAD_TILES} for rows in (16, 64)]),
     (
         linear_kernels.linear_kernel,

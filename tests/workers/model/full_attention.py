@@ -72,8 +72,8 @@ class FullAttention:
         seen = torch.cat([seen_context, seen_tail], dim=-1)
         scores = scores.masked_fill(~seen, -torch.inf)
         if sinks is not None:
-            beside = sinks.float().view(1, num_kv_heads, -1, 1).expand(batch_size, -1, -1, -1)
-            scores = torch.cat([scores, beside], dim=-1)
+            sink_logits = sinks.float().view(1, num_kv_heads, -1, 1).expand(batch_size, -1, -1, -1)
+            scores = torch.cat([scores, sink_logits], dim=-1)
         weights = scores.softmax(-1).nan_to_num(0.0)[..., : seen.shape[-1]]  # idle rows see nothing
         num_scores = num_contexts * max_context_len
         on_context = weights[..., :num_scores].reshape(*grouped.shape[:3], num_contexts, max_context_len)
@@ -83,7 +83,7 @@ class FullAttention:
         attended = attended + torch.einsum("bhgn,bhnd->bhgd", on_tail, tail_v)
         out.copy_(attended.reshape(out.shape))
 
-    def attend_latents(self, layer_idx: int, asked: LatentQueries, rows: StepRows, out: Tensor) -> None:
+    def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: Tensor) -> None:
         spec = self.latents[layer_idx]
         assert spec is not None
         for row in (rows.tail_lens > 0).nonzero()[:, 0].tolist():
@@ -92,11 +92,13 @@ class FullAttention:
             own = self.tails[layer_idx][int(rows.tail_ids[row]), 0, :num_own]
             seen, one = torch.cat([context, own]).flatten(1).float(), slice(row, row + 1)
             if spec.indexer is not None:
-                parts = (None if part is None else part[one] for part in (asked.q, asked.index_q, asked.index_weights))
+                parts = (
+                    None if part is None else part[one] for part in (queries.q, queries.index_q, queries.index_weights)
+                )
                 lens = torch.tensor([len(seen)], dtype=torch.int32, device=seen.device)
                 self._chosen[row] = choose_rows(LatentQueries(*parts), seen, lens, spec)
             chosen = None if spec.top_k is None else self._chosen[row]
-            out[one] = attend_latents(asked.q[one], seen, chosen, spec, self._softmax_scale)
+            out[one] = attend_latents(queries.q[one], seen, chosen, spec, self._softmax_scale)
 
     def end_step(self, rows: StepRows) -> None:
         pass

@@ -43,16 +43,16 @@ def _latent_rows(layer: Any, spec: ModelSpec) -> Tensor:
     """As csattn keeps them: pairs of dimensions that turn together lie side by side, where the model has them so."""
     index_keys, latent = getattr(layer, "indexer_keys", None), spec.layers[0].latent
     assert latent is not None
-    turned = _beside(layer.values[0, 0]) if spec.ropes[0].interleaved else layer.values[0, 0]
-    parts = [layer.keys[0, 0], turned]
+    rotated = _interleaved(layer.values[0, 0]) if spec.ropes[0].interleaved else layer.values[0, 0]
+    parts = [layer.keys[0, 0], rotated]
     if index_keys is not None and latent.indexer is not None:
         of_pairs, others = index_keys[0].split([latent.rope_dim, latent.indexer.head_dim - latent.rope_dim], dim=-1)
-        parts += [_beside(of_pairs) if latent.indexer.interleaved else of_pairs, others]
+        parts += [_interleaved(of_pairs) if latent.indexer.interleaved else of_pairs, others]
     rows = torch.cat(parts, dim=-1)
     return functional.pad(rows, (0, 2 * spec.head_dim - rows.shape[1])).view(1, len(rows), 2, -1)
 
 
-def _beside(x: Tensor) -> Tensor:
+def _interleaved(x: Tensor) -> Tensor:
     """i and i + half side by side."""
     return torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
 

@@ -5,7 +5,7 @@ import torch
 from csattn.batch import StepRows, make_step_rows
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights, Linear
-from workers.model.ops import ExpertRoom, Normed, Readers, Rotation, Stream, num_squares
+from workers.model.ops import ExpertBuffers, Normed, Readers, Rotation, Stream, num_squares
 from workers.model.torch_ops import TorchOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -91,16 +91,16 @@ def make_linear(num_out: int, num_in: int, dtype: torch.dtype, bias: bool = Fals
     return Linear(weight, randn(num_out, dtype=dtype) if bias else None)
 
 
-def make_room(
+def make_expert_buffers(
     spec: ExpertsSpec, batch_size: int, hidden_size: int, dtype: torch.dtype, logits: torch.Tensor
-) -> ExpertRoom:
+) -> ExpertBuffers:
     """What is to be written is NaN, or no expert."""
 
     def nan(*sizes: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.full((batch_size, spec.num_chosen, *sizes), torch.nan, dtype=of, device=DEVICE)
 
     chosen = torch.full((batch_size, spec.num_chosen), -1, dtype=torch.int32, device=DEVICE)
-    return ExpertRoom(logits, chosen, nan(of=torch.float32), nan(spec.intermediate_size), nan(hidden_size))
+    return ExpertBuffers(logits, chosen, nan(of=torch.float32), nan(spec.intermediate_size), nan(hidden_size))
 
 
 def make_choice(spec: ExpertsSpec, vocab_size: int = 11) -> ExpertWeights:

@@ -9,7 +9,7 @@ from csattn.models.spec import DeltaSpec
 from csattn.models.weights import DeltaWeights
 from tests.workers.model.step_ops import DEVICE, DTYPES, EPS, make_linear, make_rows, randn, tolerance
 from workers.model.gpu.triton_ops import TritonOps
-from workers.model.ops import DeltaRoom, DeltaState
+from workers.model.ops import DeltaBuffers, DeltaState
 from workers.model.torch_ops import TorchOps
 
 DELTAS = [
@@ -29,15 +29,15 @@ def test_delta(spec: DeltaSpec, dtype: torch.dtype, versions: int) -> None:
     decay, decay_bias = torch.rand(2, spec.num_v_heads, device=DEVICE)
     norm, conv = 1 + randn(spec.v_dim, scale=0.2), randn(spec.num_channels, spec.conv_len)
     weights = DeltaWeights((make_linear(spec.in_width, 8, dtype),), conv, decay, decay_bias, norm)
-    turn = torch.tensor([0, 0, versions - 1, 0, 0, 0], device=DEVICE)
+    version = torch.tensor([0, 0, versions - 1, 0, 0, 0], device=DEVICE)
     states = [randn(6, versions, *sizes) for sizes in spec.parts]
     for state in states:
         state[[0, 1, 4]] = torch.nan  # of no row that counts
-    got, want = (DeltaState(*(state.clone() for state in states), turn) for _ in range(2))
+    got, want = (DeltaState(*(state.clone() for state in states), version) for _ in range(2))
     mixed = torch.full((2, 6, spec.num_channels), torch.nan, dtype=dtype, device=DEVICE)
     outs = torch.zeros(2, 6, spec.v_width, dtype=dtype, device=DEVICE)
-    TritonOps(DEVICE).delta(weights, spec, EPS, rows, got, DeltaRoom(inputs, mixed[0], outs[0]))
-    TorchOps().delta(weights, spec, EPS, rows, want, DeltaRoom(inputs, mixed[1], outs[1]))
+    TritonOps(DEVICE).delta(weights, spec, EPS, rows, got, DeltaBuffers(inputs, mixed[0], outs[0]))
+    TorchOps().delta(weights, spec, EPS, rows, want, DeltaBuffers(inputs, mixed[1], outs[1]))
     torch.testing.assert_close(outs[0], outs[1], **tolerance(dtype))
     close = {"rtol": 1e-2, "atol": 1e-2} if dtype != torch.float32 else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(got.conv, want.conv, equal_nan=True, **close)

@@ -15,8 +15,8 @@ import torch
 
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from csattn.models.few_bits import round_weights
 from csattn.models.loader import wrap_model
+from csattn.models.quantized_model import round_weights
 from csattn.models.quantized_weight import Rounding
 from csattn.models.weights import Linear
 from csattn.share import Share

@@ -17,8 +17,8 @@ from tests.workers.model.step_ops import (
     assert_same_stream,
     copy_of,
     make_choice,
+    make_expert_buffers,
     make_linear,
-    make_room,
     make_stream,
     normed,
     prepared,
@@ -39,7 +39,7 @@ def test_choose_experts(kind: str, batch_size: int) -> None:
     logits = randn(batch_size, spec.num_experts, scale=2)
     logits[0] = float(logits[0, 0])  # of equals the first
     weights, rows = make_choice(spec), rows_of_tokens(torch.randint(11, (batch_size,)).tolist())
-    got, want = (make_room(spec, batch_size, 1, torch.float32, logits) for _ in range(2))
+    got, want = (make_expert_buffers(spec, batch_size, 1, torch.float32, logits) for _ in range(2))
     TritonOps(DEVICE).choose_experts(weights, spec, rows, got)
     TorchOps().choose_experts(weights, spec, rows, want)
     assert torch.equal(got.chosen, want.chosen)
@@ -48,9 +48,9 @@ def test_choose_experts(kind: str, batch_size: int) -> None:
 
 def test_experts_of_what_is_no_number_are_some() -> None:
     spec = replace(EXPERTS["plain"], scores="sigmoid", normed=False)
-    room = make_room(spec, 2, 1, torch.float32, torch.full((2, 5), torch.nan, device=DEVICE))
-    TritonOps(DEVICE).choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), room)
-    assert room.chosen.min() >= 0 and room.chosen.max() < 5
+    buffers = make_expert_buffers(spec, 2, 1, torch.float32, torch.full((2, 5), torch.nan, device=DEVICE))
+    TritonOps(DEVICE).choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), buffers)
+    assert buffers.chosen.min() >= 0 and buffers.chosen.max() < 5
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # by Triton's interpreter
@@ -60,9 +60,9 @@ def test_shares_of_nothing_are_none() -> None:
     logits = torch.full((2, spec.num_experts), -200.0, device=DEVICE)
     logits[1, 3] = 1.0
     for ops in (TritonOps(DEVICE), TorchOps()):
-        room = make_room(spec, 2, 1, torch.float32, logits)
-        ops.choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), room)
-        assert room.shares[0].tolist() == [0.0, 0.0, 0.0] and room.shares[1].tolist() == [1.5, 0.0, 0.0]
+        buffers = make_expert_buffers(spec, 2, 1, torch.float32, logits)
+        ops.choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), buffers)
+        assert buffers.shares[0].tolist() == [0.0, 0.0, 0.0] and buffers.shares[1].tolist() == [1.5, 0.0, 0.0]
 
 
 def make_experts(spec: ExpertsSpec, hidden_size: int, dtype: torch.dtype) -> ExpertWeights:
@@ -93,10 +93,10 @@ def test_experts(batch_size: int, hidden_size: int, kind: str, dtype: torch.dtyp
     if chosen.shape[1] < spec.num_chosen:
         chosen = torch.arange(spec.num_chosen).repeat(batch_size, 1)
     shares, logits = torch.rand(batch_size, spec.num_chosen, device=DEVICE), randn(batch_size, spec.num_experts)
-    got, want = (make_room(spec, batch_size, hidden_size, dtype, logits) for _ in range(2))
-    for room in (got, want):
-        room.chosen.copy_(chosen)
-        room.shares.copy_(shares)
+    got, want = (make_expert_buffers(spec, batch_size, hidden_size, dtype, logits) for _ in range(2))
+    for buffers in (got, want):
+        buffers.chosen.copy_(chosen)
+        buffers.shares.copy_(shares)
     x = normed(stream) if batch_size != 3 else Normed(stream.scaled)
     TritonOps(DEVICE).experts(x, weights, spec, got)
     TorchOps().experts(x, weights, spec, want)

@@ -12,7 +12,7 @@ from csattn.models.spec import IndexerSpec, LatentSpec
 from csattn.models.weights import LatentWeights
 from tests.workers.model.step_ops import DEVICE, DTYPES, make_rotation, make_rows, randn, tolerance
 from workers.model.gpu.triton_ops import TritonOps
-from workers.model.ops import LatentRoom
+from workers.model.ops import LatentBuffers
 from workers.model.torch_ops import TorchOps
 
 INDEXER = IndexerSpec(num_heads=3, head_dim=13, interleaved=False)
@@ -32,13 +32,13 @@ def test_latents(spec: LatentSpec, interleaved: bool, dtype: torch.dtype) -> Non
     rows = make_rows([0, 1, -1, -1], [2, 0, 0, 1], [5, 0, 1, 2])
     weights, rotation = latent_weights(spec, dtype), make_rotation(4, spec.rope_dim // 2, interleaved)
     inputs, tail = randn(4, sum(spec.in_widths), dtype=dtype), randn(3, 1, 6, 2, -(-spec.row_width // 2), dtype=dtype)
-    got, want = (latent_room(spec, inputs, dtype) for _ in range(2))
+    got, want = (latent_buffers(spec, inputs, dtype) for _ in range(2))
     tails = tail.clone(), tail.clone()
-    for ops, room, own in ((TritonOps(DEVICE), got, tails[0]), (TorchOps(), want, tails[1])):
-        ops.append_latents(weights, spec, rotation, rows, own, room)
-        room.projected.copy_(want.projected)
-        ops.ask_latents(weights, spec, rotation, room)
-        ops.latent_values(weights, spec, room)
+    for ops, buffers, own in ((TritonOps(DEVICE), got, tails[0]), (TorchOps(), want, tails[1])):
+        ops.append_latents(weights, spec, rotation, rows, own, buffers)
+        buffers.projected.copy_(want.projected)
+        ops.project_latent_queries(weights, spec, rotation, buffers)
+        ops.latent_values(weights, spec, buffers)
     own = tuple(tail.flatten(3)[..., : spec.row_width] for tail in tails)
     torch.testing.assert_close(*own, **tolerance(dtype))
     behind = (tail.flatten(3)[..., spec.row_width :] for tail in (tails[0], tail))
@@ -65,7 +65,7 @@ def latent_weights(spec: LatentSpec, dtype: torch.dtype) -> LatentWeights:
     )
 
 
-def latent_room(spec: LatentSpec, inputs: torch.Tensor, dtype: torch.dtype) -> LatentRoom:
+def latent_buffers(spec: LatentSpec, inputs: torch.Tensor, dtype: torch.dtype) -> LatentBuffers:
     """What is to be written is NaN."""
 
     def nan(*sizes: int, of: torch.dtype = dtype) -> torch.Tensor:
@@ -74,12 +74,12 @@ def latent_room(spec: LatentSpec, inputs: torch.Tensor, dtype: torch.dtype) -> L
     indexer, seed = spec.indexer, torch.Generator().manual_seed(1)
     projected = torch.randn(len(inputs), spec.q_width + spec.index_q_width, generator=seed).to(DEVICE, dtype)
     attended = torch.randn(len(inputs), spec.num_heads, spec.kv_rank, generator=seed).to(DEVICE, dtype)
-    asked = LatentQueries(
+    queries = LatentQueries(
         nan(spec.num_heads, spec.key_width),
         None if indexer is None else nan(indexer.num_heads, indexer.head_dim),
         None if indexer is None else nan(indexer.num_heads, of=torch.float32),
     )
     q_latents = nan(spec.q_rank or 0)
-    return LatentRoom(
-        inputs, q_latents, inputs if spec.q_rank is None else projected, asked, attended, nan(spec.v_width)
+    return LatentBuffers(
+        inputs, q_latents, inputs if spec.q_rank is None else projected, queries, attended, nan(spec.v_width)
     )

@@ -14,16 +14,16 @@ from csattn.batch import StepRows
 from csattn.cpu.team import Team
 from csattn.errors import ModelError
 from csattn.models.families import FAMILIES, describe
-from csattn.models.few_bits import forget_changed, round_weights
+from csattn.models.quantized_model import drop_stale_quantized, round_weights
 from csattn.models.quantized_weight import Rounding
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights, Linear, _linear, _routed, by_expert
 from tests.tiny import make_model
 from tests.workers.model.quantized import make_quantized
-from tests.workers.model.step_ops import DEVICE, EXPERTS, make_choice, make_room, randn, rows_of_tokens
+from tests.workers.model.step_ops import DEVICE, EXPERTS, make_choice, make_expert_buffers, randn, rows_of_tokens
 from workers.model.cpu.tape_ops import TapeOps
-from workers.model.layers import expert_room
-from workers.model.ops import ExpertRoom, Normed
+from workers.model.layers import expert_buffers
+from workers.model.ops import ExpertBuffers, Normed
 from workers.model.rows import RowBuffer
 from workers.model.torch_ops import TorchOps
 
@@ -83,18 +83,18 @@ def block_step(block: Any, spec: ExpertsSpec, width: int, x: Tensor, token_ids: 
     def zeros(*sizes: int, dtype: torch.dtype = x.dtype) -> Tensor:
         return torch.full((len(x), *sizes), NAN if dtype.is_floating_point else -1, dtype=dtype, device=DEVICE)
 
-    room, gated, out = expert_room(spec, HIDDEN_SIZE, zeros), zeros(width), zeros(HIDDEN_SIZE)
+    buffers, gated, out = expert_buffers(spec, HIDDEN_SIZE, zeros), zeros(width), zeros(HIDDEN_SIZE)
     gates_ups = (_linear(mlp.gate_proj), _linear(mlp.up_proj))
     if run is in_triton:  # which has them in one matrix
         gates_ups = (Linear(torch.cat([linear.weight for linear in gates_ups])),)
 
     def step(ops: Any) -> None:
-        ops.linear(Normed(x), [weights.router], room.logits)
-        ops.choose_experts(weights, spec, rows, room)
-        ops.experts(Normed(x), weights, spec, room)
+        ops.linear(Normed(x), [weights.router], buffers.logits)
+        ops.choose_experts(weights, spec, rows, buffers)
+        ops.experts(Normed(x), weights, spec, buffers)
         ops.mlp(Normed(x), gates_ups, True, "limited", gated)
         ops.linear(Normed(gated), [_linear(mlp.down_proj)], out)
-        ops.experts_out(weights, spec, room, out, adds=True)
+        ops.experts_out(weights, spec, buffers, out, adds=True)
 
     run(step, len(x))
     return out
@@ -125,12 +125,12 @@ def test_scores_of_logits_near_and_far(run: Run) -> None:
     weights, rows = make_choice(spec, 14), rows_of_tokens(list(range(14)))
     for scale, normed in ((1.0, False), (2.5, True)):
         of = replace(spec, normed=normed, scale=scale)
-        room = make_room(of, 14, 1, torch.float32, logits)
-        run(lambda ops, of=of, room=room: ops.choose_experts(weights, of, rows, room), 14)  # type: ignore[misc]
-        assert weights.by_token is not None and torch.equal(room.chosen, weights.by_token)
-        scores = ACT2FN["sqrtsoftplus"](logits.double()).gather(1, room.chosen.long())
+        buffers = make_expert_buffers(of, 14, 1, torch.float32, logits)
+        run(lambda ops, of=of, buffers=buffers: ops.choose_experts(weights, of, rows, buffers), 14)  # type: ignore[misc]
+        assert weights.by_token is not None and torch.equal(buffers.chosen, weights.by_token)
+        scores = ACT2FN["sqrtsoftplus"](logits.double()).gather(1, buffers.chosen.long())
         want = scores / (scores.sum(1, keepdim=True) + 1e-20) * scale if normed else scores
-        torch.testing.assert_close(room.shares.double(), want, rtol=1e-5, atol=0)
+        torch.testing.assert_close(buffers.shares.double(), want, rtol=1e-5, atol=0)
 
 
 @KINDS
@@ -138,11 +138,14 @@ def test_of_equal_scores_the_first_are_chosen(run: Run) -> None:
     """Also where all scores are 0: then they count nothing."""
     spec = EXPERTS["limited"]
     logits = torch.tensor([[-300.0] * 9, [3.0] * 9, [1.0, 25.0, 2.0, 25.0, 30.0, 25.0, 0.0, 30.0, 25.0]], device=DEVICE)
-    weights, room = replace(make_choice(spec), choice_bias=None), make_room(spec, 3, 1, torch.float32, logits)
-    run(lambda ops: ops.choose_experts(weights, spec, rows_of_tokens([0, 0, 0]), room), 3)
-    assert room.chosen.tolist() == [[0, 1, 2], [0, 1, 2], [4, 7, 1]]
-    assert room.shares[0].tolist() == [0.0, 0.0, 0.0]
-    torch.testing.assert_close(room.shares[1], torch.full((3,), 0.5, device=DEVICE))
+    weights, buffers = (
+        replace(make_choice(spec), choice_bias=None),
+        make_expert_buffers(spec, 3, 1, torch.float32, logits),
+    )
+    run(lambda ops: ops.choose_experts(weights, spec, rows_of_tokens([0, 0, 0]), buffers), 3)
+    assert buffers.chosen.tolist() == [[0, 1, 2], [0, 1, 2], [4, 7, 1]]
+    assert buffers.shares[0].tolist() == [0.0, 0.0, 0.0]
+    torch.testing.assert_close(buffers.shares[1], torch.full((3,), 0.5, device=DEVICE))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by Triton's interpreter
@@ -158,10 +161,10 @@ def test_rows_read_their_tokens_experts_alone(run: Run) -> None:
     step_rows.fill([6, 3], [0, 1], [-1, -1], [0, 0], [1, 2])
     logits = randn(4, spec.num_experts)
     logits[2:] = NAN
-    room = make_room(spec, 4, 1, torch.float32, logits)
-    run(lambda ops: ops.choose_experts(replace(weights, by_token=table), spec, step_rows.rows, room), 4)
-    assert torch.equal(room.chosen, table[[6, 3, 0, 0]])
-    assert not room.shares[:2].isnan().any()
+    buffers = make_expert_buffers(spec, 4, 1, torch.float32, logits)
+    run(lambda ops: ops.choose_experts(replace(weights, by_token=table), spec, step_rows.rows, buffers), 4)
+    assert torch.equal(buffers.chosen, table[[6, 3, 0, 0]])
+    assert not buffers.shares[:2].isnan().any()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by Triton's interpreter
@@ -175,16 +178,19 @@ def test_what_is_no_number_stays_none(run: Run) -> None:
     ups[..., 1] = -50.0
     gates[0, 3, 1] = ups[0, 5, 1] = NAN
     weights = replace(make_choice(spec), gates=gates, ups=ups)
-    room, gated = make_room(spec, 3, 1, torch.float32, torch.zeros(3, 1)), torch.full((3, width), NAN, device=DEVICE)
-    room.chosen.zero_()
+    buffers, gated = (
+        make_expert_buffers(spec, 3, 1, torch.float32, torch.zeros(3, 1)),
+        torch.full((3, width), NAN, device=DEVICE),
+    )
+    buffers.chosen.zero_()
     linears = [Linear(both[0])] if run is in_triton else [Linear(gates[0].contiguous()), Linear(ups[0].contiguous())]
 
     def step(ops: Any) -> None:
-        ops.experts(Normed(x), weights, spec, room)
+        ops.experts(Normed(x), weights, spec, buffers)
         ops.mlp(Normed(x), linears, True, "limited", gated)
 
     run(step, 3)
-    for made in (room.gated[:, 0], gated):
+    for made in (buffers.gated[:, 0], gated):
         assert made[1].isnan().nonzero()[:, 0].tolist() == [3, 5]
         torch.testing.assert_close(made[1, 0].item(), -10 / (1 + np.exp(-1.0)), rtol=1e-5, atol=0)
         torch.testing.assert_close(made[2, 0].item(), 100 / (1 + np.exp(-10.0)), rtol=1e-5, atol=0)
@@ -219,7 +225,7 @@ def test_experts_in_few_bits_give_what_decoded_ones_give(layer_idx: int, roundin
     with torch.no_grad():
         block.experts.gate_up_proj *= 4
     round_weights(model, rounding)
-    forget_changed(model)
+    drop_stale_quantized(model)
     spec, x = layer.experts[0], torch.randn(3, HIDDEN_SIZE)
     weights, rows = weights_of_block(block, spec), rows_of_tokens([0, 7, VOCAB_SIZE - 1])
     assert weights.quantized is not None and (weights.by_token is None) == (layer_idx == BY_SCORE)
@@ -229,22 +235,25 @@ def test_experts_in_few_bits_give_what_decoded_ones_give(layer_idx: int, roundin
     wide = replace(weights, router=router, gates=gates, ups=ups, down=down, quantized=None)
     outs = []
     for of in (replace(weights, router=router), wide):
-        room, out = make_room(spec, 3, HIDDEN_SIZE, torch.float32, torch.empty(3, spec.num_experts)), x.clone()
-        on_tapes(lambda ops, of=of, room=room, out=out: _experts_step(ops, x, of, spec, rows, room, out), 3)  # type: ignore[misc]
+        buffers, out = (
+            make_expert_buffers(spec, 3, HIDDEN_SIZE, torch.float32, torch.empty(3, spec.num_experts)),
+            x.clone(),
+        )
+        on_tapes(lambda ops, of=of, buffers=buffers, out=out: _experts_step(ops, x, of, spec, rows, buffers, out), 3)  # type: ignore[misc]
         outs.append(out)
     assert torch.equal(*outs)
-    room = make_room(spec, 3, HIDDEN_SIZE, torch.float32, torch.empty(3, spec.num_experts))
-    _experts_step(TorchOps(), x, wide, spec, rows, room, defined := x.clone())
+    buffers = make_expert_buffers(spec, 3, HIDDEN_SIZE, torch.float32, torch.empty(3, spec.num_experts))
+    _experts_step(TorchOps(), x, wide, spec, rows, buffers, defined := x.clone())
     torch.testing.assert_close(outs[0], defined, rtol=1e-4, atol=1e-3)
 
 
 def _experts_step(
-    ops: Any, x: Tensor, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertRoom, out: Tensor
+    ops: Any, x: Tensor, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, buffers: ExpertBuffers, out: Tensor
 ) -> None:
-    ops.linear(Normed(x), [weights.router], room.logits)
-    ops.choose_experts(weights, spec, rows, room)
-    ops.experts(Normed(x), weights, spec, room)
-    ops.experts_out(weights, spec, room, out, adds=True)
+    ops.linear(Normed(x), [weights.router], buffers.logits)
+    ops.choose_experts(weights, spec, rows, buffers)
+    ops.experts(Normed(x), weights, spec, buffers)
+    ops.experts_out(weights, spec, buffers, out, adds=True)
 
 
 @pytest.mark.parametrize("fault", ["an expert that there is none of", "fewer tokens"])

@@ -14,8 +14,8 @@ from csattn.models.quantized_weight import ROUNDINGS, QuantizedWeight, WeightFor
 from csattn.models.spec import Activation
 from csattn.models.weights import Linear
 from tests.workers.model.quantized import KINDS, make_quantized
-from workers.model.cpu.few_bits import FLOATS
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_stage, num_groups
+from workers.model.cpu.quantized_products import FLOATS
 from workers.model.cpu.tape_ops import weights_of_product
 from workers.model.torch_ops import activated
 

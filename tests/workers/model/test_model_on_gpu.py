@@ -56,8 +56,8 @@ class LooksAhead(FullAttention):
         self.coming = q
 
     def attend(self, layer_idx, q, rows, out) -> None:
-        told, self.early = self.early, getattr(self, "coming", None) if layer_idx < SHAPE.num_layers - 1 else None
-        super().attend(layer_idx, q if told is None else q + told, rows, out)
+        predicted, self.early = self.early, getattr(self, "coming", None) if layer_idx < SHAPE.num_layers - 1 else None
+        super().attend(layer_idx, q if predicted is None else q + predicted, rows, out)
 
 
 def random_context(kind: type[FullAttention] = FullAttention, dtype: torch.dtype = torch.bfloat16) -> FullAttention:

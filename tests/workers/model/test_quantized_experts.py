@@ -15,7 +15,7 @@ from tests.workers.model.step_ops import (
     DEVICE,
     EXPERTS,
     copy_of,
-    make_room,
+    make_expert_buffers,
     make_stream,
     normed,
     prepared,
@@ -43,11 +43,11 @@ def test_experts(kind: tuple[str, WeightFormat, int, bool], sizes: tuple[int, in
     spec, dtype = EXPERTS[kind[0]], torch.bfloat16
     weights, stream = make_quantized_experts(spec, hidden_size, kind[1:]), prepared(batch_size, hidden_size, dtype)
     shares, logits = torch.rand(batch_size, spec.num_chosen, device=DEVICE), randn(batch_size, spec.num_experts)
-    got = make_room(spec, batch_size, hidden_size, dtype, logits)
-    want = make_room(spec, batch_size, hidden_size, torch.float32, logits)
-    for room in (got, want):
-        room.chosen.copy_(choose(spec, batch_size) if room is got else got.chosen)
-        room.shares.copy_(shares)
+    got = make_expert_buffers(spec, batch_size, hidden_size, dtype, logits)
+    want = make_expert_buffers(spec, batch_size, hidden_size, torch.float32, logits)
+    for buffers in (got, want):
+        buffers.chosen.copy_(choose(spec, batch_size) if buffers is got else got.chosen)
+        buffers.shares.copy_(shares)
     x = normed(stream) if batch_size != 3 else Normed(stream.scaled)
     TritonOps(DEVICE).experts(x, weights, spec, got)
     TorchOps().experts(replace(x, x=x.x.float()), weights, spec, want)
@@ -76,14 +76,16 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: tuple[str, WeightForm
     for parts in ([list(range(batch_size))], [[0], [1, 2], [3, 4, 5, 6, 7], list(range(8, batch_size))]):
         gated, added = [], []
         for rows in parts:
-            room = make_room(spec, len(rows), hidden_size, torch.bfloat16, randn(len(rows), spec.num_experts))
-            room.chosen.copy_(chosen[rows])
-            room.shares.copy_(shares[rows])
-            TritonOps(DEVICE).experts(Normed(x[rows]), weights, spec, room)
+            buffers = make_expert_buffers(
+                spec, len(rows), hidden_size, torch.bfloat16, randn(len(rows), spec.num_experts)
+            )
+            buffers.chosen.copy_(chosen[rows])
+            buffers.shares.copy_(shares[rows])
+            TritonOps(DEVICE).experts(Normed(x[rows]), weights, spec, buffers)
             stream = make_stream(len(rows), hidden_size, torch.bfloat16)
-            TritonOps(DEVICE).experts_add(weights, spec, room, 1.0, stream, readers("both", hidden_size))
-            gated.append(room.gated)
-            added.append(room.parts)
+            TritonOps(DEVICE).experts_add(weights, spec, buffers, 1.0, stream, readers("both", hidden_size))
+            gated.append(buffers.gated)
+            added.append(buffers.parts)
         results.append([torch.cat(each) for each in (gated, added)])
     for together, alone in zip(*results, strict=True):
         assert torch.equal(together, alone) and not together.isnan().any()
@@ -102,15 +104,15 @@ def test_codes_of_other_inputs_in_the_last_run_count_nothing(
     gates, ups, downs = by_expert(weights.quantized.gate_up.words, down.words, spec.num_experts)
     kept = QuantizedExperts(weights.quantized.gate_up, down)
     weights = replace(weights, gates=gates, ups=ups, down=downs, quantized=kept)
-    room = make_room(spec, batch_size, 70, torch.bfloat16, randn(batch_size, spec.num_experts))
-    room.chosen.copy_(choose(spec, batch_size))
-    room.shares.copy_(torch.rand(batch_size, spec.num_chosen, device=DEVICE))
-    room.gated.copy_(randn(*room.gated.shape))
-    want = replace(room, gated=room.gated.float(), parts=room.parts.float())
+    buffers = make_expert_buffers(spec, batch_size, 70, torch.bfloat16, randn(batch_size, spec.num_experts))
+    buffers.chosen.copy_(choose(spec, batch_size))
+    buffers.shares.copy_(torch.rand(batch_size, spec.num_chosen, device=DEVICE))
+    buffers.gated.copy_(randn(*buffers.gated.shape))
+    want = replace(buffers, gated=buffers.gated.float(), parts=buffers.parts.float())
     out = torch.empty(batch_size, 70, device=DEVICE)
-    TritonOps(DEVICE).experts_out(weights, spec, room, out)
+    TritonOps(DEVICE).experts_out(weights, spec, buffers, out)
     TorchOps().experts_out(weights, spec, want, out)
-    torch.testing.assert_close(room.parts.float(), want.parts, rtol=8e-3, atol=1e-3)
+    torch.testing.assert_close(buffers.parts.float(), want.parts, rtol=8e-3, atol=1e-3)
 
 
 def test_what_lies_beside_an_expert_is_not_read() -> None:
@@ -127,15 +129,15 @@ def test_what_lies_beside_an_expert_is_not_read() -> None:
 
     kept = weights.quantized
     poison = replace(weights, quantized=QuantizedExperts(poisoned(kept.gate_up), poisoned(kept.down)))
-    got, want = (make_room(spec, 1, 200, torch.bfloat16, randn(1, spec.num_experts)) for _ in range(2))
+    got, want = (make_expert_buffers(spec, 1, 200, torch.bfloat16, randn(1, spec.num_experts)) for _ in range(2))
     buffer = torch.full((600,), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     x = buffer[200:400].view(1, 200)
     x.copy_(randn(1, 200))
-    for room, of in ((got, poison), (want, weights)):
-        room.chosen.copy_(chosen)
-        room.shares.fill_(0.5)
-        TritonOps(DEVICE).experts(Normed(x), of, spec, room)
+    for buffers, of in ((got, poison), (want, weights)):
+        buffers.chosen.copy_(chosen)
+        buffers.shares.fill_(0.5)
+        TritonOps(DEVICE).experts(Normed(x), of, spec, buffers)
         stream = make_stream(1, 200, torch.bfloat16)
-        TritonOps(DEVICE).experts_add(of, spec, room, 1.0, stream, readers("both", 200))
+        TritonOps(DEVICE).experts_add(of, spec, buffers, 1.0, stream, readers("both", 200))
     assert not got.parts.isnan().any()
     torch.testing.assert_close(got.parts, want.parts, **CLOSE)

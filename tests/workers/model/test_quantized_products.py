@@ -26,7 +26,7 @@ from tests.workers.model.step_ops import (
     readers,
     tolerance,
 )
-from workers.model.gpu.quantized_ops import MOST_ROWS
+from workers.model.gpu.quantized_ops import MAX_ROWS
 from workers.model.gpu.triton_ops import TritonOps
 from workers.model.ops import Normed
 from workers.model.torch_ops import TorchOps
@@ -73,9 +73,9 @@ def test_a_packed_weight_is_what_its_codes_say(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
-@pytest.mark.parametrize("num_rows", [1, MOST_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, MAX_ROWS + 1])
 def test_groups_have_their_parts_of_a_matrix(kind, num_rows: int) -> None:
-    dtype = torch.bfloat16 if kind is not None and num_rows <= MOST_ROWS else torch.float32
+    dtype = torch.bfloat16 if kind is not None and num_rows <= MAX_ROWS else torch.float32
     linear = make_linear(64, 128, kind) if kind is not None else Linear(randn(64, 128))
     x = randn(2, num_rows, 128, dtype=dtype)
     got, want = (torch.full((num_rows, 64), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
@@ -95,7 +95,7 @@ def test_a_decoded_weight_lies_without_gaps(kind, num_in: int, dtype: torch.dtyp
 
 
 def dtype_of(num_rows: int) -> torch.dtype:
-    return torch.bfloat16 if num_rows <= MOST_ROWS or DEVICE.type == "cuda" else torch.float32
+    return torch.bfloat16 if num_rows <= MAX_ROWS or DEVICE.type == "cuda" else torch.float32
 
 
 SIZES = [
@@ -132,7 +132,7 @@ def compare_with_decoding_first(kind, sizes: list[tuple[int, int, int]]) -> None
         want = got.clone()
         TritonOps(DEVICE).linear(x, [linear], got)
         TorchOps().linear(replace(x, x=x.x.float()), [linear], want)
-        torch.testing.assert_close(got, want, **(CLOSE if batch_size <= MOST_ROWS else tolerance(torch.float32)))
+        torch.testing.assert_close(got, want, **(CLOSE if batch_size <= MAX_ROWS else tolerance(torch.float32)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,7 +156,7 @@ def test_codes_of_other_inputs_in_the_last_run_count_nothing(kind, batch_size: i
     got = torch.full((batch_size, 40), NAN, device=DEVICE)
     TritonOps(DEVICE).linear(Normed(x), [of], got)
     want = x.float() @ share.decoded(torch.float32).T
-    torch.testing.assert_close(got, want, **(CLOSE if batch_size <= MOST_ROWS else tolerance(torch.float32)))
+    torch.testing.assert_close(got, want, **(CLOSE if batch_size <= MAX_ROWS else tolerance(torch.float32)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,14 +166,14 @@ def test_what_lies_behind_a_row_is_not_read(kind) -> None:
     poison = torch.full_like(whole.scales, NAN)
     poison[:, 3:43] = whole.scales[:, 3:43]
     linear = Linear(whole.words, None, whole).outputs(3, 43)
-    beside = QuantizedWeight(whole.format, whole.words, poison, 200, whole.group_size, whole.has_zeros).outputs(
+    poisoned = QuantizedWeight(whole.format, whole.words, poison, 200, whole.group_size, whole.has_zeros).outputs(
         slice(3, 43)
     )
     buffer = torch.full((6 * 200 + 500,), NAN, dtype=torch.bfloat16, device=DEVICE)
     x = buffer[200:800].view(3, 200)
     x.copy_(randn(3, 200))
     got, want = torch.full((2, 3, 40), NAN, device=DEVICE)
-    TritonOps(DEVICE).linear(Normed(x), [Linear(linear.weight, None, beside)], got)
+    TritonOps(DEVICE).linear(Normed(x), [Linear(linear.weight, None, poisoned)], got)
     TorchOps().linear(Normed(x.float()), [linear], want)
     torch.testing.assert_close(got, want, **CLOSE)
 
@@ -192,9 +192,7 @@ def test_gates_and_what_is_added_to_the_stream(batch_size, num_in, hidden_size, 
     for activation in activations if kind == KINDS[1] else activations[:1]:
         TritonOps(DEVICE).mlp(x, [gate_up], True, activation, gated)
         TorchOps().mlp(replace(x, x=x.x.float()), [gate_up], True, activation, want_gated)
-        torch.testing.assert_close(
-            gated, want_gated, **(CLOSE if batch_size <= MOST_ROWS else tolerance(torch.float32))
-        )
+        torch.testing.assert_close(gated, want_gated, **(CLOSE if batch_size <= MAX_ROWS else tolerance(torch.float32)))
     for kind_of_readers in READERS:
         got, read = make_stream(batch_size, hidden_size, dtype), readers(kind_of_readers, hidden_size)
         want = copy_of(got)

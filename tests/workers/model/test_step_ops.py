@@ -76,8 +76,8 @@ def test_turn(batch_size, half, temper) -> None:
     if temper is None:
         for rotation in (got, want):
             rotation.q_scale.fill_(1)
-    TritonOps(DEVICE).turn(rows, frequencies, temper, got)
-    TorchOps().turn(rows, frequencies, temper, want)
+    TritonOps(DEVICE).compute_rotation(rows, frequencies, temper, got)
+    TorchOps().compute_rotation(rows, frequencies, temper, want)
     for field in ("cos", "sin", "q_scale"):
         torch.testing.assert_close(getattr(got, field), getattr(want, field), **tolerance(torch.float32))
     assert temper is None or got.q_scale[-1] > 1
@@ -100,8 +100,8 @@ def test_likeliest(vocab_size) -> None:
     logits[1, -1] = logits[2, 3] = logits[2, -1] = 9.0  # the last, and the first of two
     logits[3] = -torch.inf
     got, want = torch.full((2, 5), -1, device=DEVICE)
-    TritonOps(DEVICE).likeliest(logits, got)
-    TorchOps().likeliest(logits, want)
+    TritonOps(DEVICE).argmax(logits, got)
+    TorchOps().argmax(logits, want)
     assert got.tolist()[:3] == want.tolist()[:3] and got[4] == want[4]
     assert got[1] == vocab_size - 1 and got[2] == 3 and got[3] == 0
 
@@ -116,7 +116,7 @@ def test_likeliest_of_what_is_no_number_is_no_token(vocab_size, bad) -> None:
     logits[4, 1] = -torch.inf
     for ops in (TritonOps(DEVICE), TorchOps()):
         token_ids = torch.full((5,), 7, device=DEVICE)
-        ops.likeliest(logits, token_ids)
+        ops.argmax(logits, token_ids)
         assert token_ids.tolist() == [-1, -1, -1, -1, int(logits[4].argmax())]
 
 
@@ -156,10 +156,10 @@ def test_linear_is_the_norm_and_the_product() -> None:
 
 def test_linears_side_by_side_are_one_of_all_their_outputs() -> None:
     stream, whole = prepared(3, 100, torch.float32), make_linear(70, 100, torch.float32, bias=True)
-    together, apart = randn(2, 3, 70)
+    together, separate = randn(2, 3, 70)
     TorchOps().linear(normed(stream), [whole], together)
-    TorchOps().linear(normed(stream), [whole.outputs(0, 33), whole.outputs(33, 70)], apart)
-    torch.testing.assert_close(apart, together, rtol=1e-5, atol=1e-5)
+    TorchOps().linear(normed(stream), [whole.outputs(0, 33), whole.outputs(33, 70)], separate)
+    torch.testing.assert_close(separate, together, rtol=1e-5, atol=1e-5)
 
 
 def test_logits_may_be_wider_than_the_model() -> None:
@@ -373,8 +373,8 @@ def test_what_layers_take_of_each_token(width, dtype) -> None:
     torch.testing.assert_close(got, want, **tolerance(dtype))
     gates = randn(3, width, dtype=dtype)
     taken = gates.clone()
-    TritonOps(DEVICE).take_input(taken, "gelu_tanh", got[1])
-    TorchOps().take_input(gates, "gelu_tanh", got[1])
+    TritonOps(DEVICE).gate_input(taken, "gelu_tanh", got[1])
+    TorchOps().gate_input(gates, "gelu_tanh", got[1])
     torch.testing.assert_close(taken, gates, **tolerance(dtype))
 
 

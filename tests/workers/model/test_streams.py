@@ -16,7 +16,7 @@ from csattn.models.streams import mixture_of
 from csattn.models.weights import stream_weights
 from tests.workers.model.step_ops import DEVICE, DTYPES, EPS, make_stream, randn, tolerance
 from workers.model.cpu.tape_ops import TapeOps
-from workers.model.ops import Readers, Stream, StreamsRoom
+from workers.model.ops import Readers, Stream, StreamsBuffers
 from workers.model.torch_ops import TorchOps
 
 NAN = torch.nan
@@ -47,12 +47,14 @@ def make_modules(spec: StreamsSpec, hidden_size: int, branches: int, eps: float 
     return modules
 
 
-def make_room(spec: StreamsSpec, rows: int, hidden_size: int, dtype: torch.dtype) -> tuple[StreamsRoom, Stream]:
+def make_streams_buffers(
+    spec: StreamsSpec, rows: int, hidden_size: int, dtype: torch.dtype
+) -> tuple[StreamsBuffers, Stream]:
     """All of it is NaN until it is written, but what the step begins with."""
     sizes = (spec.num,), (spec.num, spec.num), (spec.num_mixes,)
     streams = torch.full((rows, spec.num, hidden_size), NAN, dtype=dtype, device=DEVICE)
     others = [torch.full((rows, *size), NAN, device=DEVICE) for size in sizes]
-    return StreamsRoom(streams, *others), make_stream(rows, hidden_size, dtype)
+    return StreamsBuffers(streams, *others), make_stream(rows, hidden_size, dtype)
 
 
 def read_in_transformers(spec: StreamsSpec, modules: list[Any], row: Tensor, given: Tensor) -> list[Tensor]:
@@ -80,13 +82,13 @@ def read_in_step(
     norms: list[Tensor | None],  # of those who read
 ) -> list[Tensor]:
     """The same behind norms, by operations of a step; and the joined stream."""
-    room, stream = make_room(spec, *row.shape, row.dtype)
+    buffers, stream = make_streams_buffers(spec, *row.shape, row.dtype)
     stream.hidden.copy_(row)
     read = []
     for number, (module, norm) in enumerate(zip(modules, norms, strict=True)):
         joins = number == len(given)
         weights = stream_weights(module, "hc_" if joins else "")
-        ops.remix(weights, spec, number == 0, room, stream, Readers(norm, None, EPS))
+        ops.remix(weights, spec, number == 0, buffers, stream, Readers(norm, None, EPS))
         finish()
         assert stream.scaled_ahead.isnan().all()
         is_normed = norm is None or isinstance(ops, TapeOps)

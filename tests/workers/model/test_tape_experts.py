@@ -11,10 +11,10 @@ from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, We
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights, by_expert
 from tests.workers.model.quantized import KINDS, choose, make_quantized_experts
-from tests.workers.model.step_ops import EXPERTS, make_room
+from tests.workers.model.step_ops import EXPERTS, make_expert_buffers
 from tests.workers.model.test_linear import poisoned
 from workers.model.cpu.tape_ops import TapeOps
-from workers.model.ops import ExpertRoom, Normed
+from workers.model.ops import ExpertBuffers, Normed
 from workers.model.torch_ops import TorchOps
 
 NAN = float("nan")
@@ -36,15 +36,15 @@ def run(
     weights: ExpertWeights,
     spec: ExpertsSpec,
     x: torch.Tensor,
-    room: ExpertRoom,
+    buffers: ExpertBuffers,
     kind: str,
     num_threads: int = 1,
     before: torch.Tensor | None = None,  # to which it is added
 ) -> torch.Tensor:
-    """What experts give; it is in the room what they give on the way."""
+    """What experts give; the buffers have what they give on the way."""
     out, ops = torch.full_like(x, NAN) if before is None else before.clone(), TapeOps(kind, np.array([len(x)]))
-    ops.experts(Normed(x), weights, spec, room)
-    ops.experts_out(weights, spec, room, out, adds=before is not None)
+    ops.experts(Normed(x), weights, spec, buffers)
+    ops.experts_out(weights, spec, buffers, out, adds=before is not None)
     tape = ops.cut()
     tape.set_rows(len(x))
     with Team(num_threads) as team:
@@ -52,11 +52,11 @@ def run(
     return out
 
 
-def rooms(spec: ExpertsSpec, chosen: torch.Tensor, hidden_size: int, number: int) -> list[ExpertRoom]:
+def all_buffers(spec: ExpertsSpec, chosen: torch.Tensor, hidden_size: int, number: int) -> list[ExpertBuffers]:
     shares, made = torch.rand(len(chosen), spec.num_chosen), []
     for _ in range(number):
         logits = torch.zeros(len(chosen), spec.num_experts)
-        made.append(make_room(spec, len(chosen), hidden_size, torch.float32, logits))
+        made.append(make_expert_buffers(spec, len(chosen), hidden_size, torch.float32, logits))
         made[-1].chosen.copy_(chosen)
         made[-1].shares.copy_(shares)
     return made
@@ -70,7 +70,7 @@ def test_experts_in_few_bits_give_the_bits_of_decoded_ones(name: str, kind: tupl
         of = replace(spec, intermediate_size=(spec.intermediate_size, 128, 208)[number % 3])
         weights = make_quantized_experts(of, hidden_size, kind, torch.float32)
         x, chosen = poisoned(num_rows, hidden_size), choose(of, num_rows)
-        got, want, defined = rooms(of, chosen, hidden_size, 3)
+        got, want, defined = all_buffers(of, chosen, hidden_size, 3)
         outs = (
             run(weights, of, x, got, "float32", 1 + num_rows % 3),
             run(decoded(weights, torch.float32), of, x, want, "float32"),
@@ -86,7 +86,7 @@ def test_what_experts_give_may_be_added() -> None:
     spec = EXPERTS["clamped"]
     weights = decoded(make_quantized_experts(spec, 70, ("fp4", 32, False), torch.float32), torch.float32)
     x, before = poisoned(3, 70), torch.randn(3, 70)
-    got, want, alone = rooms(spec, choose(spec, 3), 70, 3)
+    got, want, alone = all_buffers(spec, choose(spec, 3), 70, 3)
     out, defined = run(weights, spec, x, got, "float32", 2, before), before.clone()
     torch.testing.assert_close(out, before + run(weights, spec, x, alone, "float32"), rtol=2e-5, atol=2e-5)
     TorchOps().experts(Normed(x), weights, spec, want)
@@ -100,7 +100,7 @@ def test_biases_are_of_the_models_dtype(dtype: torch.dtype) -> None:
     spec, kind = EXPERTS["clamped"], str(dtype).removeprefix("torch.")
     weights = make_quantized_experts(spec, 96, ("fp4", 32, False), dtype)
     wide = {name: getattr(weights, name).float() for name in ("gate_bias", "up_bias", "down_bias")}
-    got, want = rooms(spec, choose(spec, 3), 96, 2)
+    got, want = all_buffers(spec, choose(spec, 3), 96, 2)
     x = torch.randn(3, 96)
     out = run(weights, spec, x, got, kind)
     assert torch.equal(out, run(replace(decoded(weights, torch.float32), **wide), spec, x, want, "float32"))
@@ -111,10 +111,10 @@ def test_a_row_has_the_bits_it_has_alone(kind: tuple[WeightFormat, int, bool]) -
     spec = EXPERTS["plain"]
     weights, x = make_quantized_experts(spec, 176, kind, torch.float32), torch.randn(9, 176)
     chosen = choose(spec, 9)
-    [together] = rooms(spec, chosen, 176, 1)
+    [together] = all_buffers(spec, chosen, 176, 1)
     out = run(weights, spec, x, together, "float32", 3)
     for row in range(9):
-        [alone] = rooms(spec, chosen[row : row + 1], 176, 1)
+        [alone] = all_buffers(spec, chosen[row : row + 1], 176, 1)
         alone.shares.copy_(together.shares[row : row + 1])
         assert torch.equal(run(weights, spec, x[row : row + 1], alone, "float32")[0], out[row])
 
@@ -133,7 +133,7 @@ def test_what_lies_beside_an_expert_is_not_read(kind: tuple[WeightFormat, int, b
 
     kept = weights.quantized
     poison = replace(weights, quantized=QuantizedExperts(poisoned(kept.gate_up), poisoned(kept.down)))
-    got, want = rooms(spec, torch.tensor([[1, 3], [3, 1]]), 200, 2)
+    got, want = all_buffers(spec, torch.tensor([[1, 3], [3, 1]]), 200, 2)
     x = torch.randn(2, 200)
     out = run(poison, spec, x, got, "float32")
     assert torch.equal(out, run(weights, spec, x, want, "float32")) and not out.isnan().any()
@@ -147,7 +147,7 @@ def test_the_smallest_and_largest_scales_of_mxfp4() -> None:
         scales = torch.tensor(exponents, dtype=torch.uint8)[torch.arange(160) % 3].view(2, 80)
         kept = replace(weights.quantized, gate_up=replace(weights.quantized.gate_up, scales=scales))
         of, x = replace(weights, quantized=kept), torch.randn(1, 64) * 2.0 ** (120 if exponents[0] == 0 else -3)
-        got, want = rooms(spec, torch.zeros(1, 1), 64, 2)
+        got, want = all_buffers(spec, torch.zeros(1, 1), 64, 2)
         run(of, spec, x, got, "float32")
         run(decoded(of, torch.float32), spec, x, want, "float32")
         assert torch.equal(got.gated, want.gated) and got.gated.count_nonzero() == 40

@@ -8,8 +8,8 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.addresses import KindStage
 from csattn.cpu.team import Team
 from csattn.errors import ModelError
-from csattn.models.few_bits import round_weights
 from csattn.models.latent import LatentQueries
+from csattn.models.quantized_model import round_weights
 from csattn.models.quantized_weight import Rounding
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import Linear, weights_of
@@ -17,10 +17,10 @@ from tests.tiny import ALL_FAMILIES, loaded, make_model
 from tests.workers.model.step_ops import make_choice, rows_of_tokens
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.cpu.linear_stage import linear_stage
-from workers.model.cpu.notes import Notes
+from workers.model.cpu.stage_recorder import StageRecorder
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
-from workers.model.ops import CompressedRoom, DeltaState, ExpertRoom, Normed
+from workers.model.ops import CompressedBuffers, DeltaState, ExpertBuffers, Normed
 from workers.model.torch_ops import TorchOps
 
 TOKENS, POSITIONS, TAIL_IDS, TAIL_LENS = [3, 250, 0, 3, 17], [90, 17, 0, 91, 40], [2, 0, 1, 2, 3], [3, 1, 1, 4, 5]
@@ -52,21 +52,21 @@ class Recorded:
         self.q.append(q.clone())
         out.copy_(attended(q))
 
-    def attend_latents(self, layer_idx: int, asked: LatentQueries, rows: StepRows, out: torch.Tensor) -> None:
-        self.q += [part.clone() for part in (asked.q, asked.index_q, asked.index_weights) if part is not None]
-        out.copy_(attended(asked.q)[..., : out.shape[-1]])
+    def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: torch.Tensor) -> None:
+        self.q += [part.clone() for part in (queries.q, queries.index_q, queries.index_weights) if part is not None]
+        out.copy_(attended(queries.q)[..., : out.shape[-1]])
 
-    def attend_compressed(self, layer_idx: int, room: CompressedRoom, rows: StepRows) -> None:
-        self.q += [room.projected.clone(), room.inputs.clone()]
-        attend_compressed(room, rows.batch_size)
+    def attend_compressed(self, layer_idx: int, buffers: CompressedBuffers, rows: StepRows) -> None:
+        self.q += [buffers.projected.clone(), buffers.inputs.clone()]
+        attend_compressed(buffers, rows.batch_size)
 
     def end_step(self, rows: StepRows) -> None:
         pass
 
 
-def attend_compressed(room: CompressedRoom, num_rows: int) -> None:
-    groups = attended(room.projected[:num_rows, : room.attended.shape[::2].numel()])
-    room.attended[:, :num_rows] = groups.view(num_rows, len(room.attended), -1).transpose(0, 1)
+def attend_compressed(buffers: CompressedBuffers, num_rows: int) -> None:
+    groups = attended(buffers.projected[:num_rows, : buffers.attended.shape[::2].numel()])
+    buffers.attended[:, :num_rows] = groups.view(num_rows, len(buffers.attended), -1).transpose(0, 1)
 
 
 def fill(state: DeltaState | None) -> DeltaState | None:
@@ -76,7 +76,7 @@ def fill(state: DeltaState | None) -> DeltaState | None:
     generator = torch.Generator().manual_seed(2)
     for part in (state.conv, state.memory):
         part.copy_(torch.randn(part.shape, generator=generator))
-    return DeltaState(state.conv.clone(), state.memory.clone(), state.turn.clone())
+    return DeltaState(state.conv.clone(), state.memory.clone(), state.version.clone())
 
 
 def maps_of(model: CpuModel) -> torch.Tensor:
@@ -98,14 +98,14 @@ def run_tapes(
     with Team(num_threads) as team:
         team.run(model.begin[ahead])
         for layer_idx, after in enumerate(model.after[ahead]):
-            if (room := model.latents[layer_idx]) is not None:
-                asked = room.queries
+            if (buffers := model.latents[layer_idx]) is not None:
+                queries = buffers.queries
                 q += [
                     part[:num_rows].numpy().copy()
-                    for part in (asked.q, asked.index_q, asked.index_weights)
+                    for part in (queries.q, queries.index_q, queries.index_weights)
                     if part is not None
                 ]
-                room.attended[:num_rows] = attended(asked.q[:num_rows])[..., : room.attended.shape[-1]]
+                buffers.attended[:num_rows] = attended(queries.q[:num_rows])[..., : buffers.attended.shape[-1]]
                 team.run(after)
                 continue
             if model.shape.layers[layer_idx].compressed is not None:
@@ -243,8 +243,8 @@ def test_shares_of_nothing_are_none() -> None:
     logits[1, 3] = 1.0
     spec = ExpertsSpec(num_experts=5, num_chosen=2, intermediate_size=1, scores="sigmoid", normed=True, scale=1.5)
     ops = TapeOps("float32", np.array([2]))
-    room = ExpertRoom(logits, chosen, shares, shares, shares)
-    ops.choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), room)
+    buffers = ExpertBuffers(logits, chosen, shares, shares, shares)
+    ops.choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), buffers)
     tape = ops.cut()
     tape.set_rows(2)
     with Team(1) as team:
@@ -259,9 +259,9 @@ def test_weights_that_tapes_cannot_read_are_refused() -> None:
 
 
 def test_a_stage_has_fixed_pieces_or_those_of_each_row() -> None:
-    notes = Notes("float32", np.array([1]))
+    recorder = StageRecorder("float32", np.array([1]))
     for pieces in ({"fixed": 3}, {}, {"per_row": 2}):
-        notes._note(KindStage(linear_stage, "float32"), (), reads=[], writes=[], **pieces)
-    tape = notes.cut()
+        recorder._record(KindStage(linear_stage, "float32"), (), reads=[], writes=[], **pieces)
+    tape = recorder.cut()
     tape.set_rows(5)
     assert tape.tape.pieces.tolist() == [3, 5, 10]

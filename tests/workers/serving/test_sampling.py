@@ -13,7 +13,7 @@ from csattn.cpu.jit import readonly
 from workers.serving.draw_kernel import Scratch, draw_kernel
 from workers.serving.draw_reference import draw_reference, kept_reference
 from workers.serving.messages import Sampling
-from workers.serving.sampling import TokenCounts, changed, draw, how_to_draw, likeliest, log_total
+from workers.serving.sampling import TokenCounts, changed, draw, how_to_draw, log_total, top_ids
 
 
 def draw_at(logits: np.ndarray, sampling: Sampling, seed: int, position: int) -> int:
@@ -138,7 +138,7 @@ def test_seed_and_position_alone_decide(rng) -> None:
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=40), st.integers(0, 50))
 def test_likeliest_orders_by_value_then_id(values, num) -> None:
     want = sorted(range(len(values)), key=lambda i: (-values[i], i))[:num]
-    assert likeliest(np.array(values, np.float64), num).tolist() == want
+    assert top_ids(np.array(values, np.float64), num).tolist() == want
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 511, 513, 2000, 40_000])

@@ -18,10 +18,10 @@ from csattn.models.spec import CompressedSpec, DeltaSpec, HeadsSpec, Temper
 from csattn.models.weights import CompressedStepWeights, Frequencies, weights_of
 from offload.host_memory import sparse_zeros
 from workers.model.attention import StepAttention
-from workers.model.cpu.notes import RowTape
+from workers.model.cpu.stage_recorder import RowTape
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
-from workers.model.ops import CompressedRoom, DeltaState, LatentRoom, Rotation
+from workers.model.ops import CompressedBuffers, DeltaState, LatentBuffers, Rotation
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -65,20 +65,23 @@ class CpuModel:
         self.sinks = [layer.sinks for layer in self._weights.layers]
         self._ops = TapeOps(self.kind, self.num_rows, num_threads)
         # for each request, the version of its recurrent states that a step reads
-        self._turns = np.zeros(num_tails, np.int64)
-        self.states = [None if x.delta is None else _make_state(x.delta, self._turns) for x in shape.layers]
-        between = _Cutting(self.tails, self.states, self._ops)
+        self._versions = np.zeros(num_tails, np.int64)
+        self.states = [None if x.delta is None else _make_state(x.delta, self._versions) for x in shape.layers]
+        cutter = _TapeCutter(self.tails, self.states, self._ops)
         token_ids, tail_ids, tail_lens = map(torch.from_numpy, (self.token_ids, self.tail_ids, self.tail_lens))
         rows = make_step_rows(max_rows, model.device)  # tapes do not read its positions and contexts
         rows = replace(rows, token_ids=token_ids, tail_ids=tail_ids, tail_lens=tail_lens)
-        layers = StepLayers(self._weights, between, list(self.maps), self._ops, rows, torch.float32)
+        layers = StepLayers(self._weights, cutter, list(self.maps), self._ops, rows, torch.float32)
         self._rotations = layers.rotations
         # for each layer, the buffers that its attention reads and writes instead of q and attended; None: it uses those
-        self.latents: list[LatentRoom | None] = [layers.latents(layer_idx) for layer_idx in range(shape.num_layers)]
+        self.latents: list[LatentBuffers | None] = [layers.latents(layer_idx) for layer_idx in range(shape.num_layers)]
         self._compressed = [layers.compressed(layer_idx) for layer_idx in range(shape.num_layers)]
         # for each layer, q [max_rows, num_q_heads, head_dim] and attended [max_rows, q_width]
-        rooms = [layers.heads(layer_idx) for layer_idx in range(shape.num_layers)]
-        self.queries, self.outputs = [x.q.numpy() for x in rooms], [x.attended.flatten(1).numpy() for x in rooms]
+        head_buffers = [layers.heads(layer_idx) for layer_idx in range(shape.num_layers)]
+        self.queries, self.outputs = (
+            [x.q.numpy() for x in head_buffers],
+            [x.attended.flatten(1).numpy() for x in head_buffers],
+        )
         # the buffers that all indexed layers share
         first = indexed[0] if indexed else 0
         self.q, self.attended = self.queries[first], self.outputs[first]
@@ -88,36 +91,36 @@ class CpuModel:
         self.after: dict[bool, list[Tape]] = {}
         self._tapes: list[RowTape] = []
         for ahead in (False, True):
-            between.tapes.clear()
+            cutter.tapes.clear()
             *to_last_layer, head, end = layers.calls(ahead)
             for call in to_last_layer:
                 call.run()
-            tapes = [*between.tapes, self._ops.cut()]
+            tapes = [*cutter.tapes, self._ops.cut()]
             self._tapes += tapes
             self.begin[ahead], *self.after[ahead] = (tape.tape for tape in tapes)
             head.run()
             end.run()
-            self._head = between.tapes[-1]  # the same for both values of ahead
+            self._head = cutter.tapes[-1]  # the same for both values of ahead
         self._num_taped = 0  # the number of rows that the tapes are set for
 
     def begin_request(self, slot: int, states: Sequence[Mapping[str, NDArray[np.float32]]]) -> None:
         """Start a request from its context's recurrent states, one for each layer that keeps a state."""
-        self._turns[slot] = 0
+        self._versions[slot] = 0
         for place, of_context in zip([state for state in self.states if state is not None], states, strict=True):
             place.conv[slot, 0] = torch.tensor(of_context["conv"])
             place.memory[slot, 0] = torch.tensor(of_context["memory"])
 
-    def compressed(self, layer_idx: int) -> tuple[CompressedSpec, CompressedRoom, CompressedStepWeights]:
+    def compressed(self, layer_idx: int) -> tuple[CompressedSpec, CompressedBuffers, CompressedStepWeights]:
         """Return the spec, buffers and weights of a layer of compressed attention."""
-        spec, room = self.shape.layers[layer_idx].compressed, self._compressed[layer_idx]
+        spec, buffers = self.shape.layers[layer_idx].compressed, self._compressed[layer_idx]
         weights = self._weights.layers[layer_idx].compressed
-        assert spec is not None and room is not None and weights is not None
-        return spec, room, weights
+        assert spec is not None and buffers is not None and weights is not None
+        return spec, buffers, weights
 
     def commit(self, slots: Collection[int]) -> None:
         """Make the recurrent states that the last step wrote for these requests the ones that the next step reads."""
         slots = list(set(slots))
-        self._turns[slots] = 1 - self._turns[slots]
+        self._versions[slots] = 1 - self._versions[slots]
 
     def set_rows(self, token_ids: list[int], positions: list[int], tail_ids: list[int], tail_lens: list[int]) -> None:
         """Set the rows of the next step. tail_lens include the rows' own tokens."""
@@ -125,7 +128,7 @@ class CpuModel:
         for place, values in ((self.token_ids, token_ids), (self.tail_ids, tail_ids), (self.tail_lens, tail_lens)):
             place[:num_rows] = values
         for rope, frequencies, rotation in zip(self.shape.ropes, self._weights.ropes, self._rotations, strict=True):
-            _turn(positions, frequencies, rope.temper, rotation)
+            _compute_rotation(positions, frequencies, rope.temper, rotation)
         if num_rows != self._num_taped:
             self._num_taped = num_rows
             for tape in self._tapes:
@@ -142,7 +145,9 @@ class CpuModel:
         return self._head.tape
 
 
-def _turn(positions: list[int], frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
+def _compute_rotation(
+    positions: list[int], frequencies: Frequencies, temper: Temper | None, rotation: Rotation
+) -> None:
     """Write the rotation of the rows' positions, row by row, so that its bits do not depend on the rows beside it."""
     per_position, scale = frequencies.angles.numpy(), np.float32(frequencies.scale)
     cos, sin, q_scale = rotation.cos.numpy(), rotation.sin.numpy(), rotation.q_scale.numpy()
@@ -160,13 +165,13 @@ def _make_tails(num_layers: int, heads: HeadsSpec, num_tails: int, tail_capacity
     return torch.from_numpy(sparse_zeros(math.prod(size) * dtype.itemsize)).view(dtype).view(size)
 
 
-def _make_state(spec: DeltaSpec, turns: NDArray[np.int64]) -> DeltaState:
+def _make_state(spec: DeltaSpec, versions: NDArray[np.int64]) -> DeltaState:
     """Return a state of two versions. numpy's zeros take memory once they are written."""
-    conv, memory = (np.zeros((len(turns), 2, *sizes), np.float32) for sizes in spec.parts)
-    return DeltaState(*map(torch.from_numpy, (conv, memory, turns)))
+    conv, memory = (np.zeros((len(versions), 2, *sizes), np.float32) for sizes in spec.parts)
+    return DeltaState(*map(torch.from_numpy, (conv, memory, versions)))
 
 
-class _Cutting(StepAttention):
+class _TapeCutter(StepAttention):
     """Stands in for attention while a step is recorded: where the step would attend, a tape ends."""
 
     lookahead = True
@@ -181,10 +186,10 @@ class _Cutting(StepAttention):
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         self.tapes.append(self._ops.cut())
 
-    def attend_latents(self, layer_idx: int, asked: LatentQueries, rows: StepRows, out: Tensor) -> None:
+    def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: Tensor) -> None:
         self.tapes.append(self._ops.cut())
 
-    def attend_compressed(self, layer_idx: int, room: CompressedRoom, rows: StepRows) -> None:
+    def attend_compressed(self, layer_idx: int, buffers: CompressedBuffers, rows: StepRows) -> None:
         self.tapes.append(self._ops.cut())
 
     def end_step(self, rows: StepRows) -> None:

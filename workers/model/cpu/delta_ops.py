@@ -14,30 +14,30 @@ from csattn.cpu.arguments import floats_of, number_at, word_of, words_at
 from csattn.cpu.jit import exact_kernel
 from csattn.models.spec import DeltaSpec
 from csattn.models.weights import DeltaWeights
-from workers.model.cpu.notes import Notes
 from workers.model.cpu.scalars import sigmoid, softplus
-from workers.model.ops import DeltaRoom, DeltaState
+from workers.model.cpu.stage_recorder import StageRecorder
+from workers.model.ops import DeltaBuffers, DeltaState
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise. A state has two versions: a
-# step reads the one that the request's turn selects and writes the other.
+# step reads the one that the request's version selects and writes the other.
 MIX = (
     "num_rows",  # address of the number of rows
     "tail_ids",  # [num_rows] int64
     "tail_lens",  # [num_rows] int64: a request's rows are processed in this order, whatever their order in the step
-    "turns",  # [num_tails] int64
+    "versions",  # [num_tails] int64
     "inputs",  # [num_rows, in_width]: the channels come first
     "in_width",
     "num_channels",
     "conv",  # [num_channels, conv_len]
     "conv_len",
-    "kept",  # [num_tails, 2, num_channels, conv_len - 1]
+    "conv_state",  # [num_tails, 2, num_channels, conv_len - 1]
     "mixed",  # [num_rows, num_channels], written
 )
-REMEMBER = (
+DELTA_RULE = (
     "num_rows",
     "tail_ids",
     "tail_lens",
-    "turns",
+    "versions",
     "inputs",  # [num_rows, in_width]: after the channels come the gates, then how much is written and forgotten
     "in_width",
     "num_channels",
@@ -54,10 +54,10 @@ REMEMBER = (
     "out",  # [num_rows, num_v_heads * v_dim], written
 )
 BLOCK = 64  # channels
-_mix_at, _remember_at = words_at(MIX), words_at(REMEMBER)
+_mix_at, _delta_rule_at = words_at(MIX), words_at(DELTA_RULE)
 
 
-class TapeDeltaOps(Notes):
+class TapeDeltaOps(StageRecorder):
     """The part of `TapeOps` for layers of linear attention."""
 
     def delta(
@@ -67,35 +67,35 @@ class TapeDeltaOps(Notes):
         eps: float,
         rows: StepRows,
         state: DeltaState,
-        room: DeltaRoom,
+        buffers: DeltaBuffers,
     ) -> None:
         """state: it must have two versions."""
-        told: dict[str, Any] = {
+        common: dict[str, Any] = {
             "num_rows": self._num_rows,
             "tail_ids": rows.tail_ids,
             "tail_lens": rows.tail_lens,
-            "turns": state.turn,
-            "inputs": room.inputs,
+            "versions": state.version,
+            "inputs": buffers.inputs,
             "in_width": spec.in_width,
             "num_channels": spec.num_channels,
-            "mixed": room.mixed,
+            "mixed": buffers.mixed,
         }
-        self._note(
+        self._record(
             mix_stage,
             MIX,
-            reads=[room.inputs],
-            writes=[room.mixed],
+            reads=[buffers.inputs],
+            writes=[buffers.mixed],
             per_row=mix_pieces(spec.num_channels),
             conv=weights.conv,
             conv_len=spec.conv_len,
-            kept=state.conv,
-            **told,
+            conv_state=state.conv,
+            **common,
         )
-        self._note(
-            remember_stage,
-            REMEMBER,
-            reads=[room.inputs, room.mixed],
-            writes=[room.out],
+        self._record(
+            delta_rule_stage,
+            DELTA_RULE,
+            reads=[buffers.inputs, buffers.mixed],
+            writes=[buffers.out],
             per_row=spec.num_v_heads,
             num_k_heads=spec.num_k_heads,
             num_v_heads=spec.num_v_heads,
@@ -106,8 +106,8 @@ class TapeDeltaOps(Notes):
             norm=weights.norm,
             eps=self._number(eps),
             memory=state.memory,
-            out=room.out,
-            **told,
+            out=buffers.out,
+            **common,
         )
 
 
@@ -127,11 +127,11 @@ def mix_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
         return 0
     in_width, num_channels, size = args.in_width, args.num_channels, args.conv_len
     tail = word_of(args.tail_ids, row)
-    turn = word_of(args.turns, tail)
+    version = word_of(args.versions, tail)
     count, places = min(BLOCK, num_channels - first), num_channels * (size - 1)
     conv = array_at(args.conv, num_channels * size, np.float32(0))
-    before = floats_of(args.kept, 2 * tail + turn, places)
-    after = floats_of(args.kept, 2 * tail + 1 - turn, places)
+    before = floats_of(args.conv_state, 2 * tail + version, places)
+    after = floats_of(args.conv_state, 2 * tail + 1 - version, places)
     seen = np.empty(size, np.float32)
     for channel in range(first, first + count):
         for i in range(size - 1):
@@ -150,10 +150,10 @@ def mix_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     return 0
 
 
-def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+def delta_rule_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     """Update and read the memory. A piece is a value head of a row; a request's first row does the work of all of its
     rows."""
-    args = _remember_at(arguments)
+    args = _delta_rule_at(arguments)
     row, head = piece // args.num_v_heads, piece % args.num_v_heads
     rows = _rows_of(args, row)
     if len(rows) == 0:
@@ -161,12 +161,12 @@ def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     in_width, num_channels, k_dim, v_dim = args.in_width, args.num_channels, args.k_dim, args.v_dim
     num_k_heads, num_v_heads = args.num_k_heads, args.num_v_heads
     tail = word_of(args.tail_ids, row)
-    turn, size = word_of(args.turns, tail), k_dim * v_dim
+    version, size = word_of(args.versions, tail), k_dim * v_dim
     decay = array_at(args.decay, num_v_heads, np.float32(0))[head]
     decay_bias = array_at(args.decay_bias, num_v_heads, np.float32(0))[head]
     norm, eps = array_at(args.norm, v_dim, np.float32(0)), number_at(args.eps)
-    before = floats_of(args.memory, (2 * tail + turn) * num_v_heads + head, size)
-    memory = floats_of(args.memory, (2 * tail + 1 - turn) * num_v_heads + head, size)
+    before = floats_of(args.memory, (2 * tail + version) * num_v_heads + head, size)
+    memory = floats_of(args.memory, (2 * tail + 1 - version) * num_v_heads + head, size)
     memory[:] = before
     k_head, k_width = head // (num_v_heads // num_k_heads), num_k_heads * k_dim
     q, k = np.empty(k_dim, np.float32), np.empty(k_dim, np.float32)
@@ -179,11 +179,11 @@ def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
         v_at, z_at = 2 * k_width + head * v_dim, num_channels + head * v_dim
         numbers_at = num_channels + num_v_heads * v_dim
         write = sigmoid(inputs[numbers_at + head])
-        kept = np.exp(-decay * softplus(inputs[numbers_at + num_v_heads + head] + decay_bias))
+        decay_factor = np.exp(-decay * softplus(inputs[numbers_at + num_v_heads + head] + decay_bias))
         change[:], read[:] = 0.0, 0.0
         for i in range(k_dim):
             for j in range(v_dim):
-                memory[i * v_dim + j] *= kept
+                memory[i * v_dim + j] *= decay_factor
                 change[j] += memory[i * v_dim + j] * k[i]
         for j in range(v_dim):
             change[j] = (mixed[v_at + j] - change[j]) * write

@@ -14,12 +14,12 @@ from csattn.cpu.jit import exact_kernel
 from csattn.cpu.simd import LANES
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights
-from workers.model.cpu.few_bits import FLOATS, FORMATS, multiply
 from workers.model.cpu.linear import TILE
 from workers.model.cpu.linear_stage import ACTIVATIONS, activate, num_groups
-from workers.model.cpu.notes import Notes
+from workers.model.cpu.quantized_products import FLOATS, FORMATS, multiply
 from workers.model.cpu.scalars import sigmoid, softplus
-from workers.model.ops import LEAST_SUM, ExpertRoom, Normed, Readers, Stream
+from workers.model.cpu.stage_recorder import StageRecorder
+from workers.model.ops import LEAST_SUM, ExpertBuffers, Normed, Readers, Stream
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise.
 CHOOSE = (
@@ -84,17 +84,17 @@ ADD_EXPERTS = (
 _choose_at, _experts_at, _add_at = words_at(CHOOSE), words_at(EXPERTS), words_at(ADD_EXPERTS)
 
 
-class TapeExpertOps(Notes):
+class TapeExpertOps(StageRecorder):
     """The part of `TapeOps` for MoE layers."""
 
-    def choose_experts(self, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertRoom) -> None:
+    def choose_experts(self, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, buffers: ExpertBuffers) -> None:
         num_groups, num_kept = spec.groups
-        self._note(
+        self._record(
             choose_stage,
             CHOOSE,
-            reads=[room.logits],
-            writes=[room.chosen, room.shares],
-            logits=room.logits,
+            reads=[buffers.logits],
+            writes=[buffers.chosen, buffers.shares],
+            logits=buffers.logits,
             bias=weights.choice_bias,
             num_experts=spec.num_experts,
             num_chosen=spec.num_chosen,
@@ -107,22 +107,22 @@ class TapeExpertOps(Notes):
             by_token=weights.by_token,
             vocab_size=0 if weights.by_token is None else len(weights.by_token),
             token_ids=rows.token_ids,
-            chosen=room.chosen,
-            shares=room.shares,
+            chosen=buffers.chosen,
+            shares=buffers.shares,
         )
 
-    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers) -> None:
         bias = weights.gate_bias
-        self._note(
+        self._record(
             KindStage(experts_stage, self._kind),
             EXPERTS,
-            reads=[x.x, room.chosen, room.shares],
-            writes=[room.gated],
+            reads=[x.x, buffers.chosen, buffers.shares],
+            writes=[buffers.gated],
             per_row=spec.num_chosen * num_groups(spec.intermediate_size),
             x=x.x,
             num_in=x.x.shape[1],
-            chosen=room.chosen,
-            shares=room.shares if spec.on_input else None,
+            chosen=buffers.chosen,
+            shares=buffers.shares if spec.on_input else None,
             num_chosen=spec.num_chosen,
             **_gates_and_ups(weights, spec),
             gate_bias=0 if bias is None else bias.data_ptr(),
@@ -131,51 +131,51 @@ class TapeExpertOps(Notes):
             bias_step=0 if bias is None else bias.stride(1),
             activation=ACTIVATIONS.index(spec.activation),
             num_out=spec.intermediate_size,
-            out=room.gated,
+            out=buffers.gated,
         )
 
     def experts_add(
         self,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        room: ExpertRoom,
+        buffers: ExpertBuffers,
         multiplier: float,
         stream: Stream,
         readers: Readers,
     ) -> None:
-        self._add_experts(weights, spec, room, stream.hidden, multiplier)
+        self._add_experts(weights, spec, buffers, stream.hidden, multiplier)
         self._prepare(stream, readers)
 
     def experts_out(
-        self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom, out: Tensor, adds: bool = False
+        self, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers, out: Tensor, adds: bool = False
     ) -> None:
-        self._add_experts(weights, spec, room, out, 1.0 if adds else None)
+        self._add_experts(weights, spec, buffers, out, 1.0 if adds else None)
 
     def _add_experts(
         self,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        room: ExpertRoom,
+        buffers: ExpertBuffers,
         out: Tensor,
         multiplier: float | None,  # None: the sum over experts replaces out; else it is added, times multiplier
     ) -> None:
         hidden_size = out.shape[1]
-        kept = None if weights.quantized is None else weights.quantized.down
-        self._note(
+        quantized = None if weights.quantized is None else weights.quantized.down
+        self._record(
             KindStage(add_experts_stage, self._kind),
             ADD_EXPERTS,
-            reads=[room.gated, room.chosen, room.shares, *([out] if multiplier is not None else [])],
+            reads=[buffers.gated, buffers.chosen, buffers.shares, *([out] if multiplier is not None else [])],
             writes=[out],
             per_row=num_groups(hidden_size),
-            x=room.gated,
+            x=buffers.gated,
             num_in=spec.intermediate_size,
-            chosen=room.chosen,
-            shares=None if spec.on_input else room.shares,
+            chosen=buffers.chosen,
+            shares=None if spec.on_input else buffers.shares,
             num_chosen=spec.num_chosen,
-            format=FLOATS if kept is None else FORMATS.index(kept.format),
-            group_size=0 if kept is None else kept.group_size,
-            down=weights.down if kept is None else kept.words,
-            scales=None if kept is None else kept.scales.contiguous(),
+            format=FLOATS if quantized is None else FORMATS.index(quantized.format),
+            group_size=0 if quantized is None else quantized.group_size,
+            down=weights.down if quantized is None else quantized.words,
+            scales=None if quantized is None else quantized.scales.contiguous(),
             num_weights=spec.num_experts * hidden_size,
             bias=weights.down_bias,
             num_out=hidden_size,
@@ -203,13 +203,13 @@ def _gates_and_ups(weights: ExpertWeights, spec: ExpertsSpec) -> dict[str, Any]:
             "expert_outputs": 0,
             "row_stride": gates.stride(1),
         }
-    kept = weights.quantized.gate_up
-    scales = kept.scales.contiguous()
+    quantized = weights.quantized.gate_up
+    scales = quantized.scales.contiguous()
     return {
-        "format": FORMATS.index(kept.format),
-        "group_size": kept.group_size,
-        "gates": kept.words,
-        "ups": kept.words[spec.intermediate_size :].data_ptr(),
+        "format": FORMATS.index(quantized.format),
+        "group_size": quantized.group_size,
+        "gates": quantized.words,
+        "ups": quantized.words[spec.intermediate_size :].data_ptr(),
         "gate_scales": scales,
         "up_scales": scales[:, spec.intermediate_size :].data_ptr(),
         "num_weights": num_weights,
@@ -238,7 +238,7 @@ def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
     if args.bias != 0:
         ranked += array_at(args.bias, num_experts, np.float32(0))
     if args.num_groups > 1:
-        _keep_groups(ranked, args.num_groups, args.num_kept)
+        _mask_groups(ranked, args.num_groups, args.num_kept)
     chosen = array_at(args.chosen + 4 * row * num_chosen, num_chosen, np.int32(0))
     shares = floats_of(args.shares, row, num_chosen)
     if args.by_token != 0:
@@ -285,10 +285,10 @@ def _largest(x: NDArray[np.float32]) -> int:
 
 
 @exact_kernel
-def _keep_groups(ranked: NDArray[np.float32], num_groups: int, num_kept: int) -> None:
+def _mask_groups(ranked: NDArray[np.float32], num_groups: int, num_kept: int) -> None:
     """Set experts to -inf outside the num_kept groups with the largest sums of their two best scores."""
     size = len(ranked) // num_groups
-    worth, kept = np.empty(num_groups, np.float32), np.zeros(num_groups, np.bool_)
+    group_scores, kept = np.empty(num_groups, np.float32), np.zeros(num_groups, np.bool_)
     for group in range(num_groups):
         first, second = np.float32(-np.inf), np.float32(-np.inf)
         for i in range(group * size, (group + 1) * size):
@@ -296,10 +296,10 @@ def _keep_groups(ranked: NDArray[np.float32], num_groups: int, num_kept: int) ->
                 first, second = ranked[i], first
             elif ranked[i] > second:
                 second = ranked[i]
-        worth[group] = first + second
+        group_scores[group] = first + second
     for _ in range(num_kept):
-        best = _largest(worth)
-        kept[best], worth[best] = True, -np.inf
+        best = _largest(group_scores)
+        kept[best], group_scores[best] = True, -np.inf
     for i in range(len(ranked)):
         if not kept[i // size]:
             ranked[i] = -np.inf

@@ -13,9 +13,9 @@ from csattn.cpu.simd import LANES
 from csattn.models.spec import LatentSpec
 from csattn.models.weights import LatentWeights
 from workers.model.cpu.linear import TILE, add_up_rows, products
-from workers.model.cpu.notes import Notes
-from workers.model.cpu.row_stages import inverse_rms, turn
-from workers.model.ops import LatentRoom, Rotation
+from workers.model.cpu.row_stages import inverse_rms, rotate_pairs
+from workers.model.cpu.stage_recorder import StageRecorder
+from workers.model.ops import LatentBuffers, Rotation
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise.
 APPEND = (
@@ -41,7 +41,7 @@ APPEND = (
     "tail_lens",  # [num_rows] int64
     "q_latents",  # [num_rows, q_rank], written
 )
-ASK = (
+QUERIES = (
     "inputs",  # [num_rows, in_width]: the weights of the index heads come last
     "in_width",
     "projected",  # [num_rows, projected_width]: all heads' queries, then those of the index heads
@@ -73,10 +73,10 @@ VALUES = (
     "values",  # [num_rows, num_heads, v_dim], written
 )
 _EPS = np.float32(1e-6)  # `csattn.models.latent.EPS`
-_append_at, _ask_at, _values_at = words_at(APPEND), words_at(ASK), words_at(VALUES)
+_append_at, _queries_at, _values_at = words_at(APPEND), words_at(QUERIES), words_at(VALUES)
 
 
-class TapeLatentOps(Notes):
+class TapeLatentOps(StageRecorder):
     """The part of `TapeOps` for layers of latents."""
 
     def append_latents(
@@ -86,17 +86,17 @@ class TapeLatentOps(Notes):
         rotation: Rotation,
         rows: StepRows,
         tail: Tensor,
-        room: LatentRoom,
+        buffers: LatentBuffers,
     ) -> None:
         _, _, tail_capacity, _, head_dim = tail.shape
         indexer, (key_at, key_width, index_dim, _) = spec.indexer, spec.in_widths
-        self._note(
+        self._record(
             KindStage(append_stage, self._kind),
             APPEND,
-            reads=[room.inputs],
-            writes=[tail, room.q_latents],
-            inputs=room.inputs,
-            in_width=room.inputs.shape[1],
+            reads=[buffers.inputs],
+            writes=[tail, buffers.q_latents],
+            inputs=buffers.inputs,
+            in_width=buffers.inputs.shape[1],
             q_rank=spec.q_rank or 0,
             key_at=key_at,
             kv_rank=spec.kv_rank,
@@ -111,25 +111,29 @@ class TapeLatentOps(Notes):
             width=2 * head_dim,
             tail_ids=rows.tail_ids,
             tail_lens=rows.tail_lens,
-            q_latents=room.q_latents,
-            **_turning(rotation),
+            q_latents=buffers.q_latents,
+            **_rope_arguments(rotation),
         )
 
-    def ask_latents(self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, room: LatentRoom) -> None:
-        indexer, asked = spec.indexer, room.queries
+    def project_latent_queries(
+        self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, buffers: LatentBuffers
+    ) -> None:
+        indexer, queries = spec.indexer, buffers.queries
         num_index_heads, index_dim = (0, 0) if indexer is None else (indexer.num_heads, indexer.head_dim)
-        index = [] if asked.index_q is None or asked.index_weights is None else [asked.index_q, asked.index_weights]
+        index = (
+            [] if queries.index_q is None or queries.index_weights is None else [queries.index_q, queries.index_weights]
+        )
         assert weights.up_k.stride()[1:] == (spec.kv_rank, 1)
-        self._note(
-            KindStage(ask_stage, self._kind),
-            ASK,
-            reads=[room.inputs, room.projected],
-            writes=[asked.q, *index],
+        self._record(
+            KindStage(queries_stage, self._kind),
+            QUERIES,
+            reads=[buffers.inputs, buffers.projected],
+            writes=[queries.q, *index],
             per_row=spec.num_heads + num_index_heads,
-            inputs=room.inputs,
-            in_width=room.inputs.shape[1],
-            projected=room.projected,
-            projected_width=room.projected.shape[1],
+            inputs=buffers.inputs,
+            in_width=buffers.inputs.shape[1],
+            projected=buffers.projected,
+            projected_width=buffers.projected.shape[1],
             num_heads=spec.num_heads,
             nope_dim=spec.nope_dim,
             kv_rank=spec.kv_rank,
@@ -139,31 +143,31 @@ class TapeLatentOps(Notes):
             index_dim=index_dim,
             index_interleaved=indexer is not None and indexer.interleaved,
             weight_scale=self._number((num_index_heads * index_dim) ** -0.5 if indexer is not None else 0.0),
-            q=asked.q,
-            index_q=asked.index_q,
-            index_weights=asked.index_weights,
-            **_turning(rotation),
+            q=queries.q,
+            index_q=queries.index_q,
+            index_weights=queries.index_weights,
+            **_rope_arguments(rotation),
         )
 
-    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
+    def latent_values(self, weights: LatentWeights, spec: LatentSpec, buffers: LatentBuffers) -> None:
         assert weights.up_v.stride()[1:] == (spec.kv_rank, 1)
-        self._note(
+        self._record(
             KindStage(values_stage, self._kind),
             VALUES,
-            reads=[room.attended],
-            writes=[room.values],
+            reads=[buffers.attended],
+            writes=[buffers.values],
             per_row=spec.num_heads,
-            attended=room.attended,
+            attended=buffers.attended,
             num_heads=spec.num_heads,
             kv_rank=spec.kv_rank,
             up_v=weights.up_v.data_ptr(),
             head_stride=weights.up_v.stride(0),
             v_dim=spec.v_dim,
-            values=room.values,
+            values=buffers.values,
         )
 
 
-def _turning(rotation: Rotation) -> dict[str, Any]:
+def _rope_arguments(rotation: Rotation) -> dict[str, Any]:
     return {
         "cos": rotation.cos,
         "sin": rotation.sin,
@@ -192,7 +196,7 @@ def append_stage(arguments: int, row: int, thread: int, like: Any) -> int:
     norm, scale = array_at(args.kv_norm, kv_rank, np.float32(0)), inverse_rms(inputs, key_at, kv_rank, _EPS)
     for i in range(kv_rank):
         made[i] = inputs[key_at + i] * scale * norm[i]
-    turn(inputs, key_at + kv_rank, 2 * half, cos, sin, args.interleaved != 0, made, kv_rank)
+    rotate_pairs(inputs, key_at + kv_rank, 2 * half, cos, sin, args.interleaved != 0, made, kv_rank)
     if index_dim > 0:
         normed, mean = np.empty(index_dim, np.float32), 0.0
         norm = array_at(args.index_norm, 2 * index_dim, np.float32(0))
@@ -203,21 +207,21 @@ def append_stage(arguments: int, row: int, thread: int, like: Any) -> int:
         scale = inverse_rms(normed, 0, index_dim, _EPS)
         for i in range(index_dim):
             normed[i] = normed[i] * scale * norm[i] + norm[index_dim + i]
-        turn(normed, 0, index_dim, cos, sin, args.index_interleaved != 0, made, kv_rank + 2 * half)
+        rotate_pairs(normed, 0, index_dim, cos, sin, args.index_interleaved != 0, made, kv_rank + 2 * half)
     tail_id = word_of(args.tail_ids, row)
     place = word_of(args.tail_lens, row) - 1
-    kept = array_at(args.tails + (tail_id * args.tail_capacity + place) * args.width * itemsize, args.width, like)
+    tail_row = array_at(args.tails + (tail_id * args.tail_capacity + place) * args.width * itemsize, args.width, like)
     for i in range(args.width):
-        store_float(kept, i, made[i])
+        store_float(tail_row, i, made[i])
     return 0
 
 
-def ask_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
+def queries_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
     """Compute the query of a head in latent space, or the query and weight of an index head.
 
     A piece is a head of a row, index heads last.
     """
-    args, itemsize = _ask_at(arguments), bytes_of(like)
+    args, itemsize = _queries_at(arguments), bytes_of(like)
     num_heads, nope_dim, kv_rank, half = args.num_heads, args.nope_dim, args.kv_rank, args.half
     num_index_heads, index_dim = args.num_index_heads, args.index_dim
     row, head = piece // (num_heads + num_index_heads), piece % (num_heads + num_index_heads)
@@ -227,7 +231,7 @@ def ask_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
         head -= num_heads
         at = num_heads * (nope_dim + 2 * half) + head * index_dim
         out = floats_of(args.index_q, row * num_index_heads + head, index_dim)
-        turn(projected, at, index_dim, cos, sin, args.index_interleaved != 0, out, 0)
+        rotate_pairs(projected, at, index_dim, cos, sin, args.index_interleaved != 0, out, 0)
         weights, scale = floats_of(args.index_weights, row, num_index_heads), number_at(args.weight_scale)
         counts = floats_of(args.inputs, row, args.in_width)
         weights[head] = counts[args.in_width - num_index_heads + head] * scale
@@ -235,7 +239,7 @@ def ask_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
     at, out = head * (nope_dim + 2 * half), floats_of(args.q, row * num_heads + head, kv_rank + 2 * half)
     up = array_at(args.up_k + head * args.head_stride * itemsize, nope_dim * kv_rank, like)
     add_up_rows(projected, at, nope_dim, up, kv_rank, out)
-    turn(projected, at + nope_dim, 2 * half, cos, sin, args.interleaved != 0, out, kv_rank)
+    rotate_pairs(projected, at + nope_dim, 2 * half, cos, sin, args.interleaved != 0, out, kv_rank)
     return 0
 
 

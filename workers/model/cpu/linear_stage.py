@@ -11,8 +11,8 @@ from csattn.cpu.floats import exp_lanes, load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
-from workers.model.cpu.few_bits import multiply
 from workers.model.cpu.linear import TILE
+from workers.model.cpu.quantized_products import multiply
 
 # Arguments of the stage: sizes and addresses, of float32 arrays unless stated otherwise.
 LINEAR = (
@@ -36,7 +36,7 @@ LINEAR = (
 )
 _linear_at = words_at(LINEAR)
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited")
-MOST_GROUPS, PIECES_OF_THREAD = 16, 4
+MAX_GROUPS, PIECES_OF_THREAD = 16, 4
 NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED, LIMITED = range(8)
 
 
@@ -50,7 +50,7 @@ def groups_of_piece(num_out: int, num_threads: int) -> int:
 
     Weights are prefetched within a piece, so it has many groups, but few enough that every thread gets several pieces.
     """
-    return max(1, min(MOST_GROUPS, num_groups(num_out) // (PIECES_OF_THREAD * num_threads)))
+    return max(1, min(MAX_GROUPS, num_groups(num_out) // (PIECES_OF_THREAD * num_threads)))
 
 
 def linear_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
@@ -70,8 +70,8 @@ def _write_group(args, first, like):  # type: ignore[no-untyped-def]
     count = min(LANES, num_out - first)
     x = array_at(args.x, num_rows * num_in, np.float32(0))
     out = array_at(args.out, num_rows * width, np.float32(0))
-    room = (num_rows + TILE) * LANES
-    sums = np.empty(room, np.float32)
+    size = (num_rows + TILE) * LANES
+    sums = np.empty(size, np.float32)
     format, group_size = args.format, args.group_size
     multiply(
         x, num_rows, format, group_size, args.weight, args.scales, num_out, num_in, first, count, num_in, like, sums
@@ -79,7 +79,7 @@ def _write_group(args, first, like):  # type: ignore[no-untyped-def]
     if args.bias != 0:
         _add_bias(sums, num_rows, array_at(args.bias, num_out, like), first, count)
     if args.activation != NONE:
-        factors = np.empty(room, np.float32)
+        factors = np.empty(size, np.float32)
         if args.up_weight != 0:
             multiply(
                 x, num_rows, format, group_size, args.up_weight, args.up_scales, num_out, num_in, first, count, num_in,

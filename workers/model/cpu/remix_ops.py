@@ -10,18 +10,18 @@ from csattn.cpu.lanes import fma
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
 from csattn.models.spec import StreamsSpec
 from csattn.models.weights import Linear, StreamWeights
-from workers.model.cpu.notes import Notes
 from workers.model.cpu.row_stages import inverse_rms, write_scaled
 from workers.model.cpu.scalars import sigmoid
-from workers.model.ops import Readers, Stream, StreamsRoom
+from workers.model.cpu.stage_recorder import StageRecorder
+from workers.model.ops import Readers, Stream, StreamsBuffers
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise.
 ADD = (
     "streams",  # [num_rows, num, width], written
     "num",
     "width",
-    "given",  # [num_rows, width]: the output of a branch
-    "post",  # [num_rows, num]; 0: every stream becomes given
+    "branch_out",  # [num_rows, width]: the output of a branch
+    "post",  # [num_rows, num]; 0: every stream becomes branch_out
     "comb",  # [num_rows, num, num]
 )
 READ = (
@@ -44,7 +44,7 @@ READ = (
 _add_at, _read_at = words_at(ADD), words_at(READ)
 
 
-class TapeRemixOps(Notes):
+class TapeRemixOps(StageRecorder):
     """The part of `TapeOps` for several streams. Products of all streams are normed afterwards, by a factor."""
 
     def remix(
@@ -52,41 +52,41 @@ class TapeRemixOps(Notes):
         weights: StreamWeights,
         spec: StreamsSpec,
         is_first: bool,
-        room: StreamsRoom,
+        buffers: StreamsBuffers,
         stream: Stream,
         readers: Readers,
     ) -> None:
         assert not stream.centred and readers.ahead is None, "several streams are not centred, nor read ahead"
-        _, num, width = room.streams.shape
-        self._note(
+        _, num, width = buffers.streams.shape
+        self._record(
             add_stage,
             ADD,
-            reads=[stream.hidden, room.streams, room.post, room.comb],
-            writes=[room.streams],
-            streams=room.streams,
+            reads=[stream.hidden, buffers.streams, buffers.post, buffers.comb],
+            writes=[buffers.streams],
+            streams=buffers.streams,
             num=num,
             width=width,
-            given=stream.hidden,
-            post=None if is_first else room.post,
-            comb=None if is_first else room.comb,
+            branch_out=stream.hidden,
+            post=None if is_first else buffers.post,
+            comb=None if is_first else buffers.comb,
         )
-        self._linear(room.streams.flatten(1), Linear(weights.matrix), room.products)
-        self._note(
+        self._linear(buffers.streams.flatten(1), Linear(weights.matrix), buffers.products)
+        self._record(
             read_stage,
             READ,
-            reads=[room.streams, room.products],
-            writes=[room.post, room.comb, stream.hidden, stream.scaled],
-            streams=room.streams,
+            reads=[buffers.streams, buffers.products],
+            writes=[buffers.post, buffers.comb, stream.hidden, stream.scaled],
+            streams=buffers.streams,
             num=num,
             width=width,
-            products=room.products,
+            products=buffers.products,
             num_mixes=spec.num_mixes,
             bias=weights.bias,
             scales=weights.scales,
             iterations=spec.iterations,
             least=self._number(spec.eps),
-            post=None if weights.joins else room.post,
-            comb=None if weights.joins else room.comb,
+            post=None if weights.joins else buffers.post,
+            comb=None if weights.joins else buffers.comb,
             hidden=stream.hidden,
             norm=readers.norm,
             out=stream.scaled,
@@ -102,10 +102,10 @@ def add_stage(arguments: int, row: int, thread: int, unused: int) -> int:
     """Mix the streams and add a branch's output to them. A piece is a row, as in the other stage."""
     args = _add_at(arguments)
     num, width = args.num, args.width
-    streams, given = floats_of(args.streams, row, num * width), floats_of(args.given, row, width)
+    streams, branch_out = floats_of(args.streams, row, num * width), floats_of(args.branch_out, row, width)
     if args.post == 0:
         for j in range(num):
-            streams[j * width : (j + 1) * width] = given
+            streams[j * width : (j + 1) * width] = branch_out
         return 0
     post, comb = floats_of(args.post, row, num), floats_of(args.comb, row, num * num)
     before = np.empty(num * LANES, np.float32)  # old values of some columns, whose streams are overwritten one by one
@@ -113,7 +113,7 @@ def add_stage(arguments: int, row: int, thread: int, unused: int) -> int:
     for first in range(0, whole, LANES):
         for i in range(num):
             store(before, i * LANES, load(F32x16, streams, i * width + first))
-        added = load(F32x16, given, first)
+        added = load(F32x16, branch_out, first)
         for j in range(num):
             total = fill(F32x16, post[j]) * added
             for i in range(num):
@@ -123,7 +123,7 @@ def add_stage(arguments: int, row: int, thread: int, unused: int) -> int:
         for i in range(num):
             before[i] = streams[i * width + column]
         for j in range(num):
-            last = post[j] * given[column]
+            last = post[j] * branch_out[column]
             for i in range(num):
                 last += comb[i * num + j] * before[i]
             streams[j * width + column] = last

@@ -98,12 +98,12 @@ MAKE_INPUTS = (
     "out",  # [num_layers, max_rows, width], written
     "max_rows",
 )
-TAKE_INPUT = ("gates", "activation", "given", "width")  # gates = activation(gates) * given, rows of width
+GATE_INPUT = ("gates", "activation", "layer_input", "width")  # gates = activation(gates) * layer_input, rows of width
 GATE = ("x", "gates", "width")  # [num_rows, width] both; x *= sigmoid(gates)
 FINISH_LOGITS = ("logits", "vocab_size", "multiplier", "cap")  # logits: [num_rows, vocab_size], written; cap 0: none
 _embed_at, _prepare_at, _rotate_at = words_at(EMBED), words_at(PREPARE), words_at(ROTATE)
 _add_norms_at, _copy_rows_at = words_at(ADD_NORMS), words_at(COPY_ROWS)
-_make_inputs_at, _take_input_at = words_at(MAKE_INPUTS), words_at(TAKE_INPUT)
+_make_inputs_at, _gate_input_at = words_at(MAKE_INPUTS), words_at(GATE_INPUT)
 _predict_at, _gate_at, _finish_logits_at = words_at(PREDICT), words_at(GATE), words_at(FINISH_LOGITS)
 
 
@@ -163,13 +163,13 @@ def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
         at = head * head_dim
         if q_norm != 0:
             _normalise_head(heads, at, head_dim, q_norm + head * skip, q_scale, eps)
-        turn(heads, at, head_dim, cos, sin, interleaved, q, at)
+        rotate_pairs(heads, at, head_dim, cos, sin, interleaved, q, at)
     for i in range(q_width):
         q[i] *= by_row
     capacity = args.tail_capacity
     tail_id = word_of(args.tail_ids, row)
     place = word_of(args.tail_lens, row) - 1
-    turned = np.empty(head_dim, np.float32)
+    rotated = np.empty(head_dim, np.float32)
     for head in range(num_kv_heads):
         k_at = q_width + head * head_dim
         v_at = k_at + kv_width
@@ -177,11 +177,11 @@ def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
             _normalise_head(heads, k_at, head_dim, k_norm + head * skip, k_scale, eps)
         if v_norm != 0:
             _normalise_head(heads, v_at, head_dim, v_norm, np.float32(0.0), eps)
-        turn(heads, k_at, head_dim, cos, sin, interleaved, turned, 0)
+        rotate_pairs(heads, k_at, head_dim, cos, sin, interleaved, rotated, 0)
         at = ((tail_id * num_kv_heads + head) * capacity + place) * 2 * head_dim
         kv = array_at(args.tails + at * itemsize, 2 * head_dim, like)
         for i in range(head_dim):
-            store_float(kv, i, turned[i])
+            store_float(kv, i, rotated[i])
             store_float(kv, head_dim + i, heads[v_at + i])
     return 0
 
@@ -211,7 +211,7 @@ def predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
         mapped[i] += matrix[head_dim * head_dim + i]
     half, interleaved = args.half, args.interleaved != 0
     cos, sin, q = floats_of(args.cos, row, half), floats_of(args.sin, row, half), floats_of(args.q, piece, head_dim)
-    turn(mapped, 0, head_dim, cos, sin, interleaved, q, 0)
+    rotate_pairs(mapped, 0, head_dim, cos, sin, interleaved, q, 0)
     by_row = _of_row(args.q_scale, row)
     for i in range(head_dim):
         q[i] *= by_row
@@ -259,14 +259,14 @@ def make_inputs_stage(arguments: int, row: int, thread: int, like: Any) -> int:
     return 0
 
 
-def take_input_stage(arguments: int, row: int, thread: int, unused: int) -> int:
-    args = _take_input_at(arguments)
-    gates, given = floats_of(args.gates, row, args.width), floats_of(args.given, row, args.width)
+def gate_input_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    args = _gate_input_at(arguments)
+    gates, layer_input = floats_of(args.gates, row, args.width), floats_of(args.layer_input, row, args.width)
     x, factors = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     for first in range(0, args.width, LANES):
         count = min(LANES, args.width - first)
         for i in range(count):
-            x[i], factors[i] = gates[first + i], given[first + i]
+            x[i], factors[i] = gates[first + i], layer_input[first + i]
         activate(args.activation, x, factors, 0, count)
         for i in range(count):
             gates[first + i] = x[i]
@@ -344,7 +344,7 @@ def _normalise_head(
 
 
 @exact_kernel
-def turn(
+def rotate_pairs(
     x: NDArray[np.float32],
     at: int,
     head_dim: int,

@@ -14,9 +14,9 @@ from csattn.models.spec import Activation, Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights, Linear
 from workers.model.cpu.delta_ops import TapeDeltaOps
 from workers.model.cpu.expert_ops import TapeExpertOps
-from workers.model.cpu.few_bits import FLOATS, FORMATS
 from workers.model.cpu.latent_ops import TapeLatentOps
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, groups_of_piece, linear_stage, num_groups
+from workers.model.cpu.quantized_products import FLOATS, FORMATS
 from workers.model.cpu.remix_ops import TapeRemixOps
 from workers.model.cpu.row_stages import (
     ADD_NORMS,
@@ -24,19 +24,19 @@ from workers.model.cpu.row_stages import (
     EMBED,
     FINISH_LOGITS,
     GATE,
+    GATE_INPUT,
     MAKE_INPUTS,
     PREDICT,
     ROTATE,
-    TAKE_INPUT,
     add_norms_stage,
     copy_rows_stage,
     embed_stage,
     finish_logits_stage,
+    gate_input_stage,
     gate_stage,
     make_inputs_stage,
     predict_stage,
     rotate_stage,
-    take_input_stage,
 )
 from workers.model.ops import Normed, Readers, Rotation, Stream
 
@@ -44,7 +44,7 @@ from workers.model.ops import Normed, Readers, Rotation, Stream
 class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
     """Records the operations that `TorchOps` defines as stages of a tape.
 
-    The stream's `scaled` is the normed stream; its `squares` are not used. `turn` and `likeliest` do nothing:
+    The stream's `scaled` is the normed stream; its `squares` are not used. `compute_rotation` and `argmax` do nothing:
     `CpuModel.set_rows` computes rotations, and the caller draws tokens.
     """
 
@@ -60,7 +60,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         readers: Readers,
     ) -> None:
         vocab_size, width = embedding.shape
-        self._note(
+        self._record(
             KindStage(embed_stage, self._kind),
             EMBED,
             reads=[],
@@ -74,7 +74,9 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         )
         self._prepare(stream, readers)
 
-    def turn(self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
+    def compute_rotation(
+        self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation
+    ) -> None:
         pass
 
     def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
@@ -119,7 +121,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         q: Tensor,
     ) -> None:
         num_kv_heads, tail_capacity = (0, 0) if tail is None else tail.shape[1:3]
-        self._note(
+        self._record(
             KindStage(rotate_stage, self._kind),
             ROTATE,
             reads=[qkv],
@@ -149,7 +151,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
             self._linear(of_group, linear.outputs(start, start + num_out), out[:, start:])
 
     def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
-        self._note(
+        self._record(
             add_norms_stage,
             ADD_NORMS,
             reads=[x, other],
@@ -164,7 +166,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
 
     def copy_rows(self, source: Tensor, tail: Tensor, rows: StepRows) -> None:
         _, num_kv_heads, tail_capacity, _, head_dim = tail.shape
-        self._note(
+        self._record(
             KindStage(copy_rows_stage, self._kind),
             COPY_ROWS,
             reads=[source],
@@ -180,7 +182,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
 
     def make_inputs(self, projected: Tensor, weights: InputWeights, eps: float, rows: StepRows, out: Tensor) -> None:
         num_layers, max_rows, width = out.shape
-        self._note(
+        self._record(
             KindStage(make_inputs_stage, self._kind),
             MAKE_INPUTS,
             reads=[projected],
@@ -199,21 +201,21 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
             max_rows=max_rows,
         )
 
-    def take_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
-        self._note(
-            take_input_stage,
-            TAKE_INPUT,
-            reads=[gates, given],
+    def gate_input(self, gates: Tensor, activation: Activation, layer_input: Tensor) -> None:
+        self._record(
+            gate_input_stage,
+            GATE_INPUT,
+            reads=[gates, layer_input],
             writes=[gates],
             gates=gates,
             activation=ACTIVATIONS.index(activation),
-            given=given,
+            layer_input=layer_input,
             width=gates.shape[1],
         )
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
         width = x.shape[1]
-        self._note(gate_stage, GATE, reads=[x, gates], writes=[x], x=x, gates=gates, width=width)
+        self._record(gate_stage, GATE, reads=[x, gates], writes=[x], x=x, gates=gates, width=width)
 
     def predict_query(
         self,
@@ -225,7 +227,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         rows: StepRows,
         q: Tensor,
     ) -> None:
-        self._note(
+        self._record(
             predict_stage,
             PREDICT,
             reads=[early],
@@ -237,7 +239,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         )
 
     def finish_logits(self, logits: Tensor, multiplier: float, cap: float | None) -> None:
-        self._note(
+        self._record(
             finish_logits_stage,
             FINISH_LOGITS,
             reads=[logits],
@@ -248,7 +250,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
             cap=None if cap is None else self._number(cap),
         )
 
-    def likeliest(self, logits: Tensor, next_ids: Tensor) -> None:
+    def argmax(self, logits: Tensor, next_ids: Tensor) -> None:
         pass
 
     def _linear(
@@ -264,7 +266,7 @@ class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
         both = (linear,) if up is None else (linear, up)
         weights, scales, format, group_size = weights_of_product(both)
         groups = groups_of_piece(num_out, self._num_threads)
-        self._note(
+        self._record(
             KindStage(linear_stage, str(linear.weight.dtype).removeprefix("torch.")),  # may not be the model's dtype
             LINEAR,
             reads=[x] if multiplier is None else [x, out],
@@ -312,10 +314,10 @@ def weights_of_product(linears: Sequence[Linear]) -> tuple[list[Tensor], list[Te
     They are quantized weights if all layers have them in the same format, with the same group size and their inputs in
     the original order; else floats.
     """
-    kept = [x.quantized for x in linears if x.quantized is not None]
-    kept = [x for x in kept if x.format in FORMATS and x.order is None]
-    kinds = {(x.format, x.group_size) for x in kept}
-    if len(kept) < len(linears) or len(kinds) > 1:
+    quantized = [x.quantized for x in linears if x.quantized is not None]
+    quantized = [x for x in quantized if x.format in FORMATS and x.order is None]
+    kinds = {(x.format, x.group_size) for x in quantized}
+    if len(quantized) < len(linears) or len(kinds) > 1:
         return [x.weight for x in linears], [None for _ in linears], FLOATS, 0
     [(format, group_size)] = kinds
-    return [x.words for x in kept], [x.scales.contiguous() for x in kept], FORMATS.index(format), group_size
+    return [x.words for x in quantized], [x.scales.contiguous() for x in quantized], FORMATS.index(format), group_size

@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def take_up_kernel(
+def append_kernel(
     inputs,  # [num_rows, in_width]: the row itself, then what it adds to compressed rows
     norm,  # [DIM] float32
     cos,  # [num_rows, HALF] float32, of the row's position
@@ -36,7 +36,7 @@ def take_up_kernel(
     if part == 0:
         first, second, p = _pairs(x, DIM, BLOCK_PAIRS)
         first, second = _normed(first, second, norm, p, DIM, eps)
-        _turn(rows + tl.load(own + row) * DIM, first, second, cos, sin, row, p, 1.0, DIM, HALF)
+        _store_rotated(rows + tl.load(own + row) * DIM, first, second, cos, sin, row, p, 1.0, DIM, HALF)
     else:
         i = (part - 1) * BLOCK + tl.arange(0, BLOCK)
         at = tl.load(slots + row) * num_pending + tl.load(positions + row) % num_pending
@@ -94,11 +94,11 @@ def compress_kernel(
         first = tl.where(p < DIM // 2, sum_a / total_a, 0.0)
         second = tl.where(p < DIM // 2, sum_b / total_b, 0.0)
         first, second = _normed(first, second, norm, p, DIM, eps)
-        _turn(out + place * DIM, first, second, cos, sin, row, p, 1.0, DIM, HALF)
+        _store_rotated(out + place * DIM, first, second, cos, sin, row, p, 1.0, DIM, HALF)
 
 
 @triton.jit
-def ask_kernel(
+def make_queries_kernel(
     projected,  # [num_rows, projected_width]: all heads' queries, then those of the index heads
     inputs,  # [num_rows, in_width]: the weights of the index heads come last
     cos,  # [num_rows, HALF] float32
@@ -123,18 +123,20 @@ def ask_kernel(
     if head < NUM_HEADS:
         first, second, p = _pairs(x + head * DIM, DIM, BLOCK_PAIRS)
         scale = tl.math.rsqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / DIM + eps)
-        _turn(q + (row * NUM_HEADS + head) * DIM, first * scale, second * scale, cos, sin, row, p, 1.0, DIM, HALF)
+        _store_rotated(
+            q + (row * NUM_HEADS + head) * DIM, first * scale, second * scale, cos, sin, row, p, 1.0, DIM, HALF
+        )
     elif NUM_INDEX_HEADS:
         head -= NUM_HEADS
         of_head = row * NUM_INDEX_HEADS + head
         index_first, index_second, i = _pairs(x + NUM_HEADS * DIM + head * INDEX_DIM, INDEX_DIM, BLOCK_INDEX)
-        _turn(index_q + of_head * INDEX_DIM, index_first, index_second, cos, sin, row, i, 1.0, INDEX_DIM, HALF)
+        _store_rotated(index_q + of_head * INDEX_DIM, index_first, index_second, cos, sin, row, i, 1.0, INDEX_DIM, HALF)
         counts = tl.load(inputs + row * in_width + in_width - NUM_INDEX_HEADS + head).to(tl.float32)
         tl.store(index_weights + of_head, counts * weight_scale)
 
 
 @triton.jit
-def turn_back_kernel(
+def unrotate_kernel(
     attended,  # [num_rows, NUM_HEADS, DIM]
     cos,  # [num_rows, HALF] float32
     sin,
@@ -148,7 +150,7 @@ def turn_back_kernel(
     row, head, num_rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
     first, second, p = _pairs(attended + (row * NUM_HEADS + head) * DIM, DIM, BLOCK_PAIRS)
     out = groups + ((head // HEADS * num_rows + row) * HEADS + head % HEADS) * DIM
-    _turn(out, first, second, cos, sin, row, p, -1.0, DIM, HALF)
+    _store_rotated(out, first, second, cos, sin, row, p, -1.0, DIM, HALF)
 
 
 @triton.jit
@@ -170,12 +172,12 @@ def _normed(first, second, norm, p, DIM: tl.constexpr, eps):
 
 
 @triton.jit
-def _turn(out, first, second, cos, sin, row, p, direction, DIM: tl.constexpr, HALF: tl.constexpr):
+def _store_rotated(out, first, second, cos, sin, row, p, direction, DIM: tl.constexpr, HALF: tl.constexpr):
     """Write the pairs to out, the last HALF of them rotated. direction: 1, or -1 to rotate back."""
     angle = p - (DIM // 2 - HALF)
-    inside, turns = p < DIM // 2, (angle >= 0) & (angle < HALF)
-    c = tl.load(cos + row * HALF + angle, mask=turns, other=1.0)
-    s = tl.load(sin + row * HALF + angle, mask=turns, other=0.0) * direction
+    inside, is_rotated = p < DIM // 2, (angle >= 0) & (angle < HALF)
+    c = tl.load(cos + row * HALF + angle, mask=is_rotated, other=1.0)
+    s = tl.load(sin + row * HALF + angle, mask=is_rotated, other=0.0) * direction
     tl.store(out + 2 * p, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
     tl.store(out + 2 * p + 1, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
 

@@ -29,8 +29,8 @@ def mix_kernel(
     conv,  # [num_channels, CONV_LEN] float32
     tail_lens,  # [num_rows] int32; 0: the row is idle
     tail_ids,
-    turns,  # [num_tails] int64
-    kept,  # [num_tails, VERSIONS, num_channels, CONV_LEN - 1] float32
+    versions,  # [num_tails] int64
+    conv_state,  # [num_tails, VERSIONS, num_channels, CONV_LEN - 1] float32
     mixed,  # [num_rows, num_channels] <- silu(the convolution of the channels' last inputs)
     num_rows,
     in_width,
@@ -50,13 +50,13 @@ def mix_kernel(
     weights = tl.load(conv + c[:, None] * CONV_LEN + j[None, :], mask=inside, other=0.0)
     wait_for_earlier(PDL)
     if is_first:
-        turn = tl.load(turns + tail)
+        version = tl.load(versions + tail)
         places = (c[:, None] * (CONV_LEN - 1) + j[None, :]).to(tl.int64)
         of_tail = tail * VERSIONS * num_channels * (CONV_LEN - 1)
-        version = num_channels * (CONV_LEN - 1)
+        version_stride = num_channels * (CONV_LEN - 1)
         is_kept = inside & (j < CONV_LEN - 1)[None, :]
         # each channel's last inputs; the last column is for the row's own input
-        seen = tl.load(kept + of_tail + turn * version + places, mask=is_kept, other=0.0)
+        seen = tl.load(conv_state + of_tail + version * version_stride + places, mask=is_kept, other=0.0)
         for other in range(row, num_rows):
             if _is_of(tail_lens, tail_ids, other, tail):
                 own = tl.load(inputs + other * in_width + c, mask=c < num_channels, other=0.0).to(tl.float32)
@@ -65,7 +65,7 @@ def mix_kernel(
                 value = (total * tl.sigmoid(total)).to(mixed.dtype.element_ty)
                 tl.store(mixed + other * num_channels + c, value, mask=c < num_channels)
                 seen = _shifted(seen, j, CONV_LEN, BLOCK_LEN)
-        tl.store(kept + of_tail + (turn + 1) % VERSIONS * version + places, seen, mask=is_kept)
+        tl.store(conv_state + of_tail + (version + 1) % VERSIONS * version_stride + places, seen, mask=is_kept)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _shifted(seen, j, CONV_LEN: tl.constexpr, BLOCK_LEN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def remember_kernel(
+def delta_rule_kernel(
     inputs,  # [num_rows, in_width]: after the channels come the gates, then how much is written and forgotten
     mixed,  # [num_rows, num_channels]: queries, keys, values
     decay,  # [NUM_V_HEADS] float32
@@ -87,7 +87,7 @@ def remember_kernel(
     norm,  # [V_DIM] float32
     tail_lens,
     tail_ids,
-    turns,
+    versions,
     memory,  # [num_tails, VERSIONS, NUM_V_HEADS, K_DIM, V_DIM] float32
     out,  # [num_rows, NUM_V_HEADS, V_DIM] <-
     num_rows,
@@ -114,13 +114,13 @@ def remember_kernel(
     head_decay, head_bias = tl.load(decay + head), tl.load(decay_bias + head)
     wait_for_earlier(PDL)
     if is_first:
-        turn = tl.load(turns + tail)
+        version = tl.load(versions + tail)
         size: tl.constexpr = K_DIM * V_DIM
         places = (i[:, None] * V_DIM + j[None, :]).to(tl.int64)
         inside = is_k[:, None] & is_v[None, :]
         of_tail = (tail * VERSIONS * NUM_V_HEADS + head) * size
-        version = NUM_V_HEADS * size
-        state = tl.load(memory + of_tail + turn * version + places, mask=inside, other=0.0)
+        version_stride = NUM_V_HEADS * size
+        state = tl.load(memory + of_tail + version * version_stride + places, mask=inside, other=0.0)
         k_head = head // (NUM_V_HEADS // NUM_K_HEADS)
         for other in range(row, num_rows):
             if _is_of(tail_lens, tail_ids, other, tail):
@@ -140,7 +140,7 @@ def remember_kernel(
                 value = read * tl.math.rsqrt(tl.sum(read * read, axis=0) / V_DIM + eps) * weights * z * tl.sigmoid(z)
                 at = (other * NUM_V_HEADS + head) * V_DIM + j
                 tl.store(out + at, value.to(out.dtype.element_ty), mask=is_v)
-        tl.store(memory + of_tail + (turn + 1) % VERSIONS * version + places, state, mask=inside)
+        tl.store(memory + of_tail + (version + 1) % VERSIONS * version_stride + places, state, mask=inside)
 
 
 @triton.jit

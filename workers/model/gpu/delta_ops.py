@@ -5,9 +5,9 @@ import triton
 from csattn.batch import StepRows
 from csattn.models.spec import DeltaSpec
 from csattn.models.weights import DeltaWeights
-from workers.model.gpu.delta_kernels import mix_kernel, remember_kernel
+from workers.model.gpu.delta_kernels import delta_rule_kernel, mix_kernel
 from workers.model.gpu.stream_ops import Launches
-from workers.model.ops import DeltaRoom, DeltaState
+from workers.model.ops import DeltaBuffers, DeltaState
 
 _MIX_BLOCK = 128
 
@@ -22,18 +22,18 @@ class TritonDeltaOps(Launches):
         eps: float,
         rows: StepRows,
         state: DeltaState,
-        room: DeltaRoom,
+        buffers: DeltaBuffers,
     ) -> None:
-        num_rows, in_width = room.inputs.shape
+        num_rows, in_width = buffers.inputs.shape
         requests = {"VERSIONS": state.conv.shape[1], "BLOCK_ROWS": triton.next_power_of_2(num_rows)}
         mix_kernel[(num_rows, triton.cdiv(spec.num_channels, _MIX_BLOCK))](
-            room.inputs,
+            buffers.inputs,
             weights.conv,
             rows.tail_lens,
             rows.tail_ids,
-            state.turn,
+            state.version,
             state.conv,
-            room.mixed,
+            buffers.mixed,
             num_rows,
             in_width,
             spec.num_channels,
@@ -44,17 +44,17 @@ class TritonDeltaOps(Launches):
             **requests,
             **self._launch(),
         )
-        remember_kernel[(num_rows, spec.num_v_heads)](
-            room.inputs,
-            room.mixed,
+        delta_rule_kernel[(num_rows, spec.num_v_heads)](
+            buffers.inputs,
+            buffers.mixed,
             weights.decay,
             weights.decay_bias,
             weights.norm,
             rows.tail_lens,
             rows.tail_ids,
-            state.turn,
+            state.version,
             state.memory,
-            room.out,
+            buffers.out,
             num_rows,
             in_width,
             spec.num_channels,

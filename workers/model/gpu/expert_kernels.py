@@ -59,15 +59,15 @@ def choose_kernel(
     ranked = tl.where(inside, scores + offsets, least)
     if NUM_GROUPS > 1:
         group = e // (num_experts // NUM_GROUPS)
-        worth = tl.full((BLOCK,), least, tl.float32)
+        group_scores = tl.full((BLOCK,), least, tl.float32)
         for g in tl.static_range(NUM_GROUPS):
             of_group = tl.where(group == g, ranked, least)
             best = tl.max(of_group, axis=0)
             at = _first(of_group == best, e, num_experts)
-            worth = tl.where(group == g, best + tl.max(tl.where(e == at, least, of_group), axis=0), worth)
+            group_scores = tl.where(group == g, best + tl.max(tl.where(e == at, least, of_group), axis=0), group_scores)
         kept = e < 0
         for _ in tl.static_range(NUM_KEPT):
-            left = tl.where(kept, least, worth)
+            left = tl.where(kept, least, group_scores)
             at = _first((left == tl.max(left, axis=0)) & (kept == 0), e, num_experts)
             kept = kept | (group == at // (num_experts // NUM_GROUPS))
         ranked = tl.where(kept, ranked, least)
@@ -167,9 +167,9 @@ def experts_kernel(
     biases = tl.load(bias + weight_row).to(tl.float32) if HAS_BIAS else 0.0
     wait_for_earlier(PDL)
     n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    mine, rank, count = _pairs_of(chosen, expert, num_rows * NUM_CHOSEN, BLOCK_PAIRS)
+    is_chosen, rank, count = _pairs_of(chosen, expert, num_rows * NUM_CHOSEN, BLOCK_PAIRS)
     for first in range(0, count, BLOCK_M):
-        pair, there = _some_pairs(mine, rank, count, first, BLOCK_PAIRS, BLOCK_M)
+        pair, there = _some_pairs(is_chosen, rank, count, first, BLOCK_PAIRS, BLOCK_M)
         row = pair // NUM_CHOSEN
         w_at, x_at = w + weight_row[:, None] * num_k, x + row[None, :] * num_k
         acc = _product(w_at, x_at, there, num_k, BLOCK_M, BLOCK_N, BLOCK_K, DOT_PRECISION)
@@ -215,9 +215,9 @@ def experts_down_kernel(
     weight_row = expert.to(tl.int64) * num_out + tl.minimum(n, num_out - 1)
     biases = tl.load(bias + weight_row).to(tl.float32) if HAS_BIAS else 0.0
     wait_for_earlier(PDL)
-    mine, rank, count = _pairs_of(chosen, expert, num_rows * NUM_CHOSEN, BLOCK_PAIRS)
+    is_chosen, rank, count = _pairs_of(chosen, expert, num_rows * NUM_CHOSEN, BLOCK_PAIRS)
     for first in range(0, count, BLOCK_M):
-        pair, there = _some_pairs(mine, rank, count, first, BLOCK_PAIRS, BLOCK_M)
+        pair, there = _some_pairs(is_chosen, rank, count, first, BLOCK_PAIRS, BLOCK_M)
         w_at, x_at = w + weight_row[:, None] * num_k, x + pair[None, :] * num_k
         acc = _product(w_at, x_at, there, num_k, BLOCK_M, BLOCK_N, BLOCK_K, DOT_PRECISION)
         if HAS_BIAS:
@@ -232,16 +232,16 @@ def experts_down_kernel(
 def _pairs_of(chosen, expert, num_pairs, BLOCK_PAIRS: tl.constexpr):
     """Return which (row, choice) pairs chose the expert, the rank of each among these (a prefix sum), and the count."""
     p = tl.arange(0, BLOCK_PAIRS)
-    mine = (tl.load(chosen + p, mask=p < num_pairs, other=-1) == expert).to(tl.int32)
-    return mine, tl.cumsum(mine, axis=0) - 1, tl.sum(mine, axis=0)
+    is_chosen = (tl.load(chosen + p, mask=p < num_pairs, other=-1) == expert).to(tl.int32)
+    return is_chosen, tl.cumsum(is_chosen, axis=0) - 1, tl.sum(is_chosen, axis=0)
 
 
 @triton.jit
-def _some_pairs(mine, rank, count, first, BLOCK_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
+def _some_pairs(is_chosen, rank, count, first, BLOCK_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return BLOCK_M of an expert's pairs, those of rank `first` and up, and a mask of those that exist."""
     m = first + tl.arange(0, BLOCK_M)
     p = tl.arange(0, BLOCK_PAIRS)
-    is_it = (rank[:, None] == m[None, :]) & (mine[:, None] > 0)
+    is_it = (rank[:, None] == m[None, :]) & (is_chosen[:, None] > 0)
     return tl.sum(tl.where(is_it, p[:, None], 0), axis=0), m < count
 
 

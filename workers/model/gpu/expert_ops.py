@@ -13,22 +13,22 @@ from workers.model.gpu.expert_kernels import choose_kernel, experts_down_kernel,
 from workers.model.gpu.quantized_ops import QuantizedOps
 from workers.model.gpu.stream_ops import TritonStreamOps
 from workers.model.gpu.tiles import BLOCK_N
-from workers.model.ops import LEAST_SUM, ExpertRoom, Normed, Readers, Stream
+from workers.model.ops import LEAST_SUM, ExpertBuffers, Normed, Readers, Stream
 
 
 class TritonExpertOps(TritonStreamOps, QuantizedOps):
     """The part of `TritonOps` for MoE layers."""
 
-    def choose_experts(self, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, room: ExpertRoom) -> None:
+    def choose_experts(self, weights: ExpertWeights, spec: ExpertsSpec, rows: StepRows, buffers: ExpertBuffers) -> None:
         (num_groups, num_kept), bias, scales = spec.groups, weights.choice_bias, weights.scales
-        choose_kernel[(len(room.logits),)](
-            room.logits,
-            room.logits if bias is None else bias,
-            room.logits if scales is None else scales,
-            room.chosen if weights.by_token is None else weights.by_token,
+        choose_kernel[(len(buffers.logits),)](
+            buffers.logits,
+            buffers.logits if bias is None else bias,
+            buffers.logits if scales is None else scales,
+            buffers.chosen if weights.by_token is None else weights.by_token,
             rows.token_ids,
-            room.chosen,
-            room.shares,
+            buffers.chosen,
+            buffers.shares,
             spec.num_experts,
             spec.scale,
             SCORES=spec.scores,
@@ -46,13 +46,13 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             **self._launch(),
         )
 
-    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
+    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers) -> None:
         """Gates and ups must be parts of one matrix, as `take_weights` joins them."""
         width, squares, bias = spec.intermediate_size, x.squares, weights.gate_bias
-        if (kept := weights.quantized) is not None:
-            shares = room.shares if spec.on_input else None
+        if (quantized := weights.quantized) is not None:
+            shares = buffers.shares if spec.on_input else None
             self._multiply_experts(
-                x, kept.gate_up, bias, room.chosen, False, shares, None, room.gated, True, spec.activation
+                x, quantized.gate_up, bias, buffers.chosen, False, shares, None, buffers.gated, True, spec.activation
             )
             return
         num_squares = 1 if squares is None else len(squares)
@@ -62,9 +62,9 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             x.x if squares is None else squares,
             weights.gates,
             weights.gates if bias is None else bias,
-            room.chosen,
-            room.shares,
-            room.gated,
+            buffers.chosen,
+            buffers.shares,
+            buffers.gated,
             len(x.x),
             width,
             x.x.shape[1],
@@ -83,21 +83,21 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
         self,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        room: ExpertRoom,
+        buffers: ExpertBuffers,
         multiplier: float,
         stream: Stream,
         readers: Readers,
     ) -> None:
-        self._write_parts(weights, spec, room)
-        self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, 1.0, stream, readers)
+        self._write_parts(weights, spec, buffers)
+        self._add_parts(buffers.parts, spec.num_chosen, None, 0.0, multiplier, 1.0, stream, readers)
 
     def experts_out(
-        self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom, out: Tensor, adds: bool = False
+        self, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers, out: Tensor, adds: bool = False
     ) -> None:
-        self._write_parts(weights, spec, room)
+        self._write_parts(weights, spec, buffers)
         batch_size, hidden_size = out.shape
         sum_parts_kernel[(batch_size,)](
-            room.parts,
+            buffers.parts,
             out,
             hidden_size,
             NUM_PARTS=spec.num_chosen,
@@ -107,27 +107,29 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             **self._launch(),
         )
 
-    def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
-        """Write the output of each of a row's experts to `room.parts`."""
-        hidden_size, bias = room.parts.shape[2], weights.down_bias
-        if (kept := weights.quantized) is not None:
-            gated = Normed(room.gated.flatten(0, 1))
-            shares = None if spec.on_input else room.shares
-            self._multiply_experts(gated, kept.down, bias, room.chosen, True, None, shares, room.parts, False, "none")
+    def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers) -> None:
+        """Write the output of each of a row's experts to `buffers.parts`."""
+        hidden_size, bias = buffers.parts.shape[2], weights.down_bias
+        if (quantized := weights.quantized) is not None:
+            gated = Normed(buffers.gated.flatten(0, 1))
+            shares = None if spec.on_input else buffers.shares
+            self._multiply_experts(
+                gated, quantized.down, bias, buffers.chosen, True, None, shares, buffers.parts, False, "none"
+            )
             return
         experts_down_kernel[(triton.cdiv(hidden_size, BLOCK_N), spec.num_experts)](
-            room.gated,
+            buffers.gated,
             weights.down,
             weights.down if bias is None else bias,
-            room.chosen,
-            room.shares,
-            room.parts,
-            len(room.gated),
+            buffers.chosen,
+            buffers.shares,
+            buffers.parts,
+            len(buffers.gated),
             hidden_size,
             spec.intermediate_size,
             ON_INPUT=spec.on_input,
             HAS_BIAS=bias is not None,
-            **_expert_constants(weights.down, spec, len(room.gated)),
+            **_expert_constants(weights.down, spec, len(buffers.gated)),
             **self._launch(),
         )
 

@@ -3,19 +3,19 @@
 // Pairs of a row and an expert are sorted by expert. Up to ROWS pairs of one expert form a bundle, which is multiplied by all
 // tiles of that expert's matrix: its weights are read once for up to ROWS rows.
 //
-// Compiled also for MOST_PAIRS, and MOST_STEP_ROWS, the most rows of a step.
+// Compiled also for MAX_PAIRS, and MAX_STEP_ROWS, the most rows of a step.
 
 #include "quantized.cuh"
 
 constexpr u16 STARTS = 0x8000;  // flag of a pair with which a bundle begins
 
-static_assert(MOST_PAIRS < STARTS, "a pair's number leaves one bit");
+static_assert(MAX_PAIRS < STARTS, "a pair's number leaves one bit");
 
 // The step's pairs, sorted into bundles, in shared memory.
 struct Bundles {
-    u16 experts[MOST_PAIRS];      // of each pair, in the order of rows
-    u16 pairs[MOST_PAIRS];        // pairs sorted by expert, with the flag STARTS
-    u16 starts[MOST_PAIRS + 1];   // where bundles begin in `pairs`; then the end of the last one
+    u16 experts[MAX_PAIRS];      // of each pair, in the order of rows
+    u16 pairs[MAX_PAIRS];        // pairs sorted by expert, with the flag STARTS
+    u16 starts[MAX_PAIRS + 1];   // where bundles begin in `pairs`; then the end of the last one
     int num;                      // of bundles
 
     __device__ __forceinline__ int size_of(int bundle) const { return starts[bundle + 1] - starts[bundle]; }
@@ -27,12 +27,12 @@ struct Bundles {
         for (int p = threadIdx.x; p < num_pairs; p += THREADS) experts[p] = static_cast<u16>(chosen[p]);
         __syncthreads();
         for (int p = threadIdx.x; p < num_pairs; p += THREADS) {
-            const u16 mine = experts[p];
+            const u16 own = experts[p];
             int place = 0, rank = 0;
             for (int other = 0; other < num_pairs; ++other) {
-                const bool is_before = experts[other] == mine && other < p;
+                const bool is_before = experts[other] == own && other < p;
                 rank += is_before;
-                place += is_before || experts[other] < mine;
+                place += is_before || experts[other] < own;
             }
             pairs[place] = static_cast<u16>(p) | (rank % ROWS == 0 ? STARTS : 0);
         }
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_experts(
     long long activation
 ) {
     extern __shared__ uint4 memory[];
-    __shared__ float factors[MOST_STEP_ROWS];  // inverse root mean squares of rows
+    __shared__ float factors[MAX_STEP_ROWS];  // inverse root mean squares of rows
     Bundles& bundles = *reinterpret_cast<Bundles*>(reinterpret_cast<u8*>(memory) + TILES_BYTES);
     const int lane = threadIdx.x % 32, num_rows = static_cast<int>(num_pairs / pairs_of_input);
     const Weights first = weights_of(codes, scales, row_bytes, scales_len, num_out, num_in, gated != 0);

@@ -42,10 +42,10 @@ def make_inputs_kernel(
 
 
 @triton.jit
-def take_input_kernel(gates, given, num, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """gates = activation(gates) * given, both of `num` elements."""
+def gate_input_kernel(gates, layer_input, num, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """gates = activation(gates) * layer_input, both of `num` elements."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait_for_earlier(PDL)
     gate = tl.load(gates + i, mask=i < num, other=0.0).to(tl.float32)
-    factor = tl.load(given + i, mask=i < num, other=0.0).to(tl.float32)
+    factor = tl.load(layer_input + i, mask=i < num, other=0.0).to(tl.float32)
     tl.store(gates + i, (activated(gate, ACTIVATION) * factor).to(gates.dtype.element_ty), mask=i < num)

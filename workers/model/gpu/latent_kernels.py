@@ -43,7 +43,7 @@ def append_latents_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(tail_lens + row) - 1
     active = (slot >= 0) & (slot < tail_capacity)
-    kept = tail + (tl.load(tail_ids + row).to(tl.int64) * tail_capacity + slot) * width
+    tail_row = tail + (tl.load(tail_ids + row).to(tl.int64) * tail_capacity + slot) * width
     wait_for_earlier(PDL)
     x = inputs + row * in_width
     if Q_RANK:
@@ -55,13 +55,13 @@ def append_latents_kernel(
         c, s = angles(cos, sin, row, HALF, BLOCK_HALF)
         x += KEY_AT
         of_kv = tl.arange(0, BLOCK_KV)
-        tl.store(kept + of_kv, _rms_normed(x, kv_norm, of_kv, KV_RANK, eps).to(dtype), mask=of_kv < KV_RANK)
+        tl.store(tail_row + of_kv, _rms_normed(x, kv_norm, of_kv, KV_RANK, eps).to(dtype), mask=of_kv < KV_RANK)
         x += KV_RANK
-        kept += KV_RANK
-        _turn(x, kept, c, s, HALF, INTERLEAVED, BLOCK_HALF)
+        tail_row += KV_RANK
+        _store_rotated(x, tail_row, c, s, HALF, INTERLEAVED, BLOCK_HALF)
         if INDEX_DIM:
             x += 2 * HALF
-            kept += 2 * HALF
+            tail_row += 2 * HALF
             i = tl.arange(0, BLOCK_INDEX)
             key = tl.load(x + i, mask=i < INDEX_DIM, other=0.0).to(tl.float32)
             mean = tl.sum(key, axis=0) / INDEX_DIM
@@ -70,16 +70,16 @@ def append_latents_kernel(
             weight = tl.load(index_norm + i, mask=i < INDEX_DIM, other=0.0)
             bias = tl.load(index_norm + INDEX_DIM + i, mask=i < INDEX_DIM, other=0.0)
             stays = (i >= 2 * HALF) & (i < INDEX_DIM)
-            tl.store(kept + i, (key * scale * weight + bias).to(dtype), mask=stays)
+            tl.store(tail_row + i, (key * scale * weight + bias).to(dtype), mask=stays)
             is_pair, first_at, second_at = pairs(HALF, INDEX_INTERLEAVED, 2 * HALF, BLOCK_HALF)
             first = _layer_normed(x, index_norm, first_at, is_pair, mean, scale, INDEX_DIM)
             second = _layer_normed(x, index_norm, second_at, is_pair, mean, scale, INDEX_DIM)
-            tl.store(kept + first_at, (first * c - second * s).to(dtype), mask=is_pair)
-            tl.store(kept + second_at, (second * c + first * s).to(dtype), mask=is_pair)
+            tl.store(tail_row + first_at, (first * c - second * s).to(dtype), mask=is_pair)
+            tl.store(tail_row + second_at, (second * c + first * s).to(dtype), mask=is_pair)
 
 
 @triton.jit
-def ask_latents_kernel(
+def make_latent_queries_kernel(
     inputs,  # [num_rows, in_width]: the weights of the index heads come last
     projected,  # [num_rows, projected_width]: all heads' queries, then those of the index heads
     cos,  # [num_rows, HALF] float32
@@ -111,7 +111,7 @@ def ask_latents_kernel(
     if head < NUM_HEADS:
         out = q + (row * NUM_HEADS + head) * (KV_RANK + 2 * HALF) + KV_RANK
         x += head * (NOPE_DIM + 2 * HALF) + NOPE_DIM
-        _turn(x, out, c, s, HALF, INTERLEAVED, BLOCK_HALF)
+        _store_rotated(x, out, c, s, HALF, INTERLEAVED, BLOCK_HALF)
     elif NUM_INDEX_HEADS:
         head -= NUM_HEADS
         of_head = row * NUM_INDEX_HEADS + head
@@ -122,7 +122,7 @@ def ask_latents_kernel(
         i = tl.arange(0, BLOCK_INDEX)
         stays = (i >= 2 * HALF) & (i < INDEX_DIM)
         tl.store(out + i, tl.load(x + i, mask=stays, other=0.0).to(index_q.dtype.element_ty), mask=stays)
-        _turn(x, out, c, s, HALF, INDEX_INTERLEAVED, BLOCK_HALF)
+        _store_rotated(x, out, c, s, HALF, INDEX_INTERLEAVED, BLOCK_HALF)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -181,7 +181,7 @@ def _layer_normed(x, norm, at, is_there, mean, scale, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _turn(x, out, c, s, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+def _store_rotated(x, out, c, s, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
     """Write 2 * HALF elements of x to out, rotated. c, s: cosines and sines of the angles."""
     is_pair, first_at, second_at = pairs(HALF, INTERLEAVED, 2 * HALF, BLOCK)
     first = tl.load(x + first_at, mask=is_pair, other=0.0).to(tl.float32)

@@ -10,10 +10,10 @@ from csattn.batch import StepRows
 from csattn.models.latent import EPS
 from csattn.models.spec import LatentSpec
 from csattn.models.weights import LatentWeights
-from workers.model.gpu.latent_kernels import append_latents_kernel, ask_latents_kernel, heads_product_kernel
+from workers.model.gpu.latent_kernels import append_latents_kernel, heads_product_kernel, make_latent_queries_kernel
 from workers.model.gpu.stream_ops import Launches
 from workers.model.gpu.tiles import BLOCK_N
-from workers.model.ops import LatentRoom, Rotation
+from workers.model.ops import LatentBuffers, Rotation
 
 
 class TritonLatentOps(Launches):
@@ -26,11 +26,11 @@ class TritonLatentOps(Launches):
         rotation: Rotation,
         rows: StepRows,
         tail: Tensor,
-        room: LatentRoom,
+        buffers: LatentBuffers,
     ) -> None:
         index_dim = 0 if spec.indexer is None else spec.indexer.head_dim
         append_latents_kernel[(rows.batch_size,)](
-            room.inputs,
+            buffers.inputs,
             weights.kv_norm if weights.q_norm is None else weights.q_norm,
             weights.kv_norm,
             weights.kv_norm if weights.index_norm is None else weights.index_norm,
@@ -39,8 +39,8 @@ class TritonLatentOps(Launches):
             rows.tail_ids,
             rows.tail_lens,
             tail,
-            room.q_latents,
-            room.inputs.shape[1],
+            buffers.q_latents,
+            buffers.inputs.shape[1],
             tail.shape[2],
             tail.shape[3:].numel(),
             EPS,
@@ -51,22 +51,24 @@ class TritonLatentOps(Launches):
             BLOCK_KV=triton.next_power_of_2(spec.kv_rank),
             BLOCK_INDEX=triton.next_power_of_2(max(1, index_dim)),
             num_warps=4,
-            **_turn_constants(spec, rotation),
+            **_rope_constants(spec, rotation),
             **self._launch(),
         )
 
-    def ask_latents(self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, room: LatentRoom) -> None:
-        asked, indexer, projected = room.queries, spec.indexer, room.projected
+    def project_latent_queries(
+        self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, buffers: LatentBuffers
+    ) -> None:
+        queries, indexer, projected = buffers.queries, spec.indexer, buffers.projected
         num_index_heads, index_dim = (0, 0) if indexer is None else (indexer.num_heads, indexer.head_dim)
-        ask_latents_kernel[(len(projected), spec.num_heads + num_index_heads)](
-            room.inputs,
+        make_latent_queries_kernel[(len(projected), spec.num_heads + num_index_heads)](
+            buffers.inputs,
             projected,
             rotation.cos,
             rotation.sin,
-            asked.q,
-            asked.q if asked.index_q is None else asked.index_q,
-            asked.q if asked.index_weights is None else asked.index_weights,
-            room.inputs.shape[1],
+            queries.q,
+            queries.q if queries.index_q is None else queries.index_q,
+            queries.q if queries.index_weights is None else queries.index_weights,
+            buffers.inputs.shape[1],
             projected.shape[1],
             max(1, num_index_heads * index_dim) ** -0.5,
             NUM_HEADS=spec.num_heads,
@@ -75,15 +77,15 @@ class TritonLatentOps(Launches):
             INDEX_DIM=index_dim,
             BLOCK_INDEX=triton.next_power_of_2(max(1, index_dim)),
             num_warps=1,
-            **_turn_constants(spec, rotation),
+            **_rope_constants(spec, rotation),
             **self._launch(),
         )
         heads = projected[:, : spec.q_width].view(len(projected), spec.num_heads, -1)
-        self._heads_product(heads[..., : spec.nope_dim], weights.up_k, asked.q[..., : spec.kv_rank])
+        self._heads_product(heads[..., : spec.nope_dim], weights.up_k, queries.q[..., : spec.kv_rank])
 
-    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
-        values = room.values.view(len(room.values), spec.num_heads, spec.v_dim)
-        self._heads_product(room.attended, weights.up_v.transpose(1, 2), values)
+    def latent_values(self, weights: LatentWeights, spec: LatentSpec, buffers: LatentBuffers) -> None:
+        values = buffers.values.view(len(buffers.values), spec.num_heads, spec.v_dim)
+        self._heads_product(buffers.attended, weights.up_v.transpose(1, 2), values)
 
     def _heads_product(
         self,
@@ -111,7 +113,7 @@ class TritonLatentOps(Launches):
         )
 
 
-def _turn_constants(spec: LatentSpec, rotation: Rotation) -> dict[str, Any]:
+def _rope_constants(spec: LatentSpec, rotation: Rotation) -> dict[str, Any]:
     half = rotation.cos.shape[1]
     return {
         "KV_RANK": spec.kv_rank,

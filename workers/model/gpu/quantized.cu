@@ -31,15 +31,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(
     const int lane = threadIdx.x % 32;
     const Weights weights = weights_of(codes, scales, row_bytes, scales_len, num_out, num_in, gated != 0);
     auto factor_of = [&](int row) {  // the warp computes the factors of its four rows, those of neighbouring lanes
-        float mine = 1;
+        float factor = 1;
         for (int k = 0; squares && k < 4; ++k) {
             const int r = row + (k - lane % 4) * 2;
             float sum = 0;
             for (int s = lane; r < num_rows && s < num_squares; s += 32) sum += squares[s * num_rows + r];
             sum = sum_over_warp(sum);
-            if (k == lane % 4) mine = 1 / sqrtf(sum / static_cast<float>(num_in) + static_cast<float>(eps));
+            if (k == lane % 4) factor = 1 / sqrtf(sum / static_cast<float>(num_in) + static_cast<float>(eps));
         }
-        return mine;
+        return factor;
     };
     auto biases_of = [&](int tile, int row) {
         if (!bias) return make_float4(0, 0, 0, 0);

@@ -30,8 +30,8 @@ constexpr int UNIT_BYTES = 128, RUNS = FORMAT == FP8 ? 1 : 2;  // of an output i
 constexpr int TILE = 32, SUMS = 2 * 4;                                        // outputs of a tile (two mma); sums of a lane
 constexpr int SCALES = GROUP > 0 && GROUP < RUN ? RUN / GROUP : 1;             // of a run
 constexpr int PARTS_OF_GROUP = PARTS / SCALES;
-constexpr bool AT_ONCE = GROUP == 0 || FORMAT == FP4;  // one sum covers all groups
-constexpr int FINISHERS = 2, TURNS = 2;  // warps that finish sums; buffers of sums, used in turn by tiles
+constexpr bool ONE_SUM = GROUP == 0 || FORMAT == FP4;  // one sum covers all groups
+constexpr int FINISHERS = 2, SUM_BUFFERS = 2;  // warps that finish sums; buffers of sums, which tiles take in turn
 static_assert(TILE == SQUARES_BLOCK, "a tile's outputs are a part of the squares");
 static_assert(ROWS <= 8 && WARPS == MULTIPLIERS + FINISHERS, "rows are the narrow side of a product");
 #if FORMAT == 2
@@ -89,7 +89,7 @@ __device__ __forceinline__ Weights weights_of(const u8* codes, const Scale* scal
 }
 
 // A warp's position among the units: a block's units are dealt round-robin to its multipliers, across tiles.
-struct Way {
+struct UnitCursor {
     int tile, unit;
 
     __device__ __forceinline__ void begin(int num_units) {
@@ -134,7 +134,7 @@ template <class Work> struct Ring {
     Stage* stages;
     Weights weights;    // of the tile being loaded
     const u16* inputs;  // of the row whose pieces this lane copies; null: there is none
-    Way ahead;          // the next unit to load
+    UnitCursor ahead;          // the next unit to load
     int number, to, from, num_tiles, num_units;
 
     __device__ __forceinline__ Ring(Stage* all, const Work& work_, int num_tiles_, int num_units_)
@@ -152,7 +152,7 @@ template <class Work> struct Ring {
         Stage& stage = stages[to];
         to = to + 1 < STAGES ? to + 1 : 0;
         if (ahead.tile >= num_tiles) return {0, nullptr};
-        const Way here = ahead;
+        const UnitCursor here = ahead;
         const Filled filled = {here.unit, inputs};
         const int lane = threadIdx.x % 32, first = weights.first_of(number) + lane / 8;
         const u32 in_row = here.unit * UNIT_BYTES + lane % 8 * 16;
@@ -280,7 +280,7 @@ __device__ __forceinline__ void multiply_parts(const uint4 (&codes)[4], const Ha
         }
         products.add_inputs(x0, x1);
     }
-    if (!AT_ONCE && (P + 1) % PARTS_OF_GROUP == 0) {
+    if (!ONE_SUM && (P + 1) % PARTS_OF_GROUP == 0) {
         products.add_to(sums, scales);
         products.begin();
     }
@@ -289,7 +289,7 @@ __device__ __forceinline__ void multiply_parts(const uint4 (&codes)[4], const Ha
 
 // Multiply the warp's units of a tile by the rows.
 template <class Work>
-__device__ __forceinline__ void multiply_units(Ring<Work>& ring, Way& at, Sums& sums) {
+__device__ __forceinline__ void multiply_units(Ring<Work>& ring, UnitCursor& at, Sums& sums) {
     const int tile = at.tile, number = ring.work.number_of(tile);
     const Weights weights = ring.work.weights_of(tile);
     Scale scales[4] = {0, 0, 0, 0};
@@ -308,65 +308,65 @@ __device__ __forceinline__ void multiply_units(Ring<Work>& ring, Way& at, Sums& 
             multiply_parts<0>(codes, Half{stage, weights, number, at.unit, half}, scales, products, sums);
         }
     }
-    if (AT_ONCE) products.add_to(sums, scales);
+    if (ONE_SUM) products.add_to(sums, scales);
 }
 
 // Hands sums from the multipliers to the finishers, double buffered, with two mbarriers for each buffer.
 struct Exchange {
-    float* sums;        // [TURNS][MULTIPLIERS][SUMS][32]
-    u64 *full, *empty;  // mbarriers, [TURNS] each: all multipliers have written; all finishers have read
-    int turn;
+    float* sums;        // [SUM_BUFFERS][MULTIPLIERS][SUMS][32]
+    u64 *full, *empty;  // mbarriers, [SUM_BUFFERS] each: all multipliers have written; all finishers have read
+    int buffer;
     u32 parity;
 
     __device__ __forceinline__ void next() {
-        if (++turn < TURNS) return;
-        turn = 0, parity ^= 1;
+        if (++buffer < SUM_BUFFERS) return;
+        buffer = 0, parity ^= 1;
     }
-    __device__ __forceinline__ float* of(int warp) const { return sums + (turn * MULTIPLIERS + warp) * (SUMS * 32) + threadIdx.x % 32; }
+    __device__ __forceinline__ float* of(int warp) const { return sums + (buffer * MULTIPLIERS + warp) * (SUMS * 32) + threadIdx.x % 32; }
 
-    __device__ __forceinline__ void put(const Sums& mine) const {
-        wait_for(empty + turn, parity ^ 1);
+    __device__ __forceinline__ void put(const Sums& own_sums) const {
+        wait_for(empty + buffer, parity ^ 1);
         float* to = of(threadIdx.x / 32);
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) to[i * 32] = mine[i / 4][i % 4];
-        tell(full + turn);
+        for (int i = 0; i < SUMS; ++i) to[i * 32] = own_sums[i / 4][i % 4];
+        arrive_warp(full + buffer);
     }
     // Sum four outputs, 8 apart, of the lane's first (e = 0) or second row over the multipliers, starting with warp `first`,
     // which had the tile's first unit.
     __device__ __forceinline__ void take(int e, int first, float (&all)[4]) const {
-        wait_for(full + turn, parity);
+        wait_for(full + buffer, parity);
 #pragma unroll
         for (int j = 0; j < 4; ++j) all[j] = 0;
 #pragma unroll
         for (int w = 0; w < MULTIPLIERS; ++w)
 #pragma unroll
             for (int j = 0; j < 4; ++j) all[j] += of((first + w) % MULTIPLIERS)[(2 * j + e) * 32];
-        tell(empty + turn);
+        arrive_warp(empty + buffer);
     }
-    __device__ __forceinline__ static void tell(u64* barrier) {
+    __device__ __forceinline__ static void arrive_warp(u64* barrier) {
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(barrier);
     }
 };
 
 // Bytes of dynamic shared memory that for_tiles uses.
-constexpr int TILES_BYTES = MULTIPLIERS * (STAGES * static_cast<int>(sizeof(Stage)) + TURNS * SUMS * 32 * 4);
+constexpr int TILES_BYTES = MULTIPLIERS * (STAGES * static_cast<int>(sizeof(Stage)) + SUM_BUFFERS * SUMS * 32 * 4);
 
 // Multiply the block's tiles, one after another. The finishers call finish(tile, row, sums, begun, read) with the sums of
 // four outputs, 8 apart, of one row: neighbouring lanes have different rows, lanes 4 apart the same row. begun is what
 // begin(row) returned once the earlier kernels had ended, read what before(tile, row) returned while weights were loading.
 template <class Work, class Begin, class Before, class Finish>
 __device__ __forceinline__ void for_tiles(uint4* memory, const Work& work, int num_units, Begin begin, Before before, Finish finish) {
-    __shared__ u64 barriers[2][TURNS];
+    __shared__ u64 barriers[2][SUM_BUFFERS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_tiles = work.num_tiles();
-    if (threadIdx.x < 2 * TURNS) make_barrier(barriers[0] + threadIdx.x, threadIdx.x < TURNS ? MULTIPLIERS : FINISHERS);
+    if (threadIdx.x < 2 * SUM_BUFFERS) make_barrier(barriers[0] + threadIdx.x, threadIdx.x < SUM_BUFFERS ? MULTIPLIERS : FINISHERS);
     barriers_are_made();
     __syncthreads();
     Stage* stages = reinterpret_cast<Stage*>(memory);
     Exchange exchange{reinterpret_cast<float*>(stages + MULTIPLIERS * STAGES), barriers[0], barriers[1], 0, 0};
     if (warp < MULTIPLIERS) {
         Ring<Work> ring(stages, work, num_tiles, num_units);
-        Way at = ring.ahead;
+        UnitCursor at = ring.ahead;
         ring.begin();
         for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x, exchange.next()) {
             Sums sums;

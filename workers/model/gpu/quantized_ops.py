@@ -18,14 +18,14 @@ from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Stream
 
 _OF_STEPS, _OF_EXPERTS = (Path(__file__).with_name(name) for name in ("quantized.cu", "experts.cu"))
 _TILE = SQUARES_BLOCK  # outputs of a tile, whose squares are summed in one part
-_MOST_MULTIPLIERS, _FINISHERS = 8, 2  # warps of a block
-_MOST_STAGES, _BARRIER_BYTES = 3, 1 << 10
+_MAX_MULTIPLIERS, _FINISHERS = 8, 2  # warps of a block
+_MAX_STAGES, _BARRIER_BYTES = 3, 1 << 10
 _ROWS = 1, 2, 4, 8  # numbers of rows of a block for which kernels are compiled
-MOST_ROWS = _ROWS[-1]  # beyond, inputs are as many bytes as weights, and Triton's larger tiles read them less often
+MAX_ROWS = _ROWS[-1]  # beyond, inputs are as many bytes as weights, and Triton's larger tiles read them less often
 _FORMATS = get_args(WeightFormat)
 _ACTIVATIONS = "none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited"
 assert set(_ACTIVATIONS) == {"none", *get_args(Activation)}
-_MOST_PAIRS = 1024  # of a row of a step and one of its experts
+_MAX_PAIRS = 1024  # of a row of a step and one of its experts
 
 
 class QuantizedOps(Launches):
@@ -41,7 +41,7 @@ class QuantizedOps(Launches):
         self._run(
             "multiply",
             weight,
-            self._as_read(x.x, weight),
+            self._ordered_and_padded(x.x, weight),
             x.squares,
             *_weights(weight),
             linear.bias,
@@ -61,7 +61,7 @@ class QuantizedOps(Launches):
         self._run(
             "multiply_and_add",
             weight,
-            self._as_read(x, weight),
+            self._ordered_and_padded(x, weight),
             *_weights(weight),
             linear.bias,
             stream.hidden,
@@ -89,15 +89,15 @@ class QuantizedOps(Launches):
         gated: bool,
         activation: str,
     ) -> None:
-        num_pairs, num_out, rows = chosen.numel(), out.shape[2], min(MOST_ROWS, len(chosen))
-        assert num_pairs <= _MOST_PAIRS, f"{num_pairs} pairs of a row and an expert, a kernel sorts {_MOST_PAIRS}"
+        num_pairs, num_out, rows = chosen.numel(), out.shape[2], min(MAX_ROWS, len(chosen))
+        assert num_pairs <= _MAX_PAIRS, f"{num_pairs} pairs of a row and an expert, a kernel sorts {_MAX_PAIRS}"
         self._launch_product(
             _OF_EXPERTS,
             "multiply_experts",
             weight,
             rows,
             num_pairs * -(-num_out // (_TILE // 2 if gated else _TILE)),
-            self._as_read(x.x, weight),
+            self._ordered_and_padded(x.x, weight),
             num_pairs // len(x.x),
             x.squares,
             *_weights(weight),
@@ -130,13 +130,13 @@ class QuantizedOps(Launches):
         blocks = min(num_tiles, num_multiprocessors(x.device))
         kernel.launch((blocks, 1, 1), threads, x, x.shape[1], *args)
 
-    def _as_read(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
+    def _ordered_and_padded(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
         """Return x in the order of the weights' inputs, padded to a multiple of 16 bytes."""
         ordered = self._in_order(x, weight)
-        if (filling := -weight.num_in % 8) == 0:
+        if (padding := -weight.num_in % 8) == 0:
             return ordered
         self.break_chain()
-        return functional.pad(ordered, (0, filling))
+        return functional.pad(ordered, (0, padding))
 
     def _in_order(self, x: Tensor, weight: QuantizedWeight | None) -> Tensor:
         """Return x in the order of the weights' inputs."""
@@ -169,12 +169,12 @@ def _kernel(
     # bytes of a multiplier's `Stage` and of its sums, as in `quantized.cuh`; then those of `Bundles` in `experts.cu`
     stage = _TILE * 128 + 2 * CODES[format] * rows * 64 + runs * scales * _TILE * 4
     sums = 2 * 8 * 32 * 4
-    more = {"MOST_PAIRS": _MOST_PAIRS, "MOST_STEP_ROWS": MAX_BATCH_SIZE} if source == _OF_EXPERTS else {}
-    more_bytes = 6 * _MOST_PAIRS + 8 if more else 0
-    room, multipliers = limits().block_bytes - _BARRIER_BYTES - more_bytes, _MOST_MULTIPLIERS
-    while multipliers > 1 and room // multipliers < sums + 2 * stage:
+    more = {"MAX_PAIRS": _MAX_PAIRS, "MAX_STEP_ROWS": MAX_BATCH_SIZE} if source == _OF_EXPERTS else {}
+    more_bytes = 6 * _MAX_PAIRS + 8 if more else 0
+    free_bytes, multipliers = limits().block_bytes - _BARRIER_BYTES - more_bytes, _MAX_MULTIPLIERS
+    while multipliers > 1 and free_bytes // multipliers < sums + 2 * stage:
         multipliers //= 2
-    stages, threads = min(_MOST_STAGES, (room // multipliers - sums) // stage), 32 * (multipliers + _FINISHERS)
+    stages, threads = min(_MAX_STAGES, (free_bytes // multipliers - sums) // stage), 32 * (multipliers + _FINISHERS)
     defines = {
         **more,
         "THREADS": threads,

@@ -48,11 +48,11 @@ def add_to_streams_kernel(
     weight = tl.load(weight_at, mask=(out < num_out)[:, None, None] & inside[None, :, :], other=0.0)
     wait_for_earlier(PDL)
     for row in range(first, tl.minimum(first + ROWS, num_rows)):
-        given = tl.load(hidden + row * hidden_size + c, mask=c < hidden_size, other=0.0).to(tl.float32)
+        branch_out = tl.load(hidden + row * hidden_size + c, mask=c < hidden_size, other=0.0).to(tl.float32)
         if FIRST:
-            value = tl.where(inside, given[None, :], 0.0)
+            value = tl.where(inside, branch_out[None, :], 0.0)
         else:
-            value = tl.load(post + row * NUM + j, mask=there, other=0.0)[:, None] * given[None, :]
+            value = tl.load(post + row * NUM + j, mask=there, other=0.0)[:, None] * branch_out[None, :]
             for i in tl.static_range(NUM):
                 share = tl.load(comb + (row * NUM + i) * NUM + j, mask=there, other=0.0)
                 before = tl.load(streams + (row * NUM + i) * hidden_size + c, mask=c < hidden_size, other=0.0)

@@ -61,7 +61,7 @@ class TritonStreamOps(Launches):
         begin_kernel[(batch_size,)](
             rows.token_ids,
             embedding,
-            *written(stream, readers),
+            *stream_arguments(stream, readers),
             stream.squares.shape[0],
             hidden_size,
             multiplier,
@@ -116,11 +116,11 @@ class TritonStreamOps(Launches):
         readers: Readers,
     ) -> None:
         batch_size, hidden_size = stream.hidden.shape
-        memory, among = summed_by(stream.row_sums, x)
+        memory, exchange_constants = exchange_arguments(stream.row_sums, x)
         add_normed_kernel[(batch_size,)](
             x,
             x if norm is None else norm,
-            *written(stream, readers),
+            *stream_arguments(stream, readers),
             stream.squares.shape[0],
             hidden_size,
             eps,
@@ -129,19 +129,19 @@ class TritonStreamOps(Launches):
             *memory,
             NUM_PARTS=num_parts,
             IS_NORMED=norm is not None,
-            **among,
+            **exchange_constants,
             **row_constants(stream, readers),
             **self._launch(),
         )
 
 
-def written(stream: Stream, readers: Readers) -> tuple[Tensor, ...]:
+def stream_arguments(stream: Stream, readers: Readers) -> tuple[Tensor, ...]:
     """Return the stream's arguments of a kernel that writes it; in place of a norm that is None, any tensor."""
     norm, ahead = (stream.hidden if norm is None else norm for norm in (readers.norm, readers.ahead))
     return stream.hidden, norm, stream.scaled, ahead, stream.scaled_ahead, stream.squares
 
 
-def summed_by(exchange: Exchange | None, anything: Tensor) -> tuple[tuple[Any, Any], dict[str, int]]:
+def exchange_arguments(exchange: Exchange | None, anything: Tensor) -> tuple[tuple[Any, Any], dict[str, int]]:
     """Return a kernel's arguments and constants for `sum_over_devices`; without an exchange, of one device."""
     if exchange is None:
         return (anything, (0,)), {"RANK": 0, "NUM_DEVICES": 1}

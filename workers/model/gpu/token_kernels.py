@@ -49,7 +49,7 @@ def begin_kernel(
 
 
 @triton.jit
-def turn_kernel(
+def compute_rotation_kernel(
     positions,  # [num_rows] int64
     frequencies,  # [half] float32: RoPE's angle per position
     cos,  # [num_rows, half] float32 <- cos(position * frequency) * scale; sin likewise
@@ -225,7 +225,7 @@ def finish_logits_kernel(
 
 
 @triton.jit
-def likeliest_of_part_kernel(
+def argmax_of_part_kernel(
     logits,  # [num_rows, vocab_size] float32
     best,  # [num_rows, num_parts] float32 <- the largest logit of each part
     best_ids,  # [num_rows, num_parts] int32 <- the first token id that has it
@@ -244,7 +244,7 @@ def likeliest_of_part_kernel(
 
 
 @triton.jit
-def likeliest_kernel(
+def argmax_kernel(
     best,
     best_ids,
     next_ids,  # [num_rows] int64 <- the argmax of the logits, the first of equals; -1 for NaN or infinity

@@ -14,18 +14,18 @@ from workers.model.gpu.delta_kernels import gate_kernel
 from workers.model.gpu.delta_ops import TritonDeltaOps
 from workers.model.gpu.expert_ops import TritonExpertOps
 from workers.model.gpu.head_kernels import copy_rows_kernel, predict_query_kernel, rotate_append_kernel
-from workers.model.gpu.input_kernels import make_inputs_kernel, take_input_kernel
+from workers.model.gpu.input_kernels import gate_input_kernel, make_inputs_kernel
 from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
-from workers.model.gpu.quantized_ops import MOST_ROWS
+from workers.model.gpu.quantized_ops import MAX_ROWS
 from workers.model.gpu.remix_ops import TritonRemixOps
-from workers.model.gpu.stream_ops import summed_by, written
+from workers.model.gpu.stream_ops import exchange_arguments, stream_arguments
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, tiles
 from workers.model.gpu.token_kernels import (
+    argmax_kernel,
+    argmax_of_part_kernel,
+    compute_rotation_kernel,
     finish_logits_kernel,
-    likeliest_kernel,
-    likeliest_of_part_kernel,
-    turn_kernel,
 )
 from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
 
@@ -49,9 +49,11 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
         self._partials = torch.empty(sums, dtype=torch.float32, device=device)
         self._counters = torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device)
 
-    def turn(self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
+    def compute_rotation(
+        self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation
+    ) -> None:
         half, of_temper = len(frequencies.angles), temper or Temper(beta=0.0, every=1)
-        turn_kernel[(rows.batch_size,)](
+        compute_rotation_kernel[(rows.batch_size,)](
             rows.positions,
             frequencies.angles,
             rotation.cos,
@@ -66,16 +68,16 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
             num_warps=1,
         )
 
-    def likeliest(self, logits: Tensor, next_ids: Tensor) -> None:
+    def argmax(self, logits: Tensor, next_ids: Tensor) -> None:
         batch_size, vocab_size = logits.shape
         num_parts = -(-vocab_size // _LOGITS_BLOCK)
         best = self._partials[: batch_size * num_parts]
         best_ids = self._partials[len(best) : 2 * len(best)].view(torch.int32)
-        likeliest_of_part_kernel[(batch_size, num_parts)](
+        argmax_of_part_kernel[(batch_size, num_parts)](
             logits, best, best_ids, vocab_size, BLOCK=_LOGITS_BLOCK, num_warps=8, **self._launch()
         )
         block = triton.next_power_of_2(num_parts)
-        likeliest_kernel[(batch_size,)](best, best_ids, next_ids, num_parts, BLOCK=block, num_warps=1, **self._launch())
+        argmax_kernel[(batch_size,)](best, best_ids, next_ids, num_parts, BLOCK=block, num_warps=1, **self._launch())
 
     def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
         self._linear(x, linears, out, gated=False, activation="none")
@@ -98,7 +100,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
 
     def _linear(self, x: Normed, linears: Sequence[Linear], out: Tensor, gated: bool, activation: str) -> None:
         (linear,) = linears  # as `take_weights` joins them
-        if linear.quantized is not None and len(x.x) <= MOST_ROWS:
+        if linear.quantized is not None and len(x.x) <= MAX_ROWS:
             return self._multiply(x, linear, linear.quantized, out, gated, activation)
         weight, squares, (programs, constants) = linear.weight, x.squares, tiles(linear, x.x)
         num_squares = 1 if squares is None else len(squares)
@@ -128,16 +130,16 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
         )
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
-        if linear.quantized is not None and len(x) <= MOST_ROWS:
+        if linear.quantized is not None and len(x) <= MAX_ROWS:
             return self._multiply_and_add(x, linear, linear.quantized, multiplier, stream, readers)
         weight, (programs, constants) = linear.weight, tiles(linear, x)
-        memory, among = summed_by(stream.tile_sums, x)
+        memory, exchange_constants = exchange_arguments(stream.tile_sums, x)
         linear_add_kernel[programs](
             self._in_order(x, linear.quantized),
             weight,
             weight if linear.quantized is None else linear.quantized.scales,
             weight if linear.bias is None else linear.bias,
-            *written(stream, readers),
+            *stream_arguments(stream, readers),
             self._partials,
             self._counters,
             len(x),
@@ -150,7 +152,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
             HAS_NORM=readers.norm is not None,
             AHEAD=readers.ahead is not None,
             SQUARES_BLOCK=SQUARES_BLOCK,
-            **among,
+            **exchange_constants,
             **constants,
             **self._launch(),
         )
@@ -233,9 +235,9 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
             **self._launch(),
         )
 
-    def take_input(self, gates: Tensor, activation: Activation, given: Tensor) -> None:
-        take_input_kernel[(triton.cdiv(gates.numel(), _GATE_BLOCK),)](
-            gates, given, gates.numel(), ACTIVATION=activation, BLOCK=_GATE_BLOCK, num_warps=4, **self._launch()
+    def gate_input(self, gates: Tensor, activation: Activation, layer_input: Tensor) -> None:
+        gate_input_kernel[(triton.cdiv(gates.numel(), _GATE_BLOCK),)](
+            gates, layer_input, gates.numel(), ACTIVATION=activation, BLOCK=_GATE_BLOCK, num_warps=4, **self._launch()
         )
 
     def gate(self, x: Tensor, gates: Tensor) -> None:

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from csattn.models import aside as aside_module
-from csattn.models import load_model
-from csattn.models.aside import MadeAside, aside, has_room_aside
-from csattn.models.few_bits import experts_of_layers, forget_changed, round_weights
+from csattn.models import load_model, mapped_files
+from csattn.models.mapped_files import ResultsToFiles, has_disk_space, to_mapped_file
 from csattn.models.quantized import read_state
+from csattn.models.quantized_model import drop_stale_quantized, experts_of_layers, round_weights
 from tests.models.test_gguf_file import gguf_of, write_gguf
 from tests.models.test_quantized import in_mxfp4, quantize
 from tests.tiny import make_model, save
@@ -24,12 +23,12 @@ from tests.tiny import make_model, save
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(aside_module, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(aside_module, "_IN_MEMORY", set())  # temporary directories may be
+    monkeypatch.setattr(mapped_files, "_MIN_BYTES", 1)
+    monkeypatch.setattr(mapped_files, "_IN_MEMORY", set())  # temporary directories may be
     return tmp_path / "cache"
 
 
-def is_aside(tensor: Tensor, cache: Path) -> bool:
+def is_mapped(tensor: Tensor, cache: Path) -> bool:
     """Whether its numbers lie in a file of the cache directory that has no name."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(number, 16) for number in line.split()[0].split("-"))
@@ -42,8 +41,8 @@ def is_aside(tensor: Tensor, cache: Path) -> bool:
 @pytest.mark.parametrize("shape", [(5, 7), (1,), (3, 1, 4099)])
 def test_the_numbers_stay_and_may_be_changed(dtype: torch.dtype, shape: tuple[int, ...], cache: Path) -> None:
     here = torch.randn(shape).mul(100).to(dtype)
-    there = aside(here.T.contiguous().T if here.ndim == 2 else here)  # also where they do not lie in order
-    assert is_aside(there, cache) and not is_aside(here, cache) and not list(cache.iterdir())
+    there = to_mapped_file(here.T.contiguous().T if here.ndim == 2 else here)  # also where they do not lie in order
+    assert is_mapped(there, cache) and not is_mapped(here, cache) and not list(cache.iterdir())
     assert torch.equal(there, here) and there.dtype == dtype and there.is_contiguous()
     there += 1
     assert torch.equal(there, here + 1)
@@ -51,7 +50,7 @@ def test_the_numbers_stay_and_may_be_changed(dtype: torch.dtype, shape: tuple[in
 
 def test_where_there_is_no_file_they_stay_where_they_are(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.arange(40)
-    assert is_aside(aside(here), cache)
+    assert is_mapped(to_mapped_file(here), cache)
 
     class Full:
         def __enter__(self) -> Any:
@@ -65,18 +64,18 @@ def test_where_there_is_no_file_they_stay_where_they_are(cache: Path, monkeypatc
 
     with monkeypatch.context() as of_test:
         of_test.setattr("tempfile.TemporaryFile", lambda **_: Full())
-        assert aside(here) is here
+        assert to_mapped_file(here) is here
     with monkeypatch.context() as of_test:
-        of_test.setattr(aside_module, "_LEAST_BYTES", here.nbytes + 1)
-        assert aside(here) is here
+        of_test.setattr(mapped_files, "_MIN_BYTES", here.nbytes + 1)
+        assert to_mapped_file(here) is here
     nowhere = cache / "file"
     nowhere.write_text("no directory")
     monkeypatch.setenv("CSATTN_CACHE", str(nowhere))
-    assert aside(here) is here
+    assert to_mapped_file(here) is here
 
 
 def test_a_write_may_be_short(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = aside_module.tempfile.TemporaryFile
+    make = mapped_files.tempfile.TemporaryFile
 
     def short(**how: Any) -> Any:
         file = make(**how)
@@ -99,39 +98,39 @@ def test_a_write_may_be_short(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("tempfile.TemporaryFile", short)
     here = torch.randn(333)
-    assert is_aside(there := aside(here), cache) and torch.equal(there, here)
+    assert is_mapped(there := to_mapped_file(here), cache) and torch.equal(there, here)
 
 
 @pytest.mark.parametrize(("free", "has_room"), [(None, False), (199, False), (200, True)])
 def test_half_of_the_disk_is_left(free: int | None, has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside_module, "available_bytes", lambda path: free)
-    assert has_room_aside(100) == has_room
+    monkeypatch.setattr(mapped_files, "available_bytes", lambda path: free)
+    assert has_disk_space(100) == has_room
 
 
 def test_where_nothing_can_be_written_is_no_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert has_room_aside(1)
+    assert has_disk_space(1)
     cache.mkdir()
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != cache or not mode & os.W_OK)  # of root, too
-    assert not has_room_aside(1)
+    assert not has_disk_space(1)
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no file system in memory is known here")
 def test_files_in_memory_are_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSATTN_CACHE", "/dev/shm/csattn")
-    assert has_room_aside(1)
-    monkeypatch.setattr(aside_module, "_IN_MEMORY", {"tmpfs"})
-    assert not has_room_aside(1)
+    assert has_disk_space(1)
+    monkeypatch.setattr(mapped_files, "_IN_MEMORY", {"tmpfs"})
+    assert not has_disk_space(1)
 
 
 def test_what_is_cast_meanwhile_is_put_aside(cache: Path) -> None:
     here = torch.randn(6, 8)
-    with MadeAside(Tensor.to):
+    with ResultsToFiles(Tensor.to):
         cast, added, module = here.to(torch.bfloat16), here + 1, torch.nn.Linear(3, 2).to(torch.bfloat16)
         with pytest.raises(RuntimeError):
             here.to("no device")
-    assert is_aside(cast, cache) and torch.equal(cast, here.bfloat16())
-    assert not is_aside(added, cache) and module.weight.dtype == torch.bfloat16
-    assert not is_aside(here.to(torch.bfloat16), cache)
+    assert is_mapped(cast, cache) and torch.equal(cast, here.bfloat16())
+    assert not is_mapped(added, cache) and module.weight.dtype == torch.bfloat16
+    assert not is_mapped(here.to(torch.bfloat16), cache)
 
 
 @pytest.mark.parametrize("how", ["rounded", "published"])
@@ -145,14 +144,14 @@ def test_decoded_weights_lie_aside_where_products_read_few_bits(
         folder = tmp_path / "quantized"
     loaded = load_model(folder, "bfloat16", **given)
     coded = {name: x.weight for name, x in loaded.model.named_modules() if hasattr(x, "quantized")}
-    assert coded and all(is_aside(weight, cache) for weight in coded.values())
+    assert coded and all(is_mapped(weight, cache) for weight in coded.values())
     others = [x for name, x in loaded.model.named_parameters() if name.removesuffix(".weight") not in coded]
-    assert not any(is_aside(parameter, cache) for parameter in others)
+    assert not any(is_mapped(parameter, cache) for parameter in others)
     wide = load_model(folder, **given)
-    assert not any(is_aside(parameter, cache) for parameter in wide.model.parameters())
-    monkeypatch.setattr("csattn.models.weight_sizes.has_room_aside", lambda num_bytes: False)
+    assert not any(is_mapped(parameter, cache) for parameter in wide.model.parameters())
+    monkeypatch.setattr("csattn.models.weight_sizes.has_disk_space", lambda num_bytes: False)
     full = load_model(folder, "bfloat16", **given)
-    assert not any(is_aside(parameter, cache) for parameter in full.model.parameters())
+    assert not any(is_mapped(parameter, cache) for parameter in full.model.parameters())
     assert full.fingerprint == loaded.fingerprint
     assert all(torch.equal(a, b) for a, b in zip(full.model.parameters(), loaded.model.parameters(), strict=True))
     down = loaded.model.model.layers[0].mlp.down_proj
@@ -174,15 +173,17 @@ def test_decoded_experts_lie_aside_however_they_come(
     loaded = load_model(plain if given else folder, "bfloat16", **given)
     modules = [module for _, module, _ in experts_of_layers(loaded.model)]
     assert all(hasattr(module, "quantized") for module in modules)
-    assert all(is_aside(x, cache) for module in modules for x in (module.gate_up_proj, module.down_proj))
-    monkeypatch.setattr("csattn.models.weight_sizes.has_room_aside", lambda num_bytes: False)
+    assert all(is_mapped(x, cache) for module in modules for x in (module.gate_up_proj, module.down_proj))
+    monkeypatch.setattr("csattn.models.weight_sizes.has_disk_space", lambda num_bytes: False)
     full = load_model(plain if given else folder, "bfloat16", **given)
-    assert not any(is_aside(parameter, cache) for parameter in full.model.parameters())
+    assert not any(is_mapped(parameter, cache) for parameter in full.model.parameters())
     assert full.fingerprint == loaded.fingerprint
     assert all(torch.equal(a, b) for a, b in zip(full.model.parameters(), loaded.model.parameters(), strict=True))
     if how == "awq":
         config, made = json.loads((folder / "config.json").read_text())["quantization_config"], list[Tensor]()
-        _, kept = read_state(folder, config, torch.bfloat16, beside=lambda decoded: made.append(decoded) or decoded)
+        _, kept = read_state(
+            folder, config, torch.bfloat16, store_decoded=lambda decoded: made.append(decoded) or decoded
+        )
         layers = {name.partition(".experts.")[0] for name in kept if ".experts." in name}
         others = [name for name in kept if ".experts." not in name]
         assert len(made) == len(layers) + len(others)
@@ -194,14 +195,14 @@ def test_experts_that_were_changed_are_read_decoded(family: str, part: str) -> N
     model = make_model(family).bfloat16()
     round_weights(model, "int4")
     (_, module, spec), *_ = experts_of_layers(model)
-    forget_changed(model)
+    drop_stale_quantized(model)
     assert hasattr(module, "quantized")
     getattr(module, part).data[spec.num_experts - 1] += 1
-    forget_changed(model)
+    drop_stale_quantized(model)
     assert not hasattr(module, "quantized")
     assert all(hasattr(x, "quantized") for _, x, _ in experts_of_layers(model)[1:])
     model.float()
-    forget_changed(model)
+    drop_stale_quantized(model)
     assert not any(hasattr(x, "quantized") for x in model.modules())
 
 
@@ -211,15 +212,17 @@ def test_a_conversion_puts_aside_what_it_makes(
 ) -> None:
     tensors, its = gguf_of(make_model("llama"))
     file, made = write_gguf(tmp_path / "model.gguf", tensors, **its), []
-    monkeypatch.setattr(aside_module, "aside", lambda tensor: made.append(tensor.nbytes) or aside(tensor))
+    monkeypatch.setattr(
+        mapped_files, "to_mapped_file", lambda tensor: made.append(tensor.nbytes) or to_mapped_file(tensor)
+    )
     trims = list[None]()
-    monkeypatch.setattr(aside_module, "trim_heap", lambda: trims.append(None))
+    monkeypatch.setattr(mapped_files, "trim_heap", lambda: trims.append(None))
     there = load_model(file, dtype)
     assert len(trims) == len(made), "else the heap keeps what tensors were made of"
     parameters = sum(parameter.nbytes for parameter in there.model.parameters())
     assert sum(made) >= parameters, "every weight is cast once by transformers' loader"
     made.clear()
     cache.rename(tmp_path / "before")
-    monkeypatch.setattr("csattn.models.gguf_file.is_converted_aside", lambda num_bytes: False)
+    monkeypatch.setattr("csattn.models.gguf_file.is_converted_on_disk", lambda num_bytes: False)
     full = load_model(file, dtype)
     assert not made and full.fingerprint == there.fingerprint

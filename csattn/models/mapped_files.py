@@ -16,21 +16,21 @@ from csattn.artifact.durable import available_bytes
 from csattn.cache import cache_dir
 from csattn.cpu.heap import trim_heap
 
-_LEAST_BYTES = 2**20  # smaller tensors stay in memory
+_MIN_BYTES = 2**20  # smaller tensors stay in memory
 _IN_MEMORY = {"ramfs", "tmpfs"}
-_MOST_SHARE = 0.5  # of the disk's free space: contexts are built there, too
+_MAX_SHARE = 0.5  # of the disk's free space: contexts are built there, too
 
 
-def has_room_aside(num_bytes: int) -> bool:
-    """Whether so many bytes can be put aside: the cache directory is writable and on a disk with enough room."""
+def has_disk_space(num_bytes: int) -> bool:
+    """Whether so many bytes can go to mapped files: the cache directory is writable and on a disk with enough room."""
     place = next(path for path in (cache_dir(), *cache_dir().absolute().parents) if os.path.isdir(path))
-    if _lies_in_memory(place) or not os.access(place, os.W_OK | os.X_OK):
+    if _is_in_memory(place) or not os.access(place, os.W_OK | os.X_OK):
         return False
     free = available_bytes(place)
-    return free is not None and num_bytes <= _MOST_SHARE * free
+    return free is not None and num_bytes <= _MAX_SHARE * free
 
 
-def _lies_in_memory(place: Path) -> bool:
+def _is_in_memory(place: Path) -> bool:
     """Whether files there take memory that cannot be dropped."""
     device = place.stat().st_dev
     with suppress(OSError):  # not on Linux
@@ -41,13 +41,13 @@ def _lies_in_memory(place: Path) -> bool:
     return False
 
 
-def aside(tensor: Tensor) -> Tensor:
+def to_mapped_file(tensor: Tensor) -> Tensor:
     """Move a tensor to an unnamed file, which is deleted with it, and return it mapped from there.
 
     Return the tensor itself if it is small, not on the CPU, or cannot be written. The mapping is private
     (copy-on-write): the tensor may be changed, and changed pages stay in memory.
     """
-    if tensor.device.type != "cpu" or tensor.nbytes < _LEAST_BYTES:
+    if tensor.device.type != "cpu" or tensor.nbytes < _MIN_BYTES:
         return tensor
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
@@ -61,8 +61,8 @@ def aside(tensor: Tensor) -> Tensor:
     return torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
 
 
-class MadeAside(TorchFunctionMode):
-    """While open, tensors that these functions return in this thread are put aside: a loader's weights, one by one."""
+class ResultsToFiles(TorchFunctionMode):
+    """While open, tensors that these functions return in this thread go to mapped files: weights, one by one."""
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
         super().__init__()
@@ -73,4 +73,4 @@ class MadeAside(TorchFunctionMode):
         if func not in self._functions or not isinstance(made, Tensor):
             return made
         trim_heap()  # frees what earlier tensors were made from
-        return aside(made)
+        return to_mapped_file(made)

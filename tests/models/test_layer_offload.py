@@ -1,4 +1,4 @@
-"""Layers that stay on the host compute the same where they are lent, and are home again afterwards."""
+"""Layers that stay on the host compute the same where they are copied to, and are home again afterwards."""
 
 from contextlib import suppress
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from csattn.models import lending
-from csattn.models.lending import are_lent, lent, place
+from csattn.models import layer_offload
+from csattn.models.layer_offload import is_offloaded, layer_on_device, place
 from csattn.models.query import PROJECTS_QUERIES
 from index_build.capture import prefill
 from tests.tiny import make_model, token_ids
@@ -20,51 +20,53 @@ def addresses(model: Any) -> list[int]:
 @pytest.mark.parametrize(
     "family", ["llama", "gpt_oss", "qwen3_next", "deepseek_v32", "gemma3_text", "gemma4_text", "phi3"]
 )
-def test_a_prefill_by_lent_layers_is_the_same(family: str) -> None:
+def test_a_prefill_by_offloaded_layers_is_the_same(family: str) -> None:
     model, ids = make_model(family), torch.from_numpy(token_ids(70)).long()
     want = [leaving.clone() for _, leaving in prefill(model, ids, chunk_len=32)]
     homes, layers, seen = addresses(model), model.model.layers, []
     for layer in layers:
         layer.mlp.register_forward_pre_hook(lambda mlp, _: seen.append(next(mlp.parameters()).data_ptr()))
-    model.layers_are_lent = True
+    model.layers_are_offloaded = True
     got = [leaving.clone() for _, leaving in prefill(model, ids, chunk_len=32)]
     assert all(map(torch.equal, got, want)) and len(got) == len(layers)
     assert len(seen) == 3 * len(layers) and not set(seen) & set(homes)
     assert addresses(model) == homes
 
 
-def test_what_was_lent_is_home_after_an_error() -> None:
+def test_what_was_copied_is_home_after_an_error() -> None:
     model = make_model()
-    model.layers_are_lent = True
+    model.layers_are_offloaded = True
     homes = addresses(model)
-    with suppress(KeyError), lent(model, 1) as layer:
+    with suppress(KeyError), layer_on_device(model, 1) as layer:
         assert layer is model.model.layers[1] and addresses(model) != homes
         raise KeyError
     assert addresses(model) == homes
 
 
 def test_layers_stay_where_a_device_has_no_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "_has_room", lambda model, device: False)
+    monkeypatch.setattr(layer_offload, "_has_room", lambda model, device: False)
     model = place(make_model(), "meta")  # a device without any memory
-    assert are_lent(model) and model.device.type == "meta"
+    assert is_offloaded(model) and model.device.type == "meta"
     kinds = {name: tensor.device.type for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     assert all((kind == "cpu") == (".layers." in name or "lm_head" in name) for name, kind in kinds.items())
     monkeypatch.undo()
     whole = place(make_model(), "meta")
-    assert not are_lent(whole) and {parameter.device.type for parameter in whole.parameters()} == {"meta"}
+    assert not is_offloaded(whole) and {parameter.device.type for parameter in whole.parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize("free_bytes", [1000, 1 << 30])
 def test_room_is_what_is_free_on_the_device(free_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending.torch.cuda, "mem_get_info", lambda device: (free_bytes, 1 << 40))
-    assert lending._has_room(make_model(), "cuda") == (free_bytes > 1000) and lending._has_room(make_model(), "cpu")
+    monkeypatch.setattr(layer_offload.torch.cuda, "mem_get_info", lambda device: (free_bytes, 1 << 40))
+    assert layer_offload._has_room(make_model(), "cuda") == (free_bytes > 1000) and layer_offload._has_room(
+        make_model(), "cpu"
+    )
 
 
-def test_parts_of_a_layer_are_lent_alone() -> None:
+def test_parts_of_a_layer_are_copied_alone() -> None:
     model = make_model()
-    model.layers_are_lent = True
+    model.layers_are_offloaded = True
     mlp, q = (part.weight for part in (model.model.layers[0].mlp.up_proj, model.model.layers[0].self_attn.q_proj))
     homes = mlp.data_ptr(), q.data_ptr()
-    with lent(model, 0, PROJECTS_QUERIES):
+    with layer_on_device(model, 0, PROJECTS_QUERIES):
         assert mlp.data_ptr() == homes[0] and q.data_ptr() != homes[1]
     assert (mlp.data_ptr(), q.data_ptr()) == homes

@@ -15,7 +15,7 @@ from workers.model.cpu.row_stages import PREPARE, prepare_stage
 from workers.model.ops import Readers, Stream
 
 
-class Notes:
+class StageRecorder:
     """Records stages until `cut`, which makes a tape of them.
 
     Stages are ordered into levels by their data dependencies. A level begins when the one before it is done; the stages
@@ -25,16 +25,16 @@ class Notes:
     def __init__(self, kind: str, num_rows: NDArray[np.int64], num_threads: int = 1) -> None:
         """kind: the dtype of the model's weights. num_rows: [1], the rows of the next run. num_threads: of the team."""
         self._kind, self._num_rows, self._num_threads = kind, num_rows, num_threads
-        self._noted: list[_Stage] = []
+        self._recorded: list[_Stage] = []
         self._numbers: dict[float, NDArray[np.float64]] = {}
         self._levels = _Levels()
 
     def cut(self) -> "RowTape":
         """Return a tape of the stages recorded since the last cut."""
-        noted, self._noted, self._levels = self._noted, [], _Levels()
+        noted, self._recorded, self._levels = self._recorded, [], _Levels()
         return RowTape(noted)
 
-    def _note(
+    def _record(
         self,
         stage: Stage,
         names: tuple[str, ...],  # of its arguments, in order
@@ -47,7 +47,7 @@ class Notes:
     ) -> None:
         arguments = words_of(names, values)
         level, held = self._levels.of(reads, writes), (*reads, *writes, *values.values())
-        self._noted.append(_Stage(stage, arguments, fixed, 0 if fixed else per_row, level, held))
+        self._recorded.append(_Stage(stage, arguments, fixed, 0 if fixed else per_row, level, held))
 
     def _prepare(
         self,
@@ -59,7 +59,7 @@ class Notes:
         scale: float = 1.0,
     ) -> None:
         """Record the stage that adds norm(added) to the stream, if given, and norms it for its next readers."""
-        self._note(
+        self._record(
             prepare_stage,
             PREPARE,
             reads=[stream.hidden] if added is None else [stream.hidden, added],

@@ -36,7 +36,7 @@ def linears_of_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
 def experts_of_layers(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
     """Return the modules with the matrices of all experts of a layer, which may be quantized, by name."""
     spec, family = describe(model.config), FAMILIES[model.config.model_type]
-    block = "experts" if family.experts_beside else f"{family.mlp}.experts"
+    block = "experts" if family.experts_in_layer else f"{family.mlp}.experts"
     return [
         (f"model.layers.{i}.{block}", layer.get_submodule(block), of.experts[0])
         for i, (layer, of) in enumerate(zip(model.model.layers, spec.layers, strict=True))
@@ -44,7 +44,7 @@ def experts_of_layers(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
     ]
 
 
-def keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
+def attach_quantized(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
     """Set the attribute `quantized` of modules, so that products read these matrices; only in models in bfloat16.
 
     Matrices of experts are removed from the dict.
@@ -57,35 +57,35 @@ def keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
     of_experts = [(found.groups(), name) for name in quantized if (found := _OF_EXPERT.search(name))]
     parts = {key: quantized.pop(name) for key, name in of_experts}
     for name, module, spec in experts_of_layers(model):
-        kept = _experts_in_one(name, spec, quantized) or _experts_by_one(name.split(".")[2], spec, parts)
-        if kept is not None:
-            module.quantized = kept
+        experts = _experts_in_one(name, spec, quantized) or _experts_by_one(name.split(".")[2], spec, parts)
+        if experts is not None:
+            module.quantized = experts
 
 
-def forget_changed(model: Any) -> None:
+def drop_stale_quantized(model: Any) -> None:
     """Drop the quantized form of matrices that no longer equal what it decodes to, judged by some of their rows.
 
     Merged adapters, edits and another dtype change matrices.
     """
     for module in model.modules():
-        kept = getattr(module, "quantized", None)
-        if isinstance(kept, QuantizedWeight) and not _is_decoded(module.weight.data[None], kept, model.dtype):
+        quantized = getattr(module, "quantized", None)
+        if isinstance(quantized, QuantizedWeight) and not _is_decoded(module.weight.data[None], quantized, model.dtype):
             del module.quantized
     inputs_first = FAMILIES[model.config.model_type].inputs_first
     for _, module, spec in experts_of_layers(model):
         if not hasattr(module, "quantized"):
             continue
-        kept, gates_ups, downs = module.quantized, module.gate_up_proj.data, module.down_proj.data
+        quantized, gates_ups, downs = module.quantized, module.gate_up_proj.data, module.down_proj.data
         if inputs_first:
             gates_ups, downs = gates_ups.mT, downs.mT
         places = _gates_then_ups(spec) if spec.activation == "clamped" else None
-        if not _is_decoded(gates_ups, kept.gate_up, model.dtype, places) or not _is_decoded(
-            downs, kept.down, model.dtype
+        if not _is_decoded(gates_ups, quantized.gate_up, model.dtype, places) or not _is_decoded(
+            downs, quantized.down, model.dtype
         ):
             del module.quantized
 
 
-def drop_few_bits(model: Any) -> None:
+def drop_quantized(model: Any) -> None:
     """Drop all quantized weights of a model that only prefills: it multiplies with decoded weights."""
     for module in model.modules():
         if hasattr(module, "quantized"):
@@ -94,16 +94,16 @@ def drop_few_bits(model: Any) -> None:
 
 
 def _is_decoded(
-    weight: Tensor,  # [num_matrices, num_out, num_in]; `kept` has the matrices stacked
-    kept: QuantizedWeight,
+    weight: Tensor,  # [num_matrices, num_out, num_in]; `quantized` has the matrices stacked
+    quantized: QuantizedWeight,
     dtype: torch.dtype,  # the model's; some of its matrices may be float32
-    places: Tensor | None = None,  # [num_matrices * num_out]: the row of the weight for each row kept
+    places: Tensor | None = None,  # [num_matrices * num_out]: the row of the weight for each row quantized
 ) -> bool:
     num_matrices, num_out, _ = weight.shape
-    rows = torch.arange(0, len(kept), max(1, len(kept) // max(_SAMPLED_ROWS, 2 * num_matrices)))
+    rows = torch.arange(0, len(quantized), max(1, len(quantized) // max(_SAMPLED_ROWS, 2 * num_matrices)))
     at = rows if places is None else places[rows]
     there = weight[at // num_out, at % num_out]
-    return dtype == torch.bfloat16 and torch.equal(there.to("cpu", dtype), kept.outputs(rows).decoded(dtype))
+    return dtype == torch.bfloat16 and torch.equal(there.to("cpu", dtype), quantized.outputs(rows).decoded(dtype))
 
 
 def _experts_in_one(name: str, spec: ExpertsSpec, quantized: dict[str, QuantizedWeight]) -> QuantizedExperts | None:
@@ -141,16 +141,16 @@ def _gates_then_ups(spec: ExpertsSpec) -> Tensor:
     return (torch.arange(spec.num_experts)[:, None] * len(rows) + in_order).flatten()
 
 
-def round_weights(model: Any, rounding: Rounding, beside: Callable[[Tensor], Tensor] | None = None) -> None:
+def round_weights(model: Any, rounding: Rounding, store_decoded: Callable[[Tensor], Tensor] | None = None) -> None:
     """Quantize the weights of linear modules and experts in a model's layers by rounding.
 
-    beside: stores decoded weights, like `aside`; None: in memory.
+    store_decoded: stores decoded weights, like `to_mapped_file`; None: in memory.
     """
-    beside = beside or (lambda decoded: decoded)
+    store_decoded = store_decoded or (lambda decoded: decoded)
     quantized = {}
     for name, module in linears_of_layers(model):
         weight = QuantizedWeight.rounded(module.weight.data, rounding)
-        module.weight.data = beside(weight.decoded(module.weight.dtype))
+        module.weight.data = store_decoded(weight.decoded(module.weight.dtype))
         quantized[f"{name}.weight"] = weight
     inputs_first = FAMILIES[model.config.model_type].inputs_first
     for name, module, _ in experts_of_layers(model):
@@ -160,6 +160,6 @@ def round_weights(model: Any, rounding: Rounding, beside: Callable[[Tensor], Ten
             whole = joined([QuantizedWeight.rounded(matrix, rounding) for matrix in matrices])
             assert whole is not None, "they are of a kind"
             decoded = whole.decoded(matrices.dtype).view(matrices.shape)
-            parameter.data = beside(decoded.mT if inputs_first else decoded)
+            parameter.data = store_decoded(decoded.mT if inputs_first else decoded)
             quantized[f"{name}.{part}"] = whole
-    keep(model, quantized)
+    attach_quantized(model, quantized)

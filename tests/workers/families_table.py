@@ -104,25 +104,25 @@ def attention(spec: ModelSpec) -> str:
     kinds = [layer.attention for layer in spec.layers if layer.delta is None]
     latents = [layer.latent for layer in spec.layers if layer.latent is not None]
     said = {
-        "latents, all of them": any(latent.top_k is None for latent in latents),
-        "latents, by its own indexer": any(latent.indexer is not None for latent in latents),
-        "of which some layers share a choice": any(x.top_k is not None and x.indexer is None for x in latents),
-        "windows and compressed rows": bool(spec.compressed),
-        "of these by its own indexer in some layers": any(of.indexer is not None for of in spec.compressed),
+        "MLA over all latents": any(latent.top_k is None for latent in latents),
+        "MLA over latents that its own indexer chooses": any(latent.indexer is not None for latent in latents),
+        "some layers reuse the choice of an earlier one": any(x.top_k is not None and x.indexer is None for x in latents),
+        "sliding windows and compressed rows": bool(spec.compressed),
+        "which its own indexer chooses in some layers": any(of.indexer is not None for of in spec.compressed),
         "several residual streams": spec.streams is not None,
-        "windows": any(kind.reach is not None and not kind.reach.chunked for kind in kinds),
-        "chunks": any(kind.reach is not None and kind.reach.chunked for kind in kinds),
+        "sliding windows": any(kind.reach is not None and not kind.reach.chunked for kind in kinds),
+        "chunked": any(kind.reach is not None and kind.reach.chunked for kind in kinds),
         "heads of two widths": spec.local_heads is not None,
-        "rows of others in some layers": bool(spec.kv_sources),
-        "sink logits": any(kind.sinks for kind in kinds),
+        "some layers share the KV of another": bool(spec.kv_sources),
+        "attention sinks (logits)": any(kind.sinks for kind in kinds),
         "capped logits": any(kind.logit_cap is not None for kind in kinds),
         "no RoPE in some layers": any(is_unrotated(spec, kind) for kind in kinds),
-        "a RoPE for each kind of layer": sum(rope.parameters is not None for rope in spec.ropes) > 1,
-        "gated": any(kind.gated for kind in kinds),
-        "gated deltas (linear)": any(layer.delta is not None for layer in spec.layers),
-        "queries that grow": any(rope.temper is not None for rope in spec.ropes),
+        "a RoPE for each layer type": sum(rope.parameters is not None for rope in spec.ropes) > 1,
+        "gated output": any(kind.gated for kind in kinds),
+        "linear attention (gated delta rule)": any(layer.delta is not None for layer in spec.layers),
+        "queries scaled by position": any(rope.temper is not None for rope in spec.ropes),
     }
-    return ", ".join(what for what, is_so in said.items() if is_so) or "to everything"
+    return ", ".join(what for what, is_so in said.items() if is_so) or "full"
 
 
 def is_unrotated(spec: ModelSpec, kind: AttentionSpec) -> bool:
@@ -131,15 +131,15 @@ def is_unrotated(spec: ModelSpec, kind: AttentionSpec) -> bool:
 
 def mlps(spec: ModelSpec) -> str:
     kinds = {of_layer(layer) for layer in spec.layers}
-    return " and ".join(sorted(kinds)) + (", beside attention" if spec.layers[0].parallel else "")
+    return " and ".join(sorted(kinds)) + (", parallel to attention" if spec.layers[0].parallel else "")
 
 
 def of_layer(layer: LayerSpec) -> str:
     if not layer.experts:
         return "dense"
     if layer.experts[0].has_own_norms:
-        return "dense beside experts"
-    return "experts, one of them shared" if len(layer.experts) > 1 or layer.mlp is not None else "experts"
+        return "dense parallel to experts"
+    return "experts, one shared" if len(layer.experts) > 1 or layer.mlp is not None else "experts"
 
 
 if __name__ == "__main__":

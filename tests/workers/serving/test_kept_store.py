@@ -133,16 +133,21 @@ def test_a_store_has_many_users_or_one_who_is_alone_in_it(tmp_path: Path) -> Non
 def test_a_process_that_is_forked_does_not_stay_alone_in_a_store(tmp_path: Path) -> None:
     with alone_in(tmp_path) as is_alone:
         assert is_alone
+        has_begun, begins = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(begins, b"!")
             time.sleep(60.0)
             os._exit(0)
     try:
+        assert os.read(has_begun, 1) == b"!"
         with alone_in(tmp_path) as is_alone:
             assert is_alone
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(has_begun)
+        os.close(begins)
 
 
 @pytest.mark.parametrize("link", ["kept", "kept/0123", f"kept/{'0' * 32}"])

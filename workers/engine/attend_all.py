@@ -77,7 +77,7 @@ class StreamedRows:
         self._num_layers = shape.num_layers
         # None on an emulated device, where everything runs in order
         self._link = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._is_there: torch.cuda.Event | None = None  # recorded after the last copy
+        self._copied: torch.cuda.Event | None = None  # recorded after the last copy
         self._kv: dict[int, PinnedRows] = {}
         self._in_step: list[int] = []  # contexts of the current step
 
@@ -103,11 +103,11 @@ class StreamedRows:
 
         Take the layers in order, and enqueue all work that reads one before taking the next.
         """
-        is_there = self._is_there
+        copied = self._copied
         if layer_idx + 1 < self._num_layers:
             self._bring(layer_idx + 1)
-        if is_there is not None:
-            torch.cuda.current_stream().wait_event(is_there)
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
         return self._sources[layer_idx % TURNS]
 
     def _bring(self, layer_idx: int) -> None:
@@ -120,7 +120,7 @@ class StreamedRows:
                 room = self._room[layer_idx % TURNS, context_id, : rows.shape[:2].numel()]
                 room.view(rows.shape).copy_(rows, non_blocking=True)
         if self._link is not None:
-            self._is_there = self._link.record_event()
+            self._copied = self._link.record_event()
 
 
 def reads_once(shape: EngineShape) -> bool:

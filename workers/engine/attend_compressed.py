@@ -40,21 +40,21 @@ class AttendCompressed(StepAttention):
             self._seen = self.memory.find(rows, self._weights)
         ops, weights, layer = self._ops, self._weights[layer_idx], self.memory.layers[layer_idx]
         seen, scale = self._seen[layer.spec.ratio], layer.spec.head_dim**-0.5
-        ops.take_up(room.inputs, weights, seen, layer)
+        ops.store_rows(room.inputs, weights, seen, layer)
         if weights.rows is not None:
             ops.compress(weights, seen, layer)
-        asked = ops.ask(room.projected, room.inputs, weights, seen, layer)
+        queries = ops.make_queries(room.projected, room.inputs, weights, seen, layer)
         attended = seen.attended
-        if asked.index_q is not None:
-            attended = torch.cat((seen.near, self._chosen(asked, seen, layer)), dim=1)
-        out, _ = sparse_mla(asked.q, None, layer.rows, None, attended, scale, attn_sink=weights.sinks)
-        ops.turn_back(out, weights, seen, layer, room.attended)
+        if queries.index_q is not None:
+            attended = torch.cat((seen.near, self._chosen(queries, seen, layer)), dim=1)
+        out, _ = sparse_mla(queries.q, None, layer.rows, None, attended, scale, attn_sink=weights.sinks)
+        ops.unrotate(out, weights, seen, layer, room.attended)
 
-    def _chosen(self, asked: CompressedQueries, seen: SeenCompressed, layer: LayerMemory) -> Tensor:
+    def _chosen(self, queries: CompressedQueries, seen: SeenCompressed, layer: LayerMemory) -> Tensor:
         """Return where the compressed rows with the best index keys lie: [batch_size, top_k] int32, -1 padded."""
-        assert asked.index_q is not None and asked.index_weights is not None
+        assert queries.index_q is not None and queries.index_weights is not None
         most, pages = layer.spec.top_k, KeyPages(layer.keys[:, None], self._scale.expand(len(layer.keys), 1))
-        scores = score_pages(asked.index_q, asked.index_weights, pages, seen.places, seen.lens, longer_than=most)
+        scores = score_pages(queries.index_q, queries.index_weights, pages, seen.places, seen.lens, longer_than=most)
         return top_k(scores, most, seen.lens, order="position", pages=seen.rows)
 
 

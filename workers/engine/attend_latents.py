@@ -31,22 +31,22 @@ class AttendLatents(StepAttention):
     def __repr__(self) -> str:
         return f"<AttendLatents {self.far!r}>"
 
-    def attend_latents(self, layer_idx: int, asked: LatentQueries, rows: StepRows, out: Tensor) -> None:
+    def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: Tensor) -> None:
         spec, seen = self._latents[layer_idx], self._seen[rows.batch_size]
         assert spec is not None
         if layer_idx == 0:
             self.far.find(rows, seen)
         if spec.indexer is not None:
-            self._choose(asked, self.far.index_keys(layer_idx), seen)
+            self._choose(queries, self.far.index_keys(layer_idx), seen)
         kept, chosen = self.far.attended(layer_idx, rows, seen)
-        parts = asked.q[..., : spec.kv_rank].contiguous(), asked.q[..., spec.kv_rank :].contiguous()
-        latents, turned = kept[:, : spec.kv_rank], kept[:, spec.kv_rank : spec.key_width]
-        sparse_mla(*parts, latents, turned, chosen, self.shape.softmax_scale, out=out)
+        parts = queries.q[..., : spec.kv_rank].contiguous(), queries.q[..., spec.kv_rank :].contiguous()
+        latents, rope_keys = kept[:, : spec.kv_rank], kept[:, spec.kv_rank : spec.key_width]
+        sparse_mla(*parts, latents, rope_keys, chosen, self.shape.softmax_scale, out=out)
 
-    def _choose(self, asked: LatentQueries, keys: Tensor, seen: SeenRows) -> None:
+    def _choose(self, queries: LatentQueries, keys: Tensor, seen: SeenRows) -> None:
         """Score the index keys and choose the best. keys: [num_places, 1, index_head_dim]; every key is a page."""
-        assert asked.index_q is not None and asked.index_weights is not None and self._top_k is not None
+        assert queries.index_q is not None and queries.index_weights is not None and self._top_k is not None
         pages = KeyPages(keys, self._scale.expand(len(keys), 1))
-        told = asked.index_q, asked.index_weights, pages, seen.places, seen.lens
-        scores = score_pages(*told, longer_than=self._top_k, out=seen.scores)
+        operands = queries.index_q, queries.index_weights, pages, seen.places, seen.lens
+        scores = score_pages(*operands, longer_than=self._top_k, out=seen.scores)
         top_k(scores, self._top_k, seen.lens, order="position", pages=self.far.pages_of(seen), out=seen.chosen)

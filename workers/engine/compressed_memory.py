@@ -149,8 +149,8 @@ class CompressedMemory:
 
 def _turns(positions: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of RoPE, [batch_size, rope_dim // 2] each."""
-    turned = positions.float()[:, None] * angles
-    return turned.cos(), turned.sin()
+    phases = positions.float()[:, None] * angles
+    return phases.cos(), phases.sin()
 
 
 class LayerMemory:

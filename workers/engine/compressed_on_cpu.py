@@ -74,19 +74,19 @@ class _Layer:
         self._own[slots, tail_lens - 1] = own_rows(inputs, weights, positions).to(self._dtype)
         if spec.ratio:
             self._compress(inputs, slots, positions, context_lens // spec.ratio)
-        asked = compressed_queries(projected, inputs, weights, spec, positions)
-        attended = torch.empty_like(asked.q)
+        queries = compressed_queries(projected, inputs, weights, spec, positions)
+        attended = torch.empty_like(queries.q)
         for row, (state, slot, tail_len) in enumerate(zip(states, slots.tolist(), tail_lens.tolist(), strict=True)):
             of_context = max(0, min(len(state.window), spec.window - tail_len))
             seen = [state.window[len(state.window) - of_context :], self._own[slot, :tail_len][-spec.window :]]
             if spec.ratio:
                 num_own = (int(positions[row]) + 1) // spec.ratio - len(state.rows)
                 far = state.rows, self._rows[slot, :num_own]
-                if asked.index_q is not None and asked.index_weights is not None:
+                if queries.index_q is not None and queries.index_weights is not None:
                     keys = state.keys, self._keys[slot, :num_own]
-                    far = self._chosen(asked.index_q[row], asked.index_weights[row], keys, far)
+                    far = self._chosen(queries.index_q[row], queries.index_weights[row], keys, far)
                 seen += far
-            attended[row] = _attend(asked.q[row], torch.cat(seen).float(), weights.sinks, self._scale)
+            attended[row] = _attend(queries.q[row], torch.cat(seen).float(), weights.sinks, self._scale)
         room.attended[:, :num_rows] = turned_back(attended, weights, spec, positions)
 
     def _compress(self, inputs: Tensor, slots: Tensor, positions: Tensor, num_of_context: Tensor) -> None:

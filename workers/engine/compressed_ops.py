@@ -18,7 +18,7 @@ from workers.engine.compressed_memory import LayerMemory, SeenCompressed
 class CompressedOps:
     """The definition, which also runs without a GPU. `TritonCompressedOps` has the kernels for a GPU."""
 
-    def take_up(
+    def store_rows(
         self,
         inputs: Tensor,  # [batch_size, sum of in_widths]
         weights: CompressedStepWeights,
@@ -44,7 +44,7 @@ class CompressedOps:
         if keys is not None:
             layer.keys[seen.written] = keys.to(layer.keys.dtype)
 
-    def ask(
+    def make_queries(
         self,
         projected: Tensor,  # [batch_size, q_width + index_q_width]
         inputs: Tensor,
@@ -53,11 +53,11 @@ class CompressedOps:
         layer: LayerMemory,
     ) -> CompressedQueries:
         """Return the queries, in the dtype of the layer's rows; weights of index heads stay float32."""
-        asked, dtype = compressed_queries(projected, inputs, weights, layer.spec, seen.positions), layer.rows.dtype
-        index_q = None if asked.index_q is None else asked.index_q.to(dtype)
-        return CompressedQueries(asked.q.to(dtype), index_q, asked.index_weights)
+        queries, dtype = compressed_queries(projected, inputs, weights, layer.spec, seen.positions), layer.rows.dtype
+        index_q = None if queries.index_q is None else queries.index_q.to(dtype)
+        return CompressedQueries(queries.q.to(dtype), index_q, queries.index_weights)
 
-    def turn_back(
+    def unrotate(
         self,
         attended: Tensor,  # [batch_size, num_heads, head_dim]
         weights: CompressedStepWeights,

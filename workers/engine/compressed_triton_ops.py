@@ -18,7 +18,7 @@ _BLOCK, _TOKENS = 1024, 8  # numbers of a program, and tokens that it adds at a 
 class TritonCompressedOps(CompressedOps):
     """Enqueues its kernels on torch's current stream."""
 
-    def take_up(
+    def store_rows(
         self,
         inputs: Tensor,
         weights: CompressedStepWeights,
@@ -31,7 +31,7 @@ class TritonCompressedOps(CompressedOps):
             *(layer.rows, layer.pending, inputs.shape[1], num_pending, width, weights.eps),
             DIM=spec.head_dim,
             BLOCK=_BLOCK,
-            **_turning(spec),
+            **_rope_blocks(spec),
         )
 
     def compress(
@@ -57,7 +57,7 @@ class TritonCompressedOps(CompressedOps):
                 TOKENS=_TOKENS,
             )
 
-    def ask(
+    def make_queries(
         self,
         projected: Tensor,
         inputs: Tensor,
@@ -79,11 +79,11 @@ class TritonCompressedOps(CompressedOps):
             NUM_INDEX_HEADS=num_index_heads,
             INDEX_DIM=index_dim,
             BLOCK_INDEX=_block(index_dim // 2),
-            **_turning(spec),
+            **_rope_blocks(spec),
         )
         return CompressedQueries(q, None if of is None else index_q, None if of is None else index_weights)
 
-    def turn_back(
+    def unrotate(
         self,
         attended: Tensor,
         weights: CompressedStepWeights,
@@ -97,11 +97,11 @@ class TritonCompressedOps(CompressedOps):
             NUM_HEADS=spec.num_heads,
             HEADS=spec.num_heads // spec.num_groups,
             DIM=spec.head_dim,
-            **_turning(spec),
+            **_rope_blocks(spec),
         )
 
 
-def _turning(spec: CompressedSpec) -> dict[str, Any]:
+def _rope_blocks(spec: CompressedSpec) -> dict[str, Any]:
     return {"HALF": spec.rope_dim // 2, "BLOCK_PAIRS": _block(spec.head_dim // 2)}
 
 

@@ -57,13 +57,16 @@ class DeviceRows(FarRows):
         return f"<DeviceRows {len(self._kv)}/{self._shape.num_contexts} contexts>"
 
     def load(
-        self, context_id: int, layers: Iterable[Tensor], tell: Callable[[int, int], None] = lambda done, total: None
+        self,
+        context_id: int,
+        layers: Iterable[Tensor],
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Take a context's KV, layer by layer as from `context_layers`; copy the layers that are not on the device."""
         kept, lenders = list[Tensor](), self._shape.lenders or range(self._shape.num_layers)
         for layer, lender in zip(layers, lenders, strict=True):
             kept.append(kept[lender] if lender < len(kept) else self._taken(layer))
-            tell(len(kept), self._shape.num_layers)
+            on_progress(len(kept), self._shape.num_layers)
         self._kv[context_id] = kept
         self._addresses[:, context_id] = torch.tensor([layer.data_ptr() for layer in kept], dtype=torch.int64)
         self._lens[context_id] = kept[0].shape[1]

@@ -64,7 +64,7 @@ class SearchOnDevice(AttendChosen):
         if searches is None and shape.reads_keys:
             searches = make_exact_searches(shape, far, device)
         self._searches = make_searches(shape, index, device) if searches is None else searches
-        if shape.sums_rest_apart:
+        if shape.has_separate_rest_pass:
             assert isinstance(index, SketchShape)
             self._passes = make_passes(shape, index, device)
         elif shape.rest == "sketch":
@@ -123,26 +123,26 @@ class SearchOnDevice(AttendChosen):
             self.look_ahead(layer_idx, q, rows)
         if (own := self._own(rows)) is not None:
             own.begin(layer_idx, q, rows)
-        if self.shape.sums_rest_apart:
+        if self.shape.has_separate_rest_pass:
             self._passes[rows.batch_size].run(q, self.indexes, layer_idx, rows.context_ids)
         fetched = self._fetched.pop(layer_idx) if self.lookahead else self._search(layer_idx, q, rows)
-        if fetched.is_chosen is not None:
-            torch.cuda.current_stream().wait_event(fetched.is_chosen)
+        if fetched.searched is not None:
+            torch.cuda.current_stream().wait_event(fetched.searched)
         if own is not None:
             own.join()  # before the rest, whose successor starts while it ends (programmatic dependent launch)
         self._post_rest(layer_idx, rows)
-        if fetched.is_there is not None:
-            torch.cuda.current_stream().wait_event(fetched.is_there)
+        if fetched.copied is not None:
+            torch.cuda.current_stream().wait_event(fetched.copied)
         self._attend(layer_idx, q, fetched.rows, rows, out)
 
     def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> "_Fetched":
         """Enqueue the search on the current stream, and the copies of the rows that it selects."""
         selection, search_ids = self.chosen(layer_idx, rows), self._schedule.search_ids(rows)
         self._searches[rows.batch_size].search(q, self.indexes, layer_idx, search_ids, selection, rows.top_ks)
-        self._schedule.share_out(layer_idx, selection, rows)
+        self._schedule.distribute_choices(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._link)
-        is_there = self._link.record_event() if self._link else None
-        return _Fetched(fetched, self._ahead.record_event() if self._ahead else None, is_there)
+        copied = self._link.record_event() if self._link else None
+        return _Fetched(fetched, self._ahead.record_event() if self._ahead else None, copied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,8 @@ class _Fetched:
     """A layer's selection, whose rows are being copied."""
 
     rows: DeviceSelection  # ids of far rows
-    is_chosen: torch.cuda.Event | None  # after the search; None: it is on the stream that attends
-    is_there: torch.cuda.Event | None  # after the copies; None: they are on that stream, or there are none
+    searched: torch.cuda.Event | None  # after the search; None: it is on the stream that attends
+    copied: torch.cuda.Event | None  # after the copies; None: they are on that stream, or there are none
 
 
 def make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -> dict[int, DeviceSearch]:
@@ -165,7 +165,7 @@ def make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -
             query_dtype=shape.dtype,
             device=device,
             max_segments=shape.max_segments,
-            sums_rest=shape.rest == "sketch" and not shape.sums_rest_apart,
+            sums_rest=shape.rest == "sketch" and not shape.has_separate_rest_pass,
         )
         for batch_size in shape.batch_sizes
     }

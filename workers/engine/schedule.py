@@ -67,7 +67,7 @@ class Schedule:
         """Return the contexts to search: [batch_size] int32, -1 for rows that are not searched."""
         return self._turns[rows.batch_size].search_ids if self.reuses else rows.context_ids
 
-    def share_out(self, layer_idx: int, selection: DeviceSelection, rows: StepRows) -> None:
+    def distribute_choices(self, layer_idx: int, selection: DeviceSelection, rows: StepRows) -> None:
         """Enqueue the copies that give every row the choice that it reads. selection: of the searched rows, changed."""
         if not self.reuses:
             return

@@ -76,7 +76,7 @@ class EngineShape:
         return self.max_own_segments * self.growth.segment_len if self.growth is not None else 0
 
     @property
-    def sums_rest_apart(self) -> bool:
+    def has_separate_rest_pass(self) -> bool:
         """Whether attention to the rest takes a pass over the codes of its own: because rows are chosen by other
         queries than the layer's own, or not by codes."""
         by_others = bool(self.search.lookahead) or self.search.search_period > 1

@@ -13,7 +13,7 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models.spec import ModelSpec
 from offload.codecs.formats import KvFormat
-from workers.engine.own_choice import chooses_itself, kept_instead
+from workers.engine.own_choice import kept_instead, model_selects_rows
 from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
 
@@ -49,7 +49,7 @@ class SomeOrAll(StepAttention):
         return self._every if rows.reads_all else self._some
 
 
-def of_all(shape: EngineShape) -> EngineShape:
+def full_attention_shape(shape: EngineShape) -> EngineShape:
     """Return the shape of the steps that attend to all rows, beside those of `shape`."""
     heads = shape.num_kv_heads
     return replace(shape, attends_all=True, rest="none", growth=None, reads_keys=False, num_index_heads=heads)
@@ -88,7 +88,7 @@ def require_both(placement: str, selector: str, search: SearchConfig, kv_format:
 
 def require_model(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raise ConfigError for models whose heads the kernel that reads all rows does not support."""
-    heads, has_heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim), not chooses_itself(spec)
+    heads, has_heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim), not model_selects_rows(spec)
     if not has_heads or not takes_heads(*heads, dtype):
         kind = f"{heads[0]} over {heads[1]} heads of {heads[2]} in {dtype}" if has_heads else kept_instead(spec)
         raise ConfigError(

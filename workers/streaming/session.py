@@ -18,7 +18,7 @@ from csattn.models.unrotated import unrotated
 from workers.engine.slots import require_token
 from workers.model.rows import ids_of, require_tokens
 from workers.streaming.config import StreamConfig
-from workers.streaming.heavy import HeavyRows
+from workers.streaming.heavy_hitters import HeavyRows
 from workers.streaming.places import Places
 from workers.streaming.window import WindowRows
 
@@ -94,9 +94,9 @@ class StreamSession:
         for start in range(0, ids.shape[1], _BLOCK_LEN):
             logits = self._step(ids[:, start : start + _BLOCK_LEN], cache)
         while True:
-            largest, likeliest = logits[:, -1:].max(-1)  # `max` returns NaN if there is any
-            yield require_token(int(likeliest) if largest.isfinite() else -1)
-            logits = self._step(likeliest, cache)
+            largest, argmax = logits[:, -1:].max(-1)  # `max` returns NaN if there is any
+            yield require_token(int(argmax) if largest.isfinite() else -1)
+            logits = self._step(argmax, cache)
 
     def _ids(self, token_ids: NDArray[np.int32]) -> Tensor:
         """Check the ids, and return them as [1, num_tokens] int64 on the model's device."""
@@ -129,7 +129,9 @@ class StreamCache(AttendingCache):
         attend to these rows; and if an earlier step stopped midway, so that layers have different tokens."""
         if not self._session.is_open:
             raise ConfigError("the session of this stream has ended, or has not begun; go on in an open one")
-        if layer_idx == 0 and (any(rows.is_amid for rows in self.rows) or len({rows.kv_len for rows in self.rows}) > 1):
+        if layer_idx == 0 and (
+            any(rows.is_step_open for rows in self.rows) or len({rows.kv_len for rows in self.rows}) > 1
+        ):
             raise ConfigError("a step of this stream was left before its end; begin a new stream")
         return super().update(k, v, layer_idx, *args, **kwargs)
 

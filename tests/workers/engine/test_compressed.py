@@ -244,12 +244,12 @@ def test_kernels_do_what_is_defined(layers: Layers, layer_idx: int) -> None:
         if spec.ratio:
             layer.pending.copy_(pending)
         inputs, projected = room.inputs[:5], room.projected[:5]
-        ops.take_up(inputs, weights, seen, layer)
+        ops.store_rows(inputs, weights, seen, layer)
         if spec.ratio:
             ops.compress(weights, seen, layer)
-        asked = ops.ask(projected, inputs, weights, seen, layer)
+        asked = ops.make_queries(projected, inputs, weights, seen, layer)
         out = torch.full((spec.num_groups, 5, spec.q_width // spec.num_groups), torch.nan, device=DEVICE)
-        ops.turn_back(attended, weights, seen, layer, out)
+        ops.unrotate(attended, weights, seen, layer, out)
         own = layer.rows[: memory.first_compressed - 1]
         parts = own, layer.compressed[: layer.nowhere], layer.keys[: layer.nowhere], asked.q, out
         made.append([*(part.clone() for part in parts), layer.pending[:NUM_TAILS], asked.index_q, asked.index_weights])

@@ -223,7 +223,7 @@ class CpuEngine:
         self._attention.set_lens(plan, tail_lens)
         plain = PlainRows(model, plan, tail_lens, self._scale)
         observers = Observers(model, plan, plain, tail_lens, watch)
-        asking = [row for row, of_row in enumerate(rows) if of_row.asks]
+        asking = [row for row, of_row in enumerate(rows) if of_row.wants_token]
         try:
             self._run(plan, plain, observers)
             if asking:

@@ -27,7 +27,7 @@ class LogitsOnHost:
         if self._place is None:
             self._place = torch.empty(self._max_rows, logits.shape[1], pin_memory=logits.is_cuda)
         for number, row in enumerate(rows):
-            if row.asks and row.draw is None:
+            if row.wants_token and row.draw is None:
                 self._place[number].copy_(logits[number], non_blocking=True)
         synchronize_stream(logits.device)
         return self._place[: len(rows)].numpy()

@@ -80,7 +80,7 @@ class Beginnings:
         without: set[Path] = set()
         while True:
             found = await self._find(ask, config, selector, whole, without)
-            using = self._residency.using(found.path, config, selector, ask.asked_for)
+            using = self._residency.using(found.path, config, selector, ask.routing_key)
             try:
                 resident = await using.__aenter__()
                 break
@@ -96,7 +96,7 @@ class Beginnings:
                 without.add(found.path)
         try:
             if whole is None:
-                ids = await self._beside(prompt_ids, self._loaded.tokenizer, resident.artifact, ask)
+                ids = await self._in_thread(prompt_ids, self._loaded.tokenizer, resident.artifact, ask)
                 self._require_embedded(ask, ids)
             else:
                 ids = whole[found.num_tokens :]
@@ -134,7 +134,7 @@ class Beginnings:
             found = await self.own_contexts.find(whole, ask.cache_salt, registered, without)
             own, answer = whole[found.num_tokens :], min(ask.sampling.max_new_tokens, engine.tail_capacity // 2)
             identity = self._identity(ask, config, selector, None if found.path is None else found.path.name)
-            num_kept = 0 if identity is None else await self._beside(self.kept.num_kept, identity, own)
+            num_kept = 0 if identity is None else await self._in_thread(self.kept.num_kept, identity, own)
             is_much = len(own) - num_kept > self._settings.kept.context_tokens
             fits = len(own) <= engine.tail_capacity - answer
             if (is_much or not fits) and cut_of(len(whole)) > found.num_tokens:
@@ -146,14 +146,14 @@ class Beginnings:
         return found
 
     async def _whole_ids(self, ask: Ask) -> list[int]:
-        ids = await self._beside(whole_ids, self._loaded.tokenizer, ask)
+        ids = await self._in_thread(whole_ids, self._loaded.tokenizer, ask)
         self._require_embedded(ask, ids)
         max_positions = self._engine.max_positions
         room_for(ask, 0, len(ids), max_positions, max_positions)  # raises if the prompt is too long with any context
         return ids
 
     async def _own_rows(self, identity: bytes, ids: list[int]) -> OwnRows:
-        finding = asyncio.ensure_future(self._beside(self.kept.find, identity, ids))
+        finding = asyncio.ensure_future(self._in_thread(self.kept.find, identity, ids))
         try:
             return await asyncio.shield(finding)
         except asyncio.CancelledError:  # nobody takes the result
@@ -170,7 +170,7 @@ class Beginnings:
     def _require_embedded(self, ask: Ask, ids: list[int]) -> None:
         require_embedded(ids, self._loaded.geometry.vocab_size, ask.field)
 
-    def _beside(self, work: Callable[..., T], *arguments: Any) -> Awaitable[T]:
+    def _in_thread(self, work: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
 

@@ -36,10 +36,10 @@ from workers.serving.messages import (
     OverloadedError,
     Selector,
     ServingError,
-    Standing,
     TimedOutError,
     TokenizeAsk,
     Tokens,
+    WorkerStatus,
     closing,
 )
 from workers.serving.metrics import Metrics
@@ -82,7 +82,9 @@ class LocalBackend:
         self._usable = usable = Usable(loaded)
         self._residency = Residency(self._scheduler, engine, usable, settings.engine)
         self._builder = Builder(settings)
-        self._contexts = Contexts(settings.store.path, self._builder, ContextTexts(loaded, settings.build), usable.look)
+        self._contexts = Contexts(
+            settings.store.path, self._builder, ContextTexts(loaded, settings.build), usable.examine
+        )
         self._tokenisers = ThreadPoolExecutor(_NUM_TOKENISERS, thread_name_prefix="csattn-tokenise")
         self._beginnings = Beginnings(
             loaded, settings, engine, self._contexts, usable, self._residency, self._builder, self._tokenisers
@@ -196,24 +198,24 @@ class LocalBackend:
             await self._residency.forget(path)
 
     async def tokenize(self, ask: TokenizeAsk) -> Tokens:
-        return await self._beside(tokenize, self.loaded.tokenizer, self._form, ask, self._engine.max_positions)
+        return await self._in_thread(tokenize, self.loaded.tokenizer, self._form, ask, self._engine.max_positions)
 
     async def detokenize(self, ids: tuple[int, ...]) -> str:
-        return await self._beside(text_of_ids, self.loaded.tokenizer, ids)
+        return await self._in_thread(text_of_ids, self.loaded.tokenizer, ids)
 
-    async def workers(self) -> dict[str, Standing | None]:
-        return {"this process": self.standing()}
+    async def workers(self) -> dict[str, WorkerStatus | None]:
+        return {"this process": self.status()}
 
-    def standing(self) -> Standing:
+    def status(self) -> WorkerStatus:
         """State of this worker: its load, and the contexts that it holds."""
-        return Standing(
+        return WorkerStatus(
             since=self._since,
             num_running=self._scheduler.flow.num_in_flight,
             num_slots=self._scheduler.max_running,
             budget_bytes=self._settings.engine.context_bytes,
             has_room=self._residency.has_room,
             held=self._residency.held(self._settings.store.path),
-            failed_builds=self._beginnings.own_contexts.setbacks.told(),
+            failed_builds=self._beginnings.own_contexts.backoff.report(),
         )
 
     async def hold(self, contexts: Sequence[Held]) -> None:
@@ -263,7 +265,7 @@ class LocalBackend:
         if (closed := self._scheduler.flow.closed) is not None and not (self._steps and self._steps.is_alive):
             raise copy(closed)
 
-    async def _beside(self, work: Callable[..., T], *arguments: Any) -> T:
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run work in one of the tokenisers' threads."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenisers, work, *arguments)
 
@@ -307,7 +309,7 @@ class LocalBackend:
             writer=Writer(self.loaded.tokenizer, sampling.stop, speech_of(ask, form), form.hidden, sampling.min_tokens),
             grammar=grammar,
             in_prompt=in_prompt,
-            tells_usage=ask.tells_usage,
+            reports_usage=ask.reports_usage,
             echo=self._echo(ask),
         )
 

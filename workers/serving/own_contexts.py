@@ -26,13 +26,13 @@ from csattn.artifact.work import BUILDING_PREFIX, num_bytes_below, used_at
 from csattn.config import preset
 from csattn.errors import ArtifactError, ArtifactRoomError, CsattnError
 from csattn.models import LoadedModel
+from workers.serving.backoff import BuildBackoff
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
 from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, DiskBudget, entries, kept_files, remove_at_once, salted
 from workers.serving.messages import ContextNotReadyError, FailedBuild, closing
 from workers.serving.names_in_store import by_names_in_store
 from workers.serving.residency import Residency
-from workers.serving.setbacks import Setbacks
 from workers.serving.usable import Tokens, Usable
 from workers.settings import Settings
 
@@ -76,10 +76,10 @@ class OwnContexts:
         self._identity = [loaded.fingerprint, loaded.tokenizer_hash]
         self._index_config = preset(settings.build.preset)
         self._checked: set[Path] = set()  # artifacts whose every byte has been verified
-        self._looks: dict[Path, asyncio.Task[bool]] = {}  # such verifications under way
+        self._verifications: dict[Path, asyncio.Task[bool]] = {}  # such verifications under way
         self._builds: dict[_Key, _Build] = {}
         self._turn_to_build = asyncio.Semaphore(1)  # not shared with registered contexts, whose builds nobody waits for
-        self.setbacks = Setbacks()
+        self.backoff = BuildBackoff()
         self.num_bytes: int | None = None  # of all on the disk, when the last one was built here
         self._num_failed = 0
         self._is_closed = False
@@ -99,7 +99,7 @@ class OwnContexts:
         ids, directory, without = np.asarray(token_ids, np.int32), self._of(salt), set(without)
         while True:
             found = await asyncio.to_thread(self._longest, ids, directory, registered, without)
-            if found.path is None or found.path.parent != directory or await self._is_sound(found.path):
+            if found.path is None or found.path.parent != directory or await self._is_intact(found.path):
                 return found
             without.add(found.path)
 
@@ -154,16 +154,18 @@ class OwnContexts:
         known = self._usable.recall(path)
         return known.token_ids if known.spec and known.spec.index_config == self._index_config else None
 
-    async def _is_sound(self, path: Path) -> bool:
+    async def _is_intact(self, path: Path) -> bool:
         """Verify every byte of an artifact, once for all requests. A damaged one is removed."""
         if path in self._checked:
             return True
-        if path not in self._looks:
-            look = self._looks[path] = asyncio.create_task(asyncio.to_thread(self._look, path))
-            look.add_done_callback(lambda look: self._looks.pop(path) and (look.cancelled() or look.exception()))
-        return await asyncio.shield(self._looks[path])  # if one request is cancelled, it goes on for the others
+        if path not in self._verifications:
+            verification = self._verifications[path] = asyncio.create_task(asyncio.to_thread(self._verify, path))
+            verification.add_done_callback(
+                lambda task: self._verifications.pop(path) and (task.cancelled() or task.exception())
+            )
+        return await asyncio.shield(self._verifications[path])  # if one request is cancelled, it goes on for the others
 
-    def _look(self, path: Path) -> bool:
+    def _verify(self, path: Path) -> bool:
         try:
             open_artifact(path, verify="full").close()
         except ArtifactRoomError:  # it could not be mapped, but may be intact
@@ -179,7 +181,7 @@ class OwnContexts:
         """Queue a build: it starts when those before it have ended."""
         if self._is_closed:
             raise closing()
-        if failed := self.setbacks.of(key):
+        if failed := self.backoff.of(key):
             raise _refusal(failed)
 
         async def run() -> Path:
@@ -205,14 +207,14 @@ class OwnContexts:
             self._num_failed += 1
             # all clients can see the message, and whoever knows a salt's hash can test guesses of the salt
             why = by_names_in_store(str(error), self._settings.store.path).replace(directory.name, "...")
-            refusal = _refusal(self.setbacks.add(key, len(ids), why))
+            refusal = _refusal(self.backoff.add(key, len(ids), why))
             refusal.detail = refusal.message.replace(why, str(error))
             _log.warning("%s", refusal.detail)
             raise refusal from error
         finally:
             with suppress(OSError):
                 ids_path.unlink()
-        self.setbacks.forget(key)
+        self.backoff.forget(key)
         path = directory / str(result["artifact"])
         self._checked.add(path)
         _log.info("a context of %s tokens was built in %.1f s", f"{len(ids):,}", time.monotonic() - started)
@@ -220,12 +222,12 @@ class OwnContexts:
         return path
 
     def _write_tokens(self, path: Path, ids: Tokens) -> None:
-        directory, told = path.parent, json.dumps(ids.tolist())
+        directory, data = path.parent, json.dumps(ids.tolist())
 
         def write() -> None:
             with store_errors(f"make {directory}", self._settings.store.path):
                 directory.mkdir(parents=True, exist_ok=True)
-            path.write_text(told)
+            path.write_text(data)
 
         with store_errors(f"write {path}", directory):
             try:

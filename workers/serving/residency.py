@@ -40,7 +40,7 @@ from workers.serving.usable import Usable
 from workers.settings import EngineSettings
 
 _RETRY_S = 5.0
-_LOOK_S = 1.0  # interval at which a loaded context's files are checked for lost bytes, at most
+_CHECK_S = 1.0  # interval at which a loaded context's files are checked for lost bytes, at most
 
 
 class _Unwanted(Exception):
@@ -86,27 +86,27 @@ class Residency:
     def held(self, store: Path) -> tuple[Held, ...]:
         """The loaded contexts, the largest first."""
         now = time.monotonic()
-        found = [resident.told(str(path.relative_to(store)), now) for path, resident in self._residents.items()]
+        found = [resident.snapshot(str(path.relative_to(store)), now) for path, resident in self._residents.items()]
         return tuple(sorted(found, key=lambda held: (-held.num_bytes, held.path)))
 
     @asynccontextmanager
     async def using(
-        self, path: Path | None, config: SearchConfig, selector: Selector, asked_for: str = ""
+        self, path: Path | None, config: SearchConfig, selector: Selector, routing_key: str = ""
     ) -> AsyncIterator[Resident]:
         """Keep the artifact at that path loaded until the block ends, and prepared for such a request.
 
-        path: None for a request without a context. asked_for: `Ask.asked_for`.
+        path: None for a request without a context. routing_key: `Ask.routing_key`.
         """
         if path is None:
             yield Resident(NO_CONTEXT, None)
             return
         await self._require_whole(path)
         self._forgotten.discard(path)
-        there = (known := self._residents.get(path)) is not None and not known.is_leaving
-        self._scheduler.metrics.context_requests.labels("memory" if there else "store").inc()
+        is_resident = (known := self._residents.get(path)) is not None and not known.is_leaving
+        self._scheduler.metrics.context_requests.labels("memory" if is_resident else "store").inc()
         resident = await self._resident(path)
         resident.last_used = next(self._uses)
-        resident.remember(asked_for)
+        resident.remember(routing_key)
         try:
             await self._prepare(path, resident, config, selector)
             yield resident
@@ -117,7 +117,7 @@ class Residency:
         """Load a context ahead of need, if it fits beside those that are loaded or being loaded."""
         if path not in self._residents and path not in self._loading and self._fits(held.num_bytes):
             resident = await self._resident(path)
-            for name in held.asked_for:
+            for name in held.routing_keys:
                 resident.remember(name)
             await self._leave(path, resident)
 
@@ -154,8 +154,8 @@ class Residency:
         if (resident := self._residents.get(path)) is None:
             return
         now = time.monotonic()
-        if not resident.fault and now - resident.looked_at >= _LOOK_S:
-            resident.looked_at = now
+        if not resident.fault and now - resident.checked_at >= _CHECK_S:
+            resident.checked_at = now
             resident.fault = await asyncio.to_thread(lost_bytes, resident.files)
         if resident.fault:
             await self.forget(path)
@@ -405,8 +405,8 @@ def _as_serving_error(error: Exception, done: str) -> ServingError:
     if isinstance(error, ServingError):
         return error
     why = str(error) if isinstance(error, CsattnError) else f"{type(error).__name__}: {error}"
-    told = f"the context could not be {done}"
+    prefix = f"the context could not be {done}"
     if isinstance(error, OSError | ArtifactError | DiskError):  # it names files, which clients should not see
-        hidden = f"{told}: its files cannot be read; the service's operator finds what is wrong in its log"
-        return ServingError(hidden, detail=f"{told}: {why}")
-    return ServingError(f"{told}: {why[:300]}")
+        hidden = f"{prefix}: its files cannot be read; the service's operator finds what is wrong in its log"
+        return ServingError(hidden, detail=f"{prefix}: {why}")
+    return ServingError(f"{prefix}: {why[:300]}")

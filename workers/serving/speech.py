@@ -90,8 +90,8 @@ class Speech:
         return True
 
     def _think(self) -> bool:
-        told, found = self._until(THOUGHT)
-        self._parts.reasoning += told
+        text, found = self._until(THOUGHT)
+        self._parts.reasoning += text
         if found:
             self._state, self._drops_space = self._open_calls(), True
         return found
@@ -115,7 +115,7 @@ class Speech:
             is_over = is_over or self._call.end is not None
         if not is_over and (looks_so or any(start.startswith(begun) for start in _UNANNOUNCED)):
             return False
-        calls, cut_off = self._calls_alone() if looks_so else ([], "")
+        calls, cut_off = self._unmarked_calls() if looks_so else ([], "")
         if calls:
             self._rest, self.has_ended = cut_off, not self._parallel_calls
             for name, arguments in calls:
@@ -124,7 +124,7 @@ class Speech:
         self._state = self._say
         return True
 
-    def _calls_alone(self) -> tuple[list[tuple[str, str]], str]:
+    def _unmarked_calls(self) -> tuple[list[tuple[str, str]], str]:
         """The calls that the answer consists of, and the text of a truncated last one; no calls if there is any other
         text."""
         text, calls = _FENCED.sub(r"\1", self._rest).strip(), list[tuple[str, str]]()
@@ -141,8 +141,8 @@ class Speech:
 
     def _say(self) -> bool:
         opening = self._format.opening if self._format is not None else None
-        told, found = self._until(opening)
-        self._parts.text += told
+        text, found = self._until(opening)
+        self._parts.text += text
         if found:
             self._lead, self._state = opening or "", self._between_calls
         return found
@@ -166,10 +166,10 @@ class Speech:
         if rest.startswith("{"):
             self._call, self._state = _Call(), self._read_call
             return True
-        self._say_lead()
+        self._emit_lead()
         return bool(rest)
 
-    def _say_lead(self) -> None:
+    def _emit_lead(self) -> None:
         """Pass the marker on as text: no call has followed it."""
         self._parts.text += self._lead
         self._drops_space = self._drops_space and not self._lead
@@ -178,20 +178,20 @@ class Speech:
     def _read_call(self) -> bool:
         call = self._call
         call.scan(self._rest)
-        if call.told is None and (head := _HEAD.match(self._rest)) and _name(head[1]) in self._tools:
+        if call.emitted_len is None and (head := _HEAD.match(self._rest)) and _name(head[1]) in self._tools:
             self._begin_call(_name(head[1]))
-            call.told = head.end()
-        if call.told is not None:
-            upto = call.arguments_end(call.told)
-            self._add_arguments(self._rest[call.told : upto])
-            call.told = max(call.told, upto)
+            call.emitted_len = head.end()
+        if call.emitted_len is not None:
+            upto = call.arguments_end(call.emitted_len)
+            self._add_arguments(self._rest[call.emitted_len : upto])
+            call.emitted_len = max(call.emitted_len, upto)
         if call.end is None and not self._is_final:
             return False
         whole = self._rest[: call.end]
         self._rest = self._rest[len(whole) :]
-        if call.told is None and not self._tell_whole(whole):
+        if call.emitted_len is None and not self._emit_whole(whole):
             self._drops_space = False
-            self._say_lead()
+            self._emit_lead()
             self._parts.text += whole
             return bool(self._rest)
         self._lead, self._state, self._drops_space = "", self._between_calls, True
@@ -199,7 +199,7 @@ class Speech:
             self.has_ended, self._rest = True, ""
         return bool(self._rest)
 
-    def _tell_whole(self, text: str) -> bool:
+    def _emit_whole(self, text: str) -> bool:
         """Emit a complete call; false if the text is not one."""
         if (call := self._call_of(text)) is None:
             return False
@@ -245,13 +245,13 @@ class Speech:
             self._rest = self._rest.lstrip(_SPACE)
             self._drops_space = not self._rest
         if marker is None:
-            told, self._rest = self._rest, ""
-            return told, False
-        told, found, after = self._rest.partition(marker)
+            text, self._rest = self._rest, ""
+            return text, False
+        text, found, after = self._rest.partition(marker)
         if not found and not self._is_final:
-            told = told[: len(told) - overlap(told, marker)]
-        self._rest = after if found else self._rest[len(told) :]
-        return told, bool(found)
+            text = text[: len(text) - overlap(text, marker)]
+        self._rest = after if found else self._rest[len(text) :]
+        return text, bool(found)
 
 
 class _Call:
@@ -259,7 +259,8 @@ class _Call:
 
     def __init__(self) -> None:
         self.end: int | None = None
-        self.told: int | None = None  # up to where its arguments have been emitted; None: its name is not known yet
+        # up to where its arguments have been emitted; None: its name is not known yet
+        self.emitted_len: int | None = None
         self._seen = self._depth = 0
         self._in_string = self._is_escaped = False
         self._ends_inside: list[int] = []  # ends of objects and lists one level down

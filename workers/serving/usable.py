@@ -37,24 +37,24 @@ class Usable:
         self._known: dict[Path, Known] = {}
         self._most_known = _FEW  # entries from which removed artifacts are looked for
 
-    def look(self, path: Path) -> Known:
+    def examine(self, path: Path) -> Known:
         """Examine the artifact at that path. If its files have not changed, this costs only a `stat` of each."""
         try:
-            return self._look(path)
+            return self._examine(path)
         except ArtifactRoomError as error:
             return Known(f"{_CANNOT}: {error}")
 
-    def _look(self, path: Path) -> Known:
+    def _examine(self, path: Path) -> Known:
         stamp = _stamp(path)
         known = self._known.get(path)
         if known is None or known.stamp != stamp:
-            known = self._examine(path, stamp)
+            known = self._examine_files(path, stamp)
         return known
 
     def recall(self, path: Path) -> Known:
-        """`look`, but without touching the disk if the artifact was usable when it was last examined."""
+        """`examine`, but without touching the disk if the artifact was usable when it was last examined."""
         known = self._known.get(path)
-        return self.look(path) if known is None or known.fault else known
+        return self.examine(path) if known is None or known.fault else known
 
     def forget(self, path: Path) -> None:
         """Forget an artifact that has been removed."""
@@ -65,7 +65,7 @@ class Usable:
 
         Raises ContextNotReadyError if it cannot be used, ArtifactRoomError if others have to be closed first.
         """
-        fault = self._look(path).fault
+        fault = self._examine(path).fault
         try:
             if not fault:
                 return open_artifact(path)
@@ -81,10 +81,10 @@ class Usable:
             artifact.require_sound()
         except ArtifactError as error:
             fault = f"{_CANNOT}: {error}"
-            self._known[artifact.path] = replace(self.look(artifact.path), fault=fault, token_ids=None)
+            self._known[artifact.path] = replace(self.examine(artifact.path), fault=fault, token_ids=None)
             raise ContextNotReadyError(fault) from error
 
-    def _examine(self, path: Path, stamp: int) -> Known:
+    def _examine_files(self, path: Path, stamp: int) -> Known:
         self._known.pop(path, None)
         try:
             with open_artifact(path) as artifact:

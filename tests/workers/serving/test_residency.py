@@ -87,8 +87,8 @@ def test_the_budget_is_kept_to_the_byte(built: Path, monkeypatch: pytest.MonkeyP
             told = await asyncio.gather(*(answer(backend, ask(name)) for name in names))
             assert told == [want[name] for name in names]
             assert len(engine.contexts) == (2 if spare == 0 else 1)
-            standing = backend.standing()
-            assert standing.held_bytes <= budget == standing.budget_bytes and not standing.has_room
+            status = backend.status()
+            assert status.held_bytes <= budget == status.budget_bytes and not status.has_room
             [requests] = [metric for metric in await backend.metrics() if metric.name == "csattn_context_requests"]
             assert sum(sample.value for sample in requests.samples if sample.name.endswith("_total")) == len(names)
 
@@ -297,10 +297,10 @@ def test_what_is_held_ahead_of_need_never_costs_another_its_place(built: Path) -
             ]
             await backend.hold([Held("none", ("none",), 1, 0), *held])
             assert len(engine.contexts) == 2
-            standing = backend.standing()
-            assert standing.has("heron") and standing.has("walnut") and not standing.has("quartz")
+            status = backend.status()
+            assert status.has("heron") and status.has("walnut") and not status.has("quartz")
             await backend.drop(held[:1])
-            assert not backend.standing().has("heron") and len(engine.contexts) == 1
+            assert not backend.status().has("heron") and len(engine.contexts) == 1
             assert (await answer(backend, ask("walnut")))[1].reason == "length"
             assert sum(engine.loads.values()) == 2
 
@@ -312,7 +312,7 @@ def test_files_are_read_until_they_are_no_longer_wanted(tmp_path: Path, monkeypa
     for name in ("layer-000.kv.safetensors", "layer-000.index.safetensors", "tokens.safetensors"):
         (tmp_path / name).write_bytes(bytes(1000))
     (tmp_path / "._layer-000").mkdir()  # nobody's
-    monkeypatch.setattr(moving, "_is_told", lambda path: False)
+    monkeypatch.setattr(moving, "_reports_residency", lambda path: False)
     read = count_reads(tmp_path, monkeypatch)
     moving.read_index(tmp_path)
     assert read == {"layer-000.index.safetensors": 1000, "tokens.safetensors": 1000}

@@ -14,7 +14,7 @@ from tests.workers.serving.soundness import check
 from tests.workers.serving.test_preparation import path_of
 from workers.serving import scheduler as scheduling
 from workers.serving.messages import Done, Piece
-from workers.serving.plan import QuestionRows, plan_step, share_out
+from workers.serving.plan import QuestionRows, divide_rows, plan_step
 from workers.serving.request import Request
 
 ASKED = [
@@ -97,7 +97,7 @@ def test_requests_are_admitted_as_they_came(built: Path) -> None:
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 7, 100])
 @pytest.mark.parametrize("wants", [[], [5], [1, 50, 2], [3, 3, 3, 3]])
 def test_sharing_out_uses_the_room_and_nobody_gets_more_than_wanted(room, wants) -> None:
-    parts = share_out(room, wants)
+    parts = divide_rows(room, wants)
     assert sum(parts) == min(room, sum(wants))
     assert all(part <= want for part, want in zip(parts, wants, strict=True))
     hungry = [part for part, want in zip(parts, wants, strict=True) if part < want]

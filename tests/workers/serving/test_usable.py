@@ -82,13 +82,13 @@ def test_what_another_model_built_is_not_ready_here(store: Path, other: LoadedMo
 def test_one_context_is_told_of_without_a_look_at_the_others(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name_artifact(store, "otter", build(store, text_of("otter")), "float32")
     looked: list[Path] = []
-    real = usable.Usable.look
+    real = usable.Usable.examine
 
-    def look(self: usable.Usable, path: Path) -> usable.Known:
+    def examine(self: usable.Usable, path: Path) -> usable.Known:
         looked.append(path)
         return real(self, path)
 
-    monkeypatch.setattr(usable.Usable, "look", look)
+    monkeypatch.setattr(usable.Usable, "examine", examine)
 
     async def main() -> None:
         async with backend_of(store, loaded()) as backend:
@@ -143,7 +143,7 @@ class Copying(FullEngine):
 def test_a_loaded_context_that_lost_bytes_is_refused_before_a_row_is_read(store: Path, monkeypatch) -> None:
     """Its rows are mapped: to read one that is gone ends the process. Who uses it already does not keep it for others,
     and the one that is loaded then is another, for the bytes may lie in other files."""
-    monkeypatch.setattr(residency, "_LOOK_S", 0.0)
+    monkeypatch.setattr(residency, "_CHECK_S", 0.0)
     rows = next(store.glob("*/layer-001.kv.safetensors"))
     whole = rows.read_bytes()
     rows.chmod(0o644)
@@ -173,7 +173,7 @@ def test_a_loaded_context_that_lost_bytes_is_refused_before_a_row_is_read(store:
 
 def test_a_loaded_context_whose_files_cannot_be_asked_is_answered_from(store: Path, monkeypatch) -> None:
     """What is mapped of a file that is gone is there."""
-    monkeypatch.setattr(residency, "_LOOK_S", 0.0)
+    monkeypatch.setattr(residency, "_CHECK_S", 0.0)
     rows = next(store.glob("*/layer-001.kv.safetensors"))
 
     async def main() -> None:
@@ -242,4 +242,4 @@ def test_what_layers_without_an_index_keep_is_looked_at(tmp_path: Path, file: st
         pytest.raises(ContextNotReadyError, match="holds NaN"),
     ):
         found.require_sound(artifact)
-    assert "holds NaN" in found.look(path).fault
+    assert "holds NaN" in found.examine(path).fault

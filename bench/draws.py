@@ -23,7 +23,7 @@ from workers.model.runner import StepOutput
 from workers.serving.draw_reference import draw_reference
 from workers.serving.messages import Sampling
 from workers.serving.sampling import draw, draw_spec
-from workers.serving.scheduler import MOST_DRAWERS, in_shares
+from workers.serving.scheduler import MAX_SAMPLERS, in_shares
 from workers.serving.step_engine import StepRow
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ def time_on_host(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:
         how = draw_spec(sampling, 0, position)
         gate(draw(row, how) in draw_reference(row, sampling, how.at), f"{sampling} draws wrongly")
     alone = measure(lambda: [draw(row, how) for row in logits])
-    num_beside = min(MOST_DRAWERS, available_cpus() - 1)
+    num_beside = min(MAX_SAMPLERS, available_cpus() - 1)
     first, *others = in_shares(list(logits), len(logits), num_beside)
 
     def draw_share(rows: Sequence[np.ndarray]) -> list[int]:

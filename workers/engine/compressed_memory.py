@@ -119,7 +119,7 @@ class CompressedMemory:
             in_layer = torch.where(places >= 0, places + self.first_compressed, -1)
             ends = is_active & ((positions + 1) % tokens == 0)
             first = (positions + 1 - tokens).clamp(min=0)
-            (cos, sin), (first_cos, first_sin) = (_turns(at, angles) for at in (positions, first))
+            (cos, sin), (first_cos, first_sin) = (_cos_sin(at, angles) for at in (positions, first))
             by_ratio[ratio] = SeenCompressed(
                 positions=positions,
                 slots=slots,
@@ -147,7 +147,7 @@ class CompressedMemory:
         return torch.where(at < context_lens, of_context, of_own).masked_fill(at < 0, -1)
 
 
-def _turns(positions: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+def _cos_sin(positions: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of RoPE, [batch_size, rope_dim // 2] each."""
     phases = positions.float()[:, None] * angles
     return phases.cos(), phases.sin()

@@ -114,7 +114,7 @@ class CpuEngine:
         self._requests: dict[int, CpuRequest] = {}
         self._plans = RowPlans(self._model, self._scale)
         self._plan: RowPlan | None = None  # of the last step
-        self._making = Lock()  # one preparation at a time
+        self._preparing = Lock()  # one preparation at a time
         self._segment_executor = ThreadPoolExecutor(1, "own-segments")
         self._search_s = self._attend_s = 0.0
 
@@ -223,11 +223,11 @@ class CpuEngine:
         self._attention.set_lens(plan, tail_lens)
         plain = PlainRows(model, plan, tail_lens, self._scale)
         observers = Observers(model, plan, plain, tail_lens, watch)
-        asking = [row for row, of_row in enumerate(rows) if of_row.wants_token]
+        token_rows = [row for row, of_row in enumerate(rows) if of_row.wants_token]
         try:
             self._run(plan, plain, observers)
-            if asking:
-                self._team.run(model.logits_tape(np.argsort(order)[asking].tolist()))
+            if token_rows:
+                self._team.run(model.logits_tape(np.argsort(order)[token_rows].tolist()))
         except BaseException:
             plain.abandon()
             raise
@@ -240,7 +240,7 @@ class CpuEngine:
         for request in map(self._requests.__getitem__, set(slots)):
             if request.own is not None:
                 request.own.grow(request.tail_len)
-        return self._result(asking, len(rows), want_logits, observers.fidelity)
+        return self._result(token_rows, len(rows), want_logits, observers.fidelity)
 
     def context(self, context_id: int) -> CpuContext:
         """Return the context loaded under that number. Raises ConfigError if there is none."""
@@ -357,13 +357,13 @@ class CpuEngine:
     def _make(self, wanted: Preparation) -> None:
         """Make it unless it is made: the check is outside the lock, so as not to wait for another context's."""
         if not wanted.is_made:
-            with self._making:
+            with self._preparing:
                 wanted.make(self.loaded)
 
-    def _result(self, asking: list[int], num_rows: int, want_logits: bool, seen: Fidelity | None) -> StepResult:
-        """Move logits to the places of their rows. asking: the rows whose logits the model has computed, in order."""
+    def _result(self, token_rows: list[int], num_rows: int, want_logits: bool, seen: Fidelity | None) -> StepResult:
+        """Move logits to the places of their rows. token_rows: those whose logits the model has computed, in order."""
         logits, next_ids = self._model.logits[:num_rows], np.full(num_rows, -1)
-        for place, row in reversed([*enumerate(asking)]):  # backwards, because place <= row: nothing is overwritten
+        for place, row in reversed([*enumerate(token_rows)]):  # backwards, because place <= row: nothing is overwritten
             argmax = logits[place].argmax()
             next_ids[row] = argmax if np.isfinite(logits[place, argmax]) else -1
             if want_logits and place != row:

@@ -65,13 +65,13 @@ class DeviceRows(FarRows):
         """Take a context's KV, layer by layer as from `context_layers`; copy the layers that are not on the device."""
         kept, lenders = list[Tensor](), self._shape.lenders or range(self._shape.num_layers)
         for layer, lender in zip(layers, lenders, strict=True):
-            kept.append(kept[lender] if lender < len(kept) else self._taken(layer))
+            kept.append(kept[lender] if lender < len(kept) else self._to_device(layer))
             on_progress(len(kept), self._shape.num_layers)
         self._kv[context_id] = kept
         self._addresses[:, context_id] = torch.tensor([layer.data_ptr() for layer in kept], dtype=torch.int64)
         self._lens[context_id] = kept[0].shape[1]
 
-    def _taken(self, layer: Tensor) -> Tensor:
+    def _to_device(self, layer: Tensor) -> Tensor:
         if layer.device == self._device:
             return layer.contiguous()
         taken = torch.empty(layer.shape, dtype=layer.dtype, device=self._device)

@@ -36,7 +36,7 @@ class Followers:
         """module: whose `main` the processes run. Raises DevicesError if one does not start."""
         self._numbers, self._answers = count(1), dict[tuple[int, int], Future[Any]]()
         self._fault, self._is_up, self._is_closing = "", False, False
-        self._must_end_by: float | None = None
+        self._deadline: float | None = None
         self._rendezvous = specs[0].rendezvous
         self._connections, self._children = list[Connection](), list[subprocess.Popen[bytes]]()
         ready = [self._answer(rank, 0) for rank in range(len(specs))]
@@ -86,11 +86,11 @@ class Followers:
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
         """End all processes if the body takes longer than that."""
-        self._must_end_by = time.monotonic() + seconds
+        self._deadline = time.monotonic() + seconds
         try:
             yield
         finally:
-            self._must_end_by = None
+            self._deadline = None
 
     def end_all(self, why: str) -> None:
         """End all processes at once, this one included: what runs on its device cannot be stopped in another way."""
@@ -137,15 +137,15 @@ class Followers:
                     self._deliver(ranks[connection], *pickle.loads(connection.recv_bytes()))
                 except (EOFError, OSError):
                     self._report_loss(ranks.pop(connection))
-            if self._must_end_by is not None and time.monotonic() > self._must_end_by and not self._is_closing:
+            if self._deadline is not None and time.monotonic() > self._deadline and not self._is_closing:
                 self.end_all("the devices have not done together what they began")
 
     def _deliver(self, rank: int, number: int | None, result: Any) -> None:
         if number is None:
             self._fault = str(result)
         elif isinstance(result, Exception):
-            if self._must_end_by is None:  # if one has failed, all have to: others would wait for ever
-                self._must_end_by = time.monotonic() + GRACE_S
+            if self._deadline is None:  # if one has failed, all have to: others would wait for ever
+                self._deadline = time.monotonic() + GRACE_S
             self._answers.pop((rank, number)).set_exception(result)
         else:
             self._answers.pop((rank, number)).set_result(result)

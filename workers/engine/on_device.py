@@ -72,14 +72,14 @@ class SearchOnDevice(AttendChosen):
                 assert isinstance(search, DeviceSearch) and isinstance(search.scores, SketchPass)
                 self._passes[size] = search.scores
         # copies rows beside attention to the rest by its codes; None: no rows are copied
-        self._link: torch.cuda.Stream | None = None
+        self._copy_stream: torch.cuda.Stream | None = None
         if far.cross_link and device.type == "cuda":  # an emulated device runs everything in order
-            self._link = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            self._copy_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         # all searches share one workspace, so with lookahead all of them run on this stream, also the first layer's
-        self._ahead: torch.cuda.Stream | None = None
+        self._search_stream: torch.cuda.Stream | None = None
         if self.lookahead and device.type == "cuda":
             # high priority if rows have to be copied; otherwise it would delay the model's products, which take longer
-            self._ahead = torch.cuda.Stream(device, priority=-1 if far.cross_link else 0)  # type: ignore[no-untyped-call]
+            self._search_stream = torch.cuda.Stream(device, priority=-1 if far.cross_link else 0)  # type: ignore[no-untyped-call]
         self._fetched: dict[int, _Fetched] = {}  # by layer, until it attends
 
     def __repr__(self) -> str:
@@ -111,9 +111,9 @@ class SearchOnDevice(AttendChosen):
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         assert layer_idx not in self._fetched, f"layer {layer_idx} is on its way already"
-        if self._ahead is not None:
-            self._ahead.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._ahead):  # None changes nothing
+        if self._search_stream is not None:
+            self._search_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._search_stream):  # None changes nothing
             self._fetched[layer_idx] = self._search(layer_idx, q, rows)
         if (own := self._own(rows)) is not None:
             own.look_ahead(layer_idx, q, rows)
@@ -140,9 +140,9 @@ class SearchOnDevice(AttendChosen):
         selection, search_ids = self.chosen(layer_idx, rows), self._schedule.search_ids(rows)
         self._searches[rows.batch_size].search(q, self.indexes, layer_idx, search_ids, selection, rows.top_ks)
         self._schedule.distribute_choices(layer_idx, selection, rows)
-        fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._link)
-        copied = self._link.record_event() if self._link else None
-        return _Fetched(fetched, self._ahead.record_event() if self._ahead else None, copied)
+        fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._copy_stream)
+        copied = self._copy_stream.record_event() if self._copy_stream else None
+        return _Fetched(fetched, self._search_stream.record_event() if self._search_stream else None, copied)
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,8 +188,8 @@ class SplitEngine:
 
     def counts(self) -> EngineCounts:
         others = [answer.result() for answer in self._followers.call("counts")]
-        all_of = [self._engine.counts(), *others]
-        return EngineCounts(**{x.name: sum(getattr(of, x.name) for of in all_of) for x in fields(EngineCounts)})
+        counts = [self._engine.counts(), *others]
+        return EngineCounts(**{x.name: sum(getattr(of, x.name) for of in counts) for x in fields(EngineCounts)})
 
     def close(self) -> None:
         """Close the engine and end the other processes. No step may be in flight."""

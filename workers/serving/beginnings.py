@@ -13,6 +13,7 @@ from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from workers.serving.context_build import Builder
 from workers.serving.contexts import Contexts
+from workers.serving.examiner import Examiner
 from workers.serving.kept_rows import OwnRows, is_keepable, open_kept_rows, row_identity
 from workers.serving.messages import Ask, ContextNotReadyError, Selector
 from workers.serving.own_contexts import Found, OwnContexts, cut_of
@@ -20,7 +21,6 @@ from workers.serving.prompts import prompt_ids, require_embedded, room_for, whol
 from workers.serving.residency import Residency
 from workers.serving.resident import Resident
 from workers.serving.step_engine import StepEngine
-from workers.serving.usable import Usable
 from workers.settings import Settings
 
 T = TypeVar("T")
@@ -64,14 +64,14 @@ class Beginnings:
         settings: Settings,
         engine: StepEngine,
         contexts: Contexts,
-        usable: Usable,
+        examiner: Examiner,
         residency: Residency,
         builder: Builder,
         threads: Executor,
     ) -> None:
         self._loaded, self._settings, self._engine, self._threads = loaded, settings, engine, threads
         self._contexts, self._residency = contexts, residency
-        self.own_contexts = OwnContexts(loaded, settings, usable, residency, builder)
+        self.own_contexts = OwnContexts(loaded, settings, examiner, residency, builder)
         self.kept = open_kept_rows(loaded, settings)
 
     async def find(self, ask: Ask, config: SearchConfig, selector: Selector) -> Beginning:

@@ -16,6 +16,7 @@ from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
 from workers.serving.context_file import ContextFile, Record
 from workers.serving.context_texts import ContextTexts
+from workers.serving.examiner import Examination
 from workers.serving.messages import (
     CONTEXT_NAME,
     BadRequestError,
@@ -29,7 +30,6 @@ from workers.serving.messages import (
     closing,
 )
 from workers.serving.names_in_store import by_names_in_store
-from workers.serving.usable import Known
 
 TEXTS = "texts"  # directory in the store with the texts of unfinished builds
 MAX_BUILDS = 1  # at the same time
@@ -37,7 +37,7 @@ MAX_ENTERING = 2  # texts that are tokenised at the same time: they use the thre
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _DISK_S = 30.0  # retry time that clients get when the disk takes nothing
 
-Examine = Callable[[Path], Known]  # examines the artifact at a path
+Examine = Callable[[Path], Examination]  # examines the artifact at a path
 _log = logging.getLogger(__name__)
 
 

@@ -24,6 +24,7 @@ from workers.serving.context_build import Builder
 from workers.serving.context_counts import ContextCounts
 from workers.serving.context_texts import ContextTexts
 from workers.serving.contexts import Contexts, name_artifact
+from workers.serving.examiner import Examiner
 from workers.serving.grammar import Grammar, Grammars
 from workers.serving.messages import (
     Ask,
@@ -52,7 +53,6 @@ from workers.serving.speech import speech_of
 from workers.serving.step_engine import StepEngine
 from workers.serving.step_thread import StepThread
 from workers.serving.tools import ChatForm
-from workers.serving.usable import Usable
 from workers.settings import Settings
 
 T = TypeVar("T")
@@ -79,15 +79,15 @@ class LocalBackend:
             max_queued=settings.limits.max_queued_requests,
             metrics=self._measured,
         )
-        self._usable = usable = Usable(loaded)
-        self._residency = Residency(self._scheduler, engine, usable, settings.engine)
+        self._examiner = examiner = Examiner(loaded)
+        self._residency = Residency(self._scheduler, engine, examiner, settings.engine)
         self._builder = Builder(settings)
         self._contexts = Contexts(
-            settings.store.path, self._builder, ContextTexts(loaded, settings.build), usable.examine
+            settings.store.path, self._builder, ContextTexts(loaded, settings.build), examiner.examine
         )
         self._tokenisers = ThreadPoolExecutor(_NUM_TOKENISERS, thread_name_prefix="csattn-tokenise")
         self._beginnings = Beginnings(
-            loaded, settings, engine, self._contexts, usable, self._residency, self._builder, self._tokenisers
+            loaded, settings, engine, self._contexts, examiner, self._residency, self._builder, self._tokenisers
         )
         self._measured.kept_counts = lambda: self._beginnings.kept.counts
         self._measured.context_counts = self.context_counts
@@ -188,7 +188,7 @@ class LocalBackend:
     async def name(self, name: str, artifact_id: str) -> None:
         """Give a name to an artifact of the store. Raises ContextNotReadyError if the artifact cannot be used."""
         store = self._settings.store.path
-        (await asyncio.to_thread(self._usable.open, store / artifact_id)).close()
+        (await asyncio.to_thread(self._examiner.open, store / artifact_id)).close()
         await asyncio.to_thread(name_artifact, store, name, artifact_id, self._settings.build.dtype)
 
     async def delete(self, name: str) -> None:

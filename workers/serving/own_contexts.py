@@ -29,11 +29,11 @@ from csattn.models import LoadedModel
 from workers.serving.backoff import BuildBackoff
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
+from workers.serving.examiner import Examiner, Tokens
 from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, DiskBudget, entries, kept_files, remove_at_once, salted
 from workers.serving.messages import ContextNotReadyError, FailedBuild, closing
 from workers.serving.names_in_store import by_names_in_store
 from workers.serving.residency import Residency
-from workers.serving.usable import Tokens, Usable
 from workers.settings import Settings
 
 LEFT_OUT = 256  # at least so many last tokens of a prompt stay out of its context: a question that others do not ask
@@ -67,9 +67,9 @@ class OwnContexts:
     """
 
     def __init__(
-        self, loaded: LoadedModel, settings: Settings, usable: Usable, residency: Residency, builder: Builder
+        self, loaded: LoadedModel, settings: Settings, examiner: Examiner, residency: Residency, builder: Builder
     ) -> None:
-        self._settings, self._usable, self._residency, self._builder = settings, usable, residency, builder
+        self._settings, self._examiner, self._residency, self._builder = settings, examiner, residency, builder
         self._directory = settings.store.path / DIRECTORY
         self.budget = DiskBudget("kept.context_bytes", settings.kept.context_bytes, self._directory)
         self.budget.find(kept_files(settings.store.path).context_bytes)
@@ -151,7 +151,7 @@ class OwnContexts:
 
     def _tokens_of(self, path: Path) -> Tokens | None:
         """The context's tokens; None if it is unusable or its index is not of the preset that the engine is set to."""
-        known = self._usable.recall(path)
+        known = self._examiner.recall(path)
         return known.token_ids if known.spec and known.spec.index_config == self._index_config else None
 
     async def _is_intact(self, path: Path) -> bool:
@@ -259,7 +259,7 @@ class OwnContexts:
     def _remove(self, path: Path) -> None:
         """Remove an artifact, at once for all readers, and forget what is known of it."""
         self._checked.discard(path)
-        self._usable.forget(path)
+        self._examiner.forget(path)
         remove_at_once(path)
 
     def _sizes(self) -> dict[Path, int]:

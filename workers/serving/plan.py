@@ -12,10 +12,10 @@ _PATIENCE = 16  # steps
 
 
 class QuestionRows:
-    """Controls how many rows of questions (`room`) go beside those that decode.
+    """Controls how many rows of questions (`limit`) go beside those that decode.
 
     A step is short enough if it takes at most STRETCH times the shortest recent step with as many decoding rows and no
-    questions. `room` grows by a quarter after such a step if it was used up. It shrinks by a quarter after a longer
+    questions. `limit` grows by a quarter after such a step if it was used up. It shrinks by a quarter after a longer
     one, and may grow again _PATIENCE short steps later; so the effect of other load on the machine is soon forgotten.
     """
 
@@ -23,11 +23,11 @@ class QuestionRows:
         self._decode_s: dict[int, float] = {}  # by decoding rows: shortest of the last (up to) _REMEMBERED steps
         self._before: dict[int, float] = {}  # the same of the _REMEMBERED steps before those
         self._num_steps = 0
-        self._num_patient = 0  # short steps still to come before `room` may grow
-        self.room = _FIRST_TRIED
+        self._num_patient = 0  # short steps still to come before `limit` may grow
+        self.limit = _FIRST_TRIED
 
     def add(self, num_decoding: int, num_question_rows: int, seconds: float) -> None:
-        """Record a step's time, and adjust `room`."""
+        """Record a step's time, and adjust `limit`."""
         if self._num_steps % _REMEMBERED == 0:
             self._decode_s, self._before = {}, self._decode_s
         self._num_steps += 1
@@ -36,12 +36,12 @@ class QuestionRows:
         elif self.knows(num_decoding):
             decode_s = min(of[num_decoding] for of in (self._decode_s, self._before) if num_decoding in of)
             if seconds > STRETCH * decode_s:
-                self.room = max(_FEWEST, self.room - max(1, self.room // 4))
+                self.limit = max(_FEWEST, self.limit - max(1, self.limit // 4))
                 self._num_patient = _PATIENCE
             elif self._num_patient:
                 self._num_patient -= 1
-            elif num_question_rows >= self.room:
-                self.room += max(1, self.room // 4)
+            elif num_question_rows >= self.limit:
+                self.limit += max(1, self.limit // 4)
 
     def knows(self, num_decoding: int) -> bool:
         """Whether a step of so many decoding rows without questions has been timed."""
@@ -56,14 +56,14 @@ def plan_step(requests: Sequence[Request], max_rows: int, question_rows: Questio
     """
     assert len(requests) <= max_rows, f"{len(requests)} requests do not fit into steps of {max_rows} rows"
     decoding = [request for request in requests if not request.question_left]
-    asking = [request for request in requests if request.question_left]
+    prefilling = [request for request in requests if request.question_left]
     room = max_rows - len(decoding)
-    if decoding and asking:
+    if decoding and prefilling:
         if not question_rows.knows(len(decoding)):
             return [(request, 1) for request in decoding]
-        room = min(room, max(len(asking), question_rows.room))
-    shares = divide_rows(room, [request.question_left for request in asking])
-    return [(request, 1) for request in decoding] + [pair for pair in zip(asking, shares, strict=True) if pair[1]]
+        room = min(room, max(len(prefilling), question_rows.limit))
+    shares = divide_rows(room, [request.question_left for request in prefilling])
+    return [(request, 1) for request in decoding] + [pair for pair in zip(prefilling, shares, strict=True) if pair[1]]
 
 
 def divide_rows(room: int, wants: Sequence[int]) -> list[int]:

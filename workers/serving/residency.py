@@ -21,6 +21,7 @@ from csattn.config import SearchConfig
 from csattn.errors import ArtifactError, ArtifactRoomError, ConfigError, CsattnError
 from offload.errors import DiskError, MemoryPlanError, is_out_of_memory
 from workers.capacity import context_bytes
+from workers.serving.examiner import Examiner
 from workers.serving.messages import (
     BadRequestError,
     ContextNotReadyError,
@@ -32,11 +33,10 @@ from workers.serving.messages import (
     WorkerLostError,
     closing,
 )
-from workers.serving.moving import drop_pages, read_index, read_rows
+from workers.serving.page_cache import drop_pages, read_index, read_rows
 from workers.serving.resident import Resident, choose_leaving, files_of, lost_bytes
 from workers.serving.scheduler import Scheduler
 from workers.serving.step_engine import NO_CONTEXT, StepEngine
-from workers.serving.usable import Usable
 from workers.settings import EngineSettings
 
 _RETRY_S = 5.0
@@ -51,8 +51,8 @@ class Residency:
     """Keeps contexts loaded. For one event loop; it opens, checks and prepares artifacts on other threads, and the
     engine's thread loads them between two steps."""
 
-    def __init__(self, scheduler: Scheduler, engine: StepEngine, usable: Usable, settings: EngineSettings) -> None:
-        self._scheduler, self._engine, self._usable, self._settings = scheduler, engine, usable, settings
+    def __init__(self, scheduler: Scheduler, engine: StepEngine, examiner: Examiner, settings: EngineSettings) -> None:
+        self._scheduler, self._engine, self._examiner, self._settings = scheduler, engine, examiner, settings
         self._reads_in_place = settings.placement == "cpu" and settings.kv_codec is None
         self._maps_rows = settings.placement != "device" and settings.kv_codec is None
         self._residents: dict[Path, Resident] = {}
@@ -256,7 +256,7 @@ class Residency:
         opened: list[Artifact] = []
 
         async def add() -> None:
-            opened.append(await asyncio.to_thread(self._usable.open, path))
+            opened.append(await asyncio.to_thread(self._examiner.open, path))
 
         with suppress(ArtifactRoomError):
             await add()
@@ -290,7 +290,7 @@ class Residency:
             scheduler.load(context_id, artifact)
 
         try:
-            await asyncio.to_thread(self._usable.require_sound, artifact)
+            await asyncio.to_thread(self._examiner.require_sound, artifact)
             await asyncio.to_thread(read_index, artifact.path)
             files = await asyncio.to_thread(files_of, path) if self._maps_rows else {}
             if not self._reads_in_place:

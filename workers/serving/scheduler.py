@@ -40,7 +40,7 @@ WATCH_EVERY = 100  # steps: in one of this many, one layer of one row is compare
 STALL_S = 30.0  # a request whose reader does not read is paused, and ended after this time
 _MAX_MESSAGE_CHARS = 300  # characters of an engine's message that clients get
 MANY_TOKENS = 65536  # vocabulary size from which sampling takes some tenths of a millisecond a token
-MOST_DRAWERS = 4  # sampling threads beside the scheduler's own
+MAX_SAMPLERS = 4  # sampling threads beside the scheduler's own
 _ROWS_A_THREAD = 2  # waking a thread takes as long as sampling for one row
 _T = TypeVar("_T")
 
@@ -74,9 +74,9 @@ class Scheduler:
         self._num_steps = self._num_watched = 0
         self._question_rows = QuestionRows()
         self._touched: dict[Outlet, None] = {}
-        self._num_drawers = min(MOST_DRAWERS, available_cpus() - 1)
-        self._drawers = ThreadPoolExecutor(max(1, self._num_drawers), thread_name_prefix="csattn-draw")
-        self._drawers.submit(prepare_draws)
+        self._num_samplers = min(MAX_SAMPLERS, available_cpus() - 1)
+        self._samplers = ThreadPoolExecutor(max(1, self._num_samplers), thread_name_prefix="csattn-draw")
+        self._samplers.submit(prepare_draws)
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)}/{self.max_running} running, {len(self._queue)} queued>"
@@ -108,7 +108,7 @@ class Scheduler:
 
     def close(self) -> None:
         """Shut the sampling threads down. No turn may follow."""
-        self._drawers.shutdown(wait=False, cancel_futures=True)
+        self._samplers.shutdown(wait=False, cancel_futures=True)
 
     def _advance(self) -> None:
         """End late requests, admit new ones, and make a step if any request can take part."""
@@ -306,8 +306,8 @@ class Scheduler:
 
         is_long = result.logits is not None and result.logits.shape[1] >= MANY_TOKENS
         num_drawn = sum(is_sampled_on_host(request, row) for request, row in wanting) if is_long else 0
-        first, *others = in_shares(wanting, num_drawn, self._num_drawers)
-        submitted = [(share, self._drawers.submit(choose_all, share)) for share in others]
+        first, *others = in_shares(wanting, num_drawn, self._num_samplers)
+        submitted = [(share, self._samplers.submit(choose_all, share)) for share in others]
         chosen = dict(zip([request for request, _ in first], choose_all(first), strict=True))
         for share, drawn in submitted:
             chosen |= zip([request for request, _ in share], drawn.result(), strict=True)

@@ -51,7 +51,7 @@ class Speech:
         self._parallel_calls = parallel_calls
         self.has_ended = False  # the only call that the answer may have is complete
         self._request_id, self._format, self._tools = request_id, format, tools
-        self._rest, self._parts = "", Parts()
+        self._pending, self._parts = "", Parts()
         self._is_final = False
         self._drops_space = (thinks or format is not None) and not continues  # strip what comes next on the left
         self._lead = ""  # the marker that announced a call, until the call is certain
@@ -59,14 +59,14 @@ class Speech:
         self.num_calls = 0
         self._state: Callable[[], bool]
         if is_thinking:
-            self._state = self._think
+            self._state = self._read_thought
         elif continues:
-            self._state = self._say
+            self._state = self._read_text
         else:
             self._state = self._begin if thinks else self._open_calls()
 
     def add(self, text: str) -> Parts:
-        self._rest += text
+        self._pending += text
         while self._state():
             pass
         parts, self._parts = self._parts, Parts()
@@ -77,19 +77,19 @@ class Speech:
         self._is_final = True
         return self.add("")
 
-    # Each state consumes what it can of `_rest`, and returns whether the (next) state should be called again.
+    # Each state consumes what it can of `_pending`, and returns whether the (next) state should be called again.
 
     def _begin(self) -> bool:
-        begun = self._rest.lstrip()
+        begun = self._pending.lstrip()
         if begun.startswith(THINK):
-            self._rest, self._state = begun.removeprefix(THINK), self._think
+            self._pending, self._state = begun.removeprefix(THINK), self._read_thought
             return True
         if not self._is_final and THINK.startswith(begun):
             return False
         self._state = self._open_calls()
         return True
 
-    def _think(self) -> bool:
+    def _read_thought(self) -> bool:
         text, found = self._until(THOUGHT)
         self._parts.reasoning += text
         if found:
@@ -99,35 +99,35 @@ class Speech:
     def _open_calls(self) -> Callable[[], bool]:
         """The state in which the text after reasoning begins."""
         if self._format is None:
-            return self._say
+            return self._read_text
         return self._read_unannounced if self._format.is_announced else self._between_calls
 
     def _read_unannounced(self) -> bool:
         """Read an answer that consists only of calls without their marker, which Qwen2.5-Coder, for one, leaves out."""
-        begun = "".join(self._rest.lstrip()[:64].split())
-        looks_so, named = begun.startswith(_UNANNOUNCED), _NAMED.match(self._rest)
+        begun = "".join(self._pending.lstrip()[:64].split())
+        looks_like_call, named = begun.startswith(_UNANNOUNCED), _NAMED.match(self._pending)
         if named is not None and _name(named[1]) not in self._tools:
-            self._state = self._say  # not a call: from here on, text is streamed as it comes
+            self._state = self._read_text  # not a call: from here on, text is streamed as it comes
             return True
         is_over = self._is_final
-        if looks_so and not self._parallel_calls:  # the answer ends with the first call, whatever would follow
-            self._call.scan(self._rest[self._rest.index("{") :])
+        if looks_like_call and not self._parallel_calls:  # the answer ends with the first call, whatever would follow
+            self._call.scan(self._pending[self._pending.index("{") :])
             is_over = is_over or self._call.end is not None
-        if not is_over and (looks_so or any(start.startswith(begun) for start in _UNANNOUNCED)):
+        if not is_over and (looks_like_call or any(start.startswith(begun) for start in _UNANNOUNCED)):
             return False
-        calls, cut_off = self._unmarked_calls() if looks_so else ([], "")
+        calls, cut_off = self._unmarked_calls() if looks_like_call else ([], "")
         if calls:
-            self._rest, self.has_ended = cut_off, not self._parallel_calls
+            self._pending, self.has_ended = cut_off, not self._parallel_calls
             for name, arguments in calls:
                 self._begin_call(name)
                 self._add_arguments(arguments)
-        self._state = self._say
+        self._state = self._read_text
         return True
 
     def _unmarked_calls(self) -> tuple[list[tuple[str, str]], str]:
         """The calls that the answer consists of, and the text of a truncated last one; no calls if there is any other
         text."""
-        text, calls = _FENCED.sub(r"\1", self._rest).strip(), list[tuple[str, str]]()
+        text, calls = _FENCED.sub(r"\1", self._pending).strip(), list[tuple[str, str]]()
         while text:
             call = _Call()
             call.scan(text)
@@ -139,7 +139,7 @@ class Speech:
             text = text[call.end or 0 :].lstrip() if self._parallel_calls else ""
         return calls, text
 
-    def _say(self) -> bool:
+    def _read_text(self) -> bool:
         opening = self._format.opening if self._format is not None else None
         text, found = self._until(opening)
         self._parts.text += text
@@ -151,13 +151,13 @@ class Speech:
         """Read what stands before a call, between two, or after the last."""
         format = self._format
         assert format is not None
-        rest = self._rest.lstrip(format.filler if self.num_calls or self._lead else _SPACE)
+        rest = self._pending.lstrip(format.filler if self.num_calls or self._lead else _SPACE)
         if self._lead:
-            self._lead += self._rest[: len(self._rest) - len(rest)]
-        self._rest = rest
+            self._lead += self._pending[: len(self._pending) - len(rest)]
+        self._pending = rest
         for marker in filter(None, (format.opening, format.closing)):
             if rest.startswith(marker):
-                self._rest = rest.removeprefix(marker)
+                self._pending = rest.removeprefix(marker)
                 if marker == format.opening:
                     self._lead += marker
                 return True
@@ -173,31 +173,31 @@ class Speech:
         """Pass the marker on as text: no call has followed it."""
         self._parts.text += self._lead
         self._drops_space = self._drops_space and not self._lead
-        self._lead, self._state = "", self._say
+        self._lead, self._state = "", self._read_text
 
     def _read_call(self) -> bool:
         call = self._call
-        call.scan(self._rest)
-        if call.emitted_len is None and (head := _HEAD.match(self._rest)) and _name(head[1]) in self._tools:
+        call.scan(self._pending)
+        if call.emitted_len is None and (head := _HEAD.match(self._pending)) and _name(head[1]) in self._tools:
             self._begin_call(_name(head[1]))
             call.emitted_len = head.end()
         if call.emitted_len is not None:
             upto = call.arguments_end(call.emitted_len)
-            self._add_arguments(self._rest[call.emitted_len : upto])
+            self._add_arguments(self._pending[call.emitted_len : upto])
             call.emitted_len = max(call.emitted_len, upto)
         if call.end is None and not self._is_final:
             return False
-        whole = self._rest[: call.end]
-        self._rest = self._rest[len(whole) :]
+        whole = self._pending[: call.end]
+        self._pending = self._pending[len(whole) :]
         if call.emitted_len is None and not self._emit_whole(whole):
             self._drops_space = False
             self._emit_lead()
             self._parts.text += whole
-            return bool(self._rest)
+            return bool(self._pending)
         self._lead, self._state, self._drops_space = "", self._between_calls, True
         if not self._parallel_calls and call.end is not None:
-            self.has_ended, self._rest = True, ""
-        return bool(self._rest)
+            self.has_ended, self._pending = True, ""
+        return bool(self._pending)
 
     def _emit_whole(self, text: str) -> bool:
         """Emit a complete call; false if the text is not one."""
@@ -242,15 +242,15 @@ class Speech:
         """Consume the text before the marker, as far as it is certain, and the marker. Returns that text, and whether
         the marker has come."""
         if self._drops_space:
-            self._rest = self._rest.lstrip(_SPACE)
-            self._drops_space = not self._rest
+            self._pending = self._pending.lstrip(_SPACE)
+            self._drops_space = not self._pending
         if marker is None:
-            text, self._rest = self._rest, ""
+            text, self._pending = self._pending, ""
             return text, False
-        text, found, after = self._rest.partition(marker)
+        text, found, after = self._pending.partition(marker)
         if not found and not self._is_final:
             text = text[: len(text) - overlap(text, marker)]
-        self._rest = after if found else self._rest[len(text) :]
+        self._pending = after if found else self._pending[len(text) :]
         return text, bool(found)
 
 

@@ -70,14 +70,14 @@ class HeavyRows(StreamRows):
         if self._num_heavy < self._heavy_len:
             self._num_heavy += 1
             for head in range(len(self._heavy_k)):
-                self._take_in(head, self._num_heavy - 1, slot)
+                self._insert(head, self._num_heavy - 1, slot)
         elif self._heavy_len:
             least = self._heavy_mass.argmin(1)  # of equal ones the first, which is the oldest
             enters = self._heavy_mass.gather(1, least[:, None])[:, 0] <= self._window_mass[:, slot]
             for head in enters.nonzero()[:, 0].tolist():
-                self._take_in(head, int(least[head]), slot)
+                self._insert(head, int(least[head]), slot)
 
-    def _take_in(self, head: int, place: int, slot: int) -> None:
+    def _insert(self, head: int, place: int, slot: int) -> None:
         """Evict the heavy row at that place, move those after it up, and append the window's row."""
         heavy = slice(place, self._num_heavy)
         for rows, new in (

@@ -20,7 +20,7 @@ from csattn.errors import ArtifactError, ArtifactRoomError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
 from tests.workers.serving.requests import Clock
-from workers.serving import kept_store, own_contexts, residency, usable
+from workers.serving import examiner, kept_store, own_contexts, residency
 from workers.serving.backoff import FIRST_WAIT_S, LONGEST_WAIT_S, BuildBackoff
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts, ContextCounts
@@ -374,7 +374,7 @@ def test_contexts_keep_to_their_budget(tmp_path, builds) -> None:
 
 def test_salts_and_contexts_that_went_leave_nothing(tmp_path, builds, monkeypatch) -> None:
     """On the disk and in memory, also of another service on that store, which removed none of them."""
-    monkeypatch.setattr(usable, "_FEW", 1)
+    monkeypatch.setattr(examiner, "_FEW", 1)
 
     async def main() -> None:
         async with make_backend(tmp_path, context_bytes=0) as one, make_backend(tmp_path) as two:
@@ -384,7 +384,7 @@ def test_salts_and_contexts_that_went_leave_nothing(tmp_path, builds, monkeypatc
             left = [path for path in (tmp_path / DIRECTORY).iterdir() if path.is_dir()]
             assert len(builds) == 6 and len(left) <= 2, "the newest, and one that it was made room with"
             for backend in (one, two):
-                assert not backend._residency._wanted and len(backend._usable._known) <= 3
+                assert not backend._residency._wanted and len(backend._examiner._known) <= 3
             assert len(one._beginnings.own_contexts._checked) == 1
             await answer(two, ask("And now: " + DOCUMENT))
             loaded = two._residency.loaded_below(tmp_path)

@@ -129,7 +129,7 @@ def test_how_many_rows_questions_have_follows_from_what_steps_took(steps, room) 
     rows = QuestionRows()
     for num_decoding, num_asking, ms in steps:
         rows.add(num_decoding, num_asking, ms / 1e3)
-    assert rows.room == room
+    assert rows.limit == room
 
 
 def test_what_rows_take_alone_is_asked_again_in_time() -> None:

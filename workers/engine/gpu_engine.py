@@ -57,7 +57,7 @@ from workers.engine.slots import (
     require_watch,
     seen_lens,
 )
-from workers.engine.some_or_all import all_are_faster
+from workers.engine.sparse_or_full import all_are_faster
 from workers.engine.step_model import StepModel, step_model
 from workers.engine.step_results import LogitsOnHost, joined, kept
 from workers.engine.stream_thread import stream_thread, synchronize_stream
@@ -304,7 +304,7 @@ class GpuEngine:
     def _all_are_faster(self, places: Sequence[int], context_lens: Sequence[int], own_lens: Sequence[int]) -> bool:
         shape = self._placing.ready().shape
         contexts = [(place, length) for place, length in zip(places, context_lens, strict=True) if place >= 0]
-        return shape.some_or_all and all_are_faster(shape, contexts, own_lens)
+        return shape.sparse_or_full and all_are_faster(shape, contexts, own_lens)
 
     def reading(self, slot: int) -> Reading:
         request = self._request(slot)
@@ -425,7 +425,7 @@ class GpuEngine:
             num_rows = request.own.num_rows(num_segments)
             placed.own.load(slot, request.config, num_rows, request.own.sketches(num_segments))
             request.num_segments = num_segments
-        if placed.rows.are_to_move(slot, tail_len):
+        if placed.rows.must_move(slot, tail_len):
             assert request.own is not None, "requests that do not grow have tails for all of their rows"
             request.own.finish()
             placed.rows.move(slot, tail_len)

@@ -62,7 +62,7 @@ def plan_memory(
         working = latents_working_bytes(shape)
     elif shape.compressed:
         working = compressed_working_bytes(shape)
-    elif shape.attends_all or shape.some_or_all:
+    elif shape.attends_all or shape.sparse_or_full:
         working += attend_all_bytes(shape)
     kept = 0 if shape.attends_all else schedule_bytes(shape)
     parts = [

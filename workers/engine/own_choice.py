@@ -22,7 +22,7 @@ def model_selects_rows(spec: ModelSpec) -> bool:
     return spec.layers[0].latent is not None or spec.layers[0].compressed is not None
 
 
-def kept_instead(spec: ModelSpec) -> str:
+def cached_row_kind(spec: ModelSpec) -> str:
     """Return what a model that chooses itself keeps instead of keys and values, as messages name it."""
     return "compressed rows" if latents_of(spec) is None else "latents"
 
@@ -66,7 +66,7 @@ def require_plain_rows(spec: ModelSpec, what: str) -> None:
     """Raise ConfigError if the model keeps no keys and values. what: the feature that needs them."""
     if model_selects_rows(spec):
         raise ConfigError(
-            f"{what} is for keys and values, and this model keeps {kept_instead(spec)} instead; leave it out"
+            f"{what} is for keys and values, and this model keeps {cached_row_kind(spec)} instead; leave it out"
         )
 
 

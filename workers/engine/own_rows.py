@@ -31,7 +31,7 @@ class RowsInTails:
         """Return the number of the first row that is in the tail."""
         return 0
 
-    def are_to_move(self, slot: int, tail_len: int) -> bool:
+    def must_move(self, slot: int, tail_len: int) -> bool:
         """Whether rows have to leave the tail before a step whose first row sees tail_len rows."""
         return False
 
@@ -127,7 +127,7 @@ class MovingRows(RowsInTails):
     def start(self, slot: int) -> int:
         return self._starts[slot]
 
-    def are_to_move(self, slot: int, tail_len: int) -> bool:
+    def must_move(self, slot: int, tail_len: int) -> bool:
         return self._start_for(tail_len) > self._starts[slot]
 
     def move(self, slot: int, tail_len: int) -> None:

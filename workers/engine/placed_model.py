@@ -32,7 +32,7 @@ from workers.engine.own_choice import model_selects_rows
 from workers.engine.own_on_device import OwnOnDevice, own_cache
 from workers.engine.own_rows import MovingRows, RowsInTails
 from workers.engine.shape import EngineShape
-from workers.engine.some_or_all import SomeOrAll, full_attention_shape
+from workers.engine.sparse_or_full import SparseOrFull, full_attention_shape
 from workers.engine.step_model import StepModel
 from workers.engine.stream_thread import run_in_thread, stream_thread, synchronize_stream
 from workers.model import ModelRunner
@@ -83,11 +83,11 @@ class PlacedModel:
         of_indexed = None if sinks is None else sinks[list(self._spec.indexed_layers)]
         self.far, self.attention = self._place(of_indexed, weights)
         inner: StepAttention = self.attention
-        if shape.some_or_all:
+        if shape.sparse_or_full:
             assert isinstance(self.far, DeviceRows) and reads_once(full_attention_shape(shape))
             tails = self.attention.tails
             assert isinstance(tails, Tensor)
-            inner = SomeOrAll(inner, AttendAll(full_attention_shape(shape), self.far, device, of_indexed, tails))
+            inner = SparseOrFull(inner, AttendAll(full_attention_shape(shape), self.far, device, of_indexed, tails))
         self.local: LocalLayers | None = None
         if not model_selects_rows(self._spec) and len(self._spec.indexed_layers) < self._spec.num_layers:
             self.local = LocalLayers(shape, self._spec, inner, sinks, device)
@@ -101,7 +101,7 @@ class PlacedModel:
             shape.batch_sizes,
             self._next_query,
             grows=self.own is not None,
-            may_read_all=shape.some_or_all,
+            may_read_all=shape.sparse_or_full,
             devices=model.devices,
         )
 

@@ -83,7 +83,7 @@ class Channel:
             words[COUNT], words[PLAN], words[LAYER], words[SINCE] = records.size * is_new, plan, layer_idx, since
             self._post_request(STEP)
         except OSError:
-            self.lose()
+            self.mark_lost()
         return not self.lost
 
     def send_request(self, kind: int, text: str, memory: int | None) -> bool:
@@ -95,7 +95,7 @@ class Channel:
                 socket.send_fds(self.connection, [STEPS], [memory])
             self._post_request(kind)
         except OSError:
-            self.lose()
+            self.mark_lost()
         return not self.lost
 
     def await_word(self, spin_ns: int) -> bool:
@@ -111,7 +111,7 @@ class Channel:
         except OSError:
             return False
 
-    def lose(self) -> None:
+    def mark_lost(self) -> None:
         """Give the worker up. Closing the connection wakes whoever watches it, and ends the worker if it lives."""
         self.lost = True
         with contextlib.suppress(OSError):  # it may be closed already
@@ -122,7 +122,7 @@ class Channel:
 
         If the worker is a thread of this process, or the system has no process file descriptors, nothing is killed.
         """
-        self.lose()
+        self.mark_lost()
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
@@ -184,7 +184,7 @@ def await_answers(channels: Sequence[Channel], patience_s: float) -> None:
         some = await_some(waiting, deadline - time.monotonic())
         if not some and time.monotonic() >= deadline:
             for channel in waiting:
-                channel.lose()
+                channel.mark_lost()
         waiting = [channel for channel in waiting if channel not in some and not channel.lost]
 
 
@@ -199,5 +199,5 @@ def await_some(channels: Sequence[Channel], timeout_s: float) -> list[Channel]:
     readable = {fd for fd, _ in poller.poll(max(0.0, timeout_s) * 1e3)}
     for channel in channels:
         if channel.connection.fileno() in readable and not channel.read_wakeups():
-            channel.lose()
+            channel.mark_lost()
     return [channel for channel in channels if channel.lost or channel.await_word(0)]

@@ -70,7 +70,7 @@ class StepRun:
                 lost = set()
                 for worker, channel in list(waiting.items()):
                     if channel not in answered:
-                        is_lost = not answered and self._hangs(worker, patience_s)
+                        is_lost = not answered and self._is_hung(worker, patience_s)
                     elif not (is_lost := channel.lost or channel.failure is not None):
                         self.worked_ns = max(self.worked_ns, waiting.pop(worker).worked_ns)
                     if is_lost:
@@ -115,7 +115,7 @@ class StepRun:
         if self._own.give_up[0]:
             self._stop_local[0] = 1
 
-    def _hangs(self, worker: int, patience_s: float) -> bool:
+    def _is_hung(self, worker: int, patience_s: float) -> bool:
         """Whether the worker has made no progress for patience_s although its next query is there, or has finished all
         searches without answering."""
         records, now = self._shares[worker].reshape(-1), time.monotonic()

@@ -68,7 +68,7 @@ class Supervisor:
         self._closing.set()
         for channel in (self.channel, self._coming):
             if channel is not None:
-                channel.lose()
+                channel.mark_lost()
         self._thread.join()
 
     def _run(self) -> None:
@@ -97,7 +97,7 @@ class Supervisor:
         try:
             channel = self._coming = Channel(connection, self._spin_ns)
             if self._closing.is_set():  # `close` may have looked before the channel was there
-                channel.lose()
+                channel.mark_lost()
             self._load(channel)
             self.came_up.set()
             _await_end(channel)
@@ -157,4 +157,4 @@ def _await_end(channel: Channel) -> None:
     while not channel.lost:
         if poller.poll(1000):
             with contextlib.suppress(OSError):
-                channel.lose()
+                channel.mark_lost()

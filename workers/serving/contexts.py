@@ -60,7 +60,7 @@ class Contexts:
     def __init__(self, store: Path, builder: Builder, texts: ContextTexts, examine: Examine) -> None:
         self._store, self._builder, self._texts, self._examine = store, builder, texts, examine
         self._file = ContextFile(store)
-        self._turn_to_build, self._turn_to_enter = asyncio.Semaphore(MAX_BUILDS), asyncio.Semaphore(MAX_ENTERING)
+        self._build_slots, self._register_slots = asyncio.Semaphore(MAX_BUILDS), asyncio.Semaphore(MAX_ENTERING)
         self._builds: dict[str, _Build] = {}
         self._num_failed = 0
         self._is_closed = False
@@ -120,7 +120,7 @@ class Contexts:
         data = text.encode()
         digest = hashlib.sha256(data).hexdigest()
         try:
-            async with self._turn_to_enter:
+            async with self._register_slots:
                 record = await asyncio.to_thread(self._enter, name, text, data, digest)
         except ArtifactError as error:
             raise self._refusal("registered", error) from error
@@ -227,7 +227,7 @@ class Contexts:
             del self._builds[name]
 
     async def _run_build(self, record: Record) -> None:
-        async with self._turn_to_build:
+        async with self._build_slots:
             build, started = self._builds[record.name], time.monotonic()
             build.has_begun, build.what = True, "starts"
             _log.info("the context %s is being built", record.name)

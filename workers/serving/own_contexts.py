@@ -78,7 +78,7 @@ class OwnContexts:
         self._checked: set[Path] = set()  # artifacts whose every byte has been verified
         self._verifications: dict[Path, asyncio.Task[bool]] = {}  # such verifications under way
         self._builds: dict[_Key, _Build] = {}
-        self._turn_to_build = asyncio.Semaphore(1)  # not shared with registered contexts, whose builds nobody waits for
+        self._build_slots = asyncio.Semaphore(1)  # not shared with registered contexts, whose builds nobody waits for
         self.backoff = BuildBackoff()
         self.num_bytes: int | None = None  # of all on the disk, when the last one was built here
         self._num_failed = 0
@@ -104,8 +104,8 @@ class OwnContexts:
             without.add(found.path)
 
     async def make(self, token_ids: Sequence[int], salt: str) -> Found:
-        """Build a context of the prompt's first `cut_of` tokens. Raises a ServingError if that fails."""
-        ids, directory, cut = np.asarray(token_ids, np.int32), self._of(salt), cut_of(len(token_ids))
+        """Build a context of the prompt's first `prefix_len` tokens. Raises a ServingError if that fails."""
+        ids, directory, cut = np.asarray(token_ids, np.int32), self._of(salt), prefix_len(len(token_ids))
         key = directory, hashlib.sha256(ids[:cut].tobytes()).digest()
         build = self._builds.get(key) or self._begin(key, ids[:cut])
         build.num_waiting += 1
@@ -185,7 +185,7 @@ class OwnContexts:
             raise _refusal(failed)
 
         async def run() -> Path:
-            async with self._turn_to_build:
+            async with self._build_slots:
                 build.has_begun = True
                 return await self._build(key, ids)
 
@@ -284,7 +284,7 @@ class OwnContexts:
         return {path: num_bytes_below(path) for path in sorted(found, key=used_at)}
 
 
-def cut_of(num_tokens: int) -> int:
+def prefix_len(num_tokens: int) -> int:
     """How many first tokens of a prompt of num_tokens become a context: a multiple of STEP, without LEFT_OUT."""
     return max(0, num_tokens - LEFT_OUT) // STEP * STEP
 

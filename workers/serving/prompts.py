@@ -96,7 +96,7 @@ def text_of_ids(tokenizer: Any, ids: tuple[int, ...]) -> str:
     return text
 
 
-def require_asked_tokens(tokenizer: Any, ask: Ask) -> None:
+def require_known_tokens(tokenizer: Any, ask: Ask) -> None:
     """Check the token ids in all fields of a request."""
     if isinstance(ask.prompt, tuple):
         require_tokens(tokenizer, ask.prompt, "prompt")

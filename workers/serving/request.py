@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.config import SearchConfig
+from workers.serving.answer_parser import AnswerParser, Parts
 from workers.serving.grammar import Grammar
 from workers.serving.kept_rows import OwnRows
 from workers.serving.messages import Done, Finish, Piece, Sampling, Selector, TokenScore, Usage
 from workers.serving.outlet import Outlet
 from workers.serving.sampling import TokenCounts, adjust_logits, allowed_without, draw, draw_spec, likelihood_of
-from workers.serving.speech import Parts, Speech
 from workers.serving.step_engine import Allowed, DrawSpec, Likelihood
 from workers.serving.text import StopFinder, TextStream, token_bytes
 
@@ -176,24 +176,24 @@ class Writer:
         self,
         tokenizer: Any,
         stops: tuple[str, ...] = (),
-        speech: Speech | None = None,  # None: the text has no reasoning and no tool calls
+        parser: AnswerParser | None = None,  # None: the text has no reasoning and no tool calls
         shown: dict[int, str] | None = None,  # special tokens that the text has to contain, such as call markers
         min_tokens: int = 0,  # no stop string is looked for in the text of this many first tokens
     ) -> None:
         self._num_early, self._is_early = min_tokens, False  # how many such tokens are to come; the last was one
-        self._tokenizer, self._speech, self._shown = tokenizer, speech, shown or {}
+        self._tokenizer, self._parser, self._shown = tokenizer, parser, shown or {}
         self._stream, self._stops = TextStream(tokenizer), StopFinder(stops)
         self._scores: deque[tuple[int, TokenScore]] = deque()  # with the offset in the text where the token begins
         self._num_decoded = self._num_emitted = 0  # characters, of all text and of that passed on
 
     @property
     def has_stopped(self) -> bool:
-        return self._stops.found or (self._speech is not None and self._speech.has_ended)
+        return self._stops.found or (self._parser is not None and self._parser.has_ended)
 
     @property
-    def has_called(self) -> bool:
+    def has_tool_call(self) -> bool:
         """Whether the answer has a tool call."""
-        return self._speech is not None and self._speech.num_calls > 0
+        return self._parser is not None and self._parser.num_calls > 0
 
     def add(self, token_id: int, score: TokenScore | None) -> Piece | None:
         if score is not None:
@@ -241,10 +241,10 @@ class Writer:
 
     def _piece(self, text: str, scores: tuple[TokenScore, ...], is_last: bool = False) -> Piece | None:
         parts = Parts(text)
-        if self._speech is not None:
-            parts = self._speech.add(text)
+        if self._parser is not None:
+            parts = self._parser.add(text)
             if is_last:
-                rest = self._speech.finish()
+                rest = self._parser.finish()
                 parts = Parts(parts.text + rest.text, parts.reasoning + rest.reasoning, parts.calls + rest.calls)
         if not (parts.text or parts.reasoning or parts.calls or scores):
             return None

@@ -111,7 +111,7 @@ class Residency:
             await self._prepare(path, resident, config, selector)
             yield resident
         finally:
-            await self._leave(path, resident)
+            await self._release(path, resident)
 
     async def hold(self, path: Path, held: Held) -> None:
         """Load a context ahead of need, if it fits beside those that are loaded or being loaded."""
@@ -119,7 +119,7 @@ class Residency:
             resident = await self._resident(path)
             for name in held.routing_keys:
                 resident.remember(name)
-            await self._leave(path, resident)
+            await self._release(path, resident)
 
     async def forget(self, path: Path) -> None:
         """Unload a context as soon as nobody uses it."""
@@ -183,7 +183,7 @@ class Residency:
         except asyncio.CancelledError:
             _require_not_closing(loading)
             if loading.done() and not loading.exception():
-                await self._leave(path, loading.result())
+                await self._release(path, loading.result())
             raise
         finally:
             self._wanted[path] -= 1
@@ -213,21 +213,21 @@ class Residency:
     async def _make(self, path: Path, resident: Resident, work: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while not await self._has_found_room(lambda: loop.run_in_executor(self._preparer, work)):
+            while not await self._try_or_make_room(lambda: loop.run_in_executor(self._preparer, work)):
                 pass
         finally:
-            await self._leave(path, resident)
+            await self._release(path, resident)
 
     def _prepared(self, task: "asyncio.Task[None]") -> None:
         self._preparing.discard(task)
         if not task.cancelled():
             task.exception()  # marks it as retrieved; those who still wait get it
 
-    async def _leave(self, path: Path, resident: Resident) -> None:
+    async def _release(self, path: Path, resident: Resident) -> None:
         resident.num_users -= 1
         if resident.num_users:
             return
-        resident.left_at = time.monotonic()
+        resident.released_at = time.monotonic()
         self._left.set()
         if path in self._forgotten:
             await asyncio.shield(self._unload(path))
@@ -262,7 +262,7 @@ class Residency:
             await add()
         if not opened:
             async with self._one_at_a_time:
-                while not await self._has_found_room(add, waits=True):
+                while not await self._try_or_make_room(add, waits=True):
                     self._require_wanted(path)
         return opened[0]
 
@@ -295,7 +295,7 @@ class Residency:
             files = await asyncio.to_thread(files_of, path) if self._maps_rows else {}
             if not self._reads_in_place:
                 await asyncio.to_thread(read_rows, artifact.path, lambda: False)
-            while not await self._has_found_room(lambda: asyncio.wrap_future(scheduler.inbox.call(add)), waits=True):
+            while not await self._try_or_make_room(lambda: asyncio.wrap_future(scheduler.inbox.call(add)), waits=True):
                 pass
             resident = Resident(context_id, artifact, num_bytes, last_used=next(self._uses), files=files)
             self._residents[path] = resident
@@ -333,7 +333,7 @@ class Residency:
             self._let_stay()
         self._moving_bytes += num_bytes
 
-    async def _has_found_room(self, work: Callable[[], Awaitable[None]], waits: bool = False) -> bool:
+    async def _try_or_make_room(self, work: Callable[[], Awaitable[None]], waits: bool = False) -> bool:
         """Do work that takes memory. False if there was too little, and room has been made since, so try again.
 
         waits: if all contexts are in use, wait for one of them; otherwise that raises OverloadedError.

@@ -23,7 +23,7 @@ class Resident:
     num_bytes: int = 0
     num_users: int = 0
     last_used: int = 0
-    left_at: float = field(default_factory=time.monotonic)  # when its last user left
+    released_at: float = field(default_factory=time.monotonic)  # when its last user left
     stays_until: float = 0.0
     is_leaving: bool = False  # takes no new requests: it has had its turn, and others wait
     is_gone: bool = False
@@ -45,7 +45,7 @@ class Resident:
             del self.routing_keys[next(iter(self.routing_keys))]
 
     def snapshot(self, path: str, now: float) -> Held:
-        idle_s = 0.0 if self.num_users else now - self.left_at
+        idle_s = 0.0 if self.num_users else now - self.released_at
         return Held(path, tuple(self.routing_keys), self.num_bytes, self.num_users, idle_s)
 
 

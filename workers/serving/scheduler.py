@@ -338,7 +338,7 @@ class Scheduler:
             if is_end and request.scores_prompt and score is not None:
                 self._put(request, Piece("", (score,)))  # clients that sum up scores expect one for every token
             reason: Finish = "stop" if has_ended or request.writer.has_stopped else "length"
-            if reason == "stop" and request.writer.has_called:
+            if reason == "stop" and request.writer.has_tool_call:
                 reason = "tool_calls"
             self._end(request, reason, request.done(reason))
 

@@ -72,7 +72,7 @@ def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, m
 
     async def main() -> None:
         async with make_backend(tmp_path) as backend:
-            own, salts = backend._beginnings.own_contexts, ["left", "left", "left", "back", "stayed", "stayed"]
+            own, salts = backend._prefixes.own_contexts, ["left", "left", "left", "back", "stayed", "stayed"]
             coming = [asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt="first")))]
             await begun.wait()
             for salt in salts:
@@ -173,7 +173,7 @@ def test_a_context_that_the_process_may_not_map_stays(tmp_path, builds, monkeypa
         async with make_backend(tmp_path) as backend:
             with monkeypatch.context() as patch:
                 patch.setattr(own_contexts, "open_artifact", refuse)
-                assert not await backend._beginnings.own_contexts._is_intact(made)
+                assert not await backend._prefixes.own_contexts._is_intact(made)
             assert made.stat().st_ino == inode
             assert (await answer(backend, asked))[0] == want and len(builds) == 1
 
@@ -304,7 +304,7 @@ def test_a_build_that_keeps_failing_is_tried_again_after_waits_that_grow(tmp_pat
     async def main() -> None:
         nonlocal is_full
         async with make_backend(tmp_path) as backend:
-            backend._beginnings.own_contexts.backoff = BuildBackoff(clock)
+            backend._prefixes.own_contexts.backoff = BuildBackoff(clock)
             for _ in range(100):
                 with pytest.raises(ContextNotReadyError, match="not tried again for") as refused:
                     await answer(backend, ask(DOCUMENT + "Which are red?"))
@@ -363,7 +363,7 @@ def test_contexts_keep_to_their_budget(tmp_path, builds) -> None:
         async with make_backend(tmp_path, context_bytes=0) as backend:
             for document in documents:
                 await answer(backend, document)
-            own = backend._beginnings.own_contexts
+            own = backend._prefixes.own_contexts
             return sum(own._sizes().values()), backend.context_counts()
 
     num_bytes, counts = asyncio.run(main())
@@ -385,7 +385,7 @@ def test_salts_and_contexts_that_went_leave_nothing(tmp_path, builds, monkeypatc
             assert len(builds) == 6 and len(left) <= 2, "the newest, and one that it was made room with"
             for backend in (one, two):
                 assert not backend._residency._wanted and len(backend._examiner._known) <= 3
-            assert len(one._beginnings.own_contexts._checked) == 1
+            assert len(one._prefixes.own_contexts._checked) == 1
             await answer(two, ask("And now: " + DOCUMENT))
             loaded = two._residency.loaded_below(tmp_path)
             assert len(loaded) == 2 and all(path.exists() for path in loaded), "nothing that is gone is still mapped"

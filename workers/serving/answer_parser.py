@@ -29,7 +29,7 @@ class Parts:
     calls: list[CallPart] = field(default_factory=list)
 
 
-class Speech:
+class AnswerParser:
     """A state machine over the text. Its output, joined, does not depend on how the text is cut into pieces.
 
     What only looks like a call (it is no JSON, or names a tool that was not offered) is passed on as text.
@@ -287,12 +287,12 @@ class _Call:
         return next((end for end in self._ends_inside if end >= start), self._seen)
 
 
-def speech_of(ask: Ask, form: ChatForm) -> Speech | None:
+def answer_parser_for(ask: Ask, form: ChatForm) -> AnswerParser | None:
     """Return the parser for a request's answer; None if it has neither reasoning nor calls to look for."""
     format = form.calls if ask.tools else None
     if not ask.turns or not (form.thinks or format):
         return None
-    return Speech(
+    return AnswerParser(
         ask.request_id,
         format,
         {tool.name for tool in ask.tools},

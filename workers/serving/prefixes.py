@@ -16,7 +16,7 @@ from workers.serving.contexts import Contexts
 from workers.serving.examiner import Examiner
 from workers.serving.kept_rows import OwnRows, is_keepable, open_kept_rows, row_identity
 from workers.serving.messages import Ask, ContextNotReadyError, Selector
-from workers.serving.own_contexts import Found, OwnContexts, cut_of
+from workers.serving.own_contexts import Found, OwnContexts, prefix_len
 from workers.serving.prompts import prompt_ids, require_embedded, room_for, whole_ids
 from workers.serving.residency import Residency
 from workers.serving.resident import Resident
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class Prefix:
     """A request's context and kept rows, which stay loaded until `leave`."""
 
     resident: Resident
@@ -55,7 +55,7 @@ class Beginning:
         await self._using.__aexit__(None, None, None)
 
 
-class Beginnings:
+class Prefixes:
     """Finds or makes what requests begin with. For one event loop."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Beginnings:
         self.own_contexts = OwnContexts(loaded, settings, examiner, residency, builder)
         self.kept = open_kept_rows(loaded, settings)
 
-    async def find(self, ask: Ask, config: SearchConfig, selector: Selector) -> Beginning:
+    async def find(self, ask: Ask, config: SearchConfig, selector: Selector) -> Prefix:
         """Return the request's beginning, with its context loaded. Raises a ServingError if that is impossible."""
         whole = None if ask.context else await self._whole_ids(ask)
         without: set[Path] = set()
@@ -106,7 +106,7 @@ class Beginnings:
         except BaseException:
             await using.__aexit__(None, None, None)
             raise
-        return Beginning(resident, ids, found.is_new, own, using)
+        return Prefix(resident, ids, found.is_new, own, using)
 
     async def close(self) -> None:
         """Cancel builds of contexts. Rows are still kept, until `flush`."""
@@ -137,7 +137,7 @@ class Beginnings:
             num_kept = 0 if identity is None else await self._in_thread(self.kept.num_kept, identity, own)
             is_much = len(own) - num_kept > self._settings.kept.context_tokens
             fits = len(own) <= engine.tail_capacity - answer
-            if (is_much or not fits) and cut_of(len(whole)) > found.num_tokens:
+            if (is_much or not fits) and prefix_len(len(whole)) > found.num_tokens:
                 try:
                     return await self.own_contexts.make(whole, ask.cache_salt)
                 except ContextNotReadyError:  # a full disk, say

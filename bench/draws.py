@@ -23,8 +23,8 @@ from workers.engine.draws import DrawsOnDevice
 from workers.model.runner import StepOutput
 from workers.serving.draw_reference import draw_reference
 from workers.serving.messages import Sampling
-from workers.serving.sampling import draw, how_to_draw
-from workers.serving.scheduler import MOST_DRAWERS, in_shares
+from workers.serving.sampling import draw, draw_spec
+from workers.serving.scheduler import MAX_SAMPLERS, in_shares
 from workers.serving.step_engine import StepRow
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -38,10 +38,10 @@ WAYS: dict[str, dict[str, Any]] = {
 def time_on_host(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:
     """Time draws by one thread and by several. logits: [num_rows, vocab_size] float32."""
     for position, row in enumerate(logits[:2]):
-        how = how_to_draw(sampling, 0, position)
+        how = draw_spec(sampling, 0, position)
         gate(draw(row, how) in draw_reference(row, sampling, how.at), f"{sampling} draws wrongly")
     alone = measure(lambda: [draw(row, how) for row in logits])
-    num_beside = min(MOST_DRAWERS, available_cpus() - 1)
+    num_beside = min(MAX_SAMPLERS, available_cpus() - 1)
     first, *others = in_shares(list(logits), len(logits), num_beside)
 
     def draw_share(rows: Sequence[np.ndarray]) -> list[int]:
@@ -65,7 +65,7 @@ def time_on_device(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:
     """
     on_device = DrawsOnDevice(torch.device("cuda"), len(logits))
     output = StepOutput(torch.from_numpy(logits).cuda(), torch.empty(len(logits), dtype=torch.int64, device="cuda"))
-    hows = [how_to_draw(sampling, 0, position) for position in range(len(logits))]
+    hows = [draw_spec(sampling, 0, position) for position in range(len(logits))]
 
     def draw_all() -> list[int]:
         output.next_ids.zero_()

@@ -158,7 +158,7 @@ class _Stepper:
         self._engine, self._setting = engine, setting
         self._slots = range(first_slot, first_slot + setting.num_slots)
         self._rows = [
-            StepRow(slot, 1000 + row, asks=setting.all_ask or row + 1 == setting.num_rows)
+            StepRow(slot, 1000 + row, wants_token=setting.all_ask or row + 1 == setting.num_rows)
             for row, slot in enumerate(islice(cycle(self._slots), setting.num_rows))
         ]
         self._num_fed = 0  # of each request

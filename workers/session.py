@@ -191,11 +191,11 @@ class Session:
             fed.has_failed = True  # until all steps have succeeded
             for start in range(0, len(token_ids), size):
                 rows = [
-                    StepRow(request.slot, token_id, asks=number >= first_wanted)
+                    StepRow(request.slot, token_id, wants_token=number >= first_wanted)
                     for number, token_id in enumerate(token_ids[start : start + size], start)
                 ]
                 with interrupts_wait():
-                    result = self.engine.step(rows, want_logits=rows[-1].asks)
+                    result = self.engine.step(rows, want_logits=rows[-1].wants_token)
                 fed.token_ids += token_ids[start : start + size]
                 if result.logits is not None:
                     logits.append(torch.from_numpy(result.logits[max(0, first_wanted - start) :].copy()))

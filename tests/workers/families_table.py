@@ -106,7 +106,9 @@ def attention(spec: ModelSpec) -> str:
     said = {
         "MLA over all latents": any(latent.top_k is None for latent in latents),
         "MLA over latents that its own indexer chooses": any(latent.indexer is not None for latent in latents),
-        "some layers reuse the choice of an earlier one": any(x.top_k is not None and x.indexer is None for x in latents),
+        "some layers reuse the choice of an earlier one": any(
+            x.top_k is not None and x.indexer is None for x in latents
+        ),
         "sliding windows and compressed rows": bool(spec.compressed),
         "which its own indexer chooses in some layers": any(of.indexer is not None for of in spec.compressed),
         "several residual streams": spec.streams is not None,

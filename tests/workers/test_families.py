@@ -29,7 +29,7 @@ from tests.workers.model.decoding import decode, prefill
 from tests.workers.model.full_context import CONTEXT_LENS, greedy, logits_after, make_runner
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
-from workers.engine.own_choice import chooses_itself
+from workers.engine.own_choice import model_selects_rows
 from workers.serving.step_engine import StepEngine, StepRow
 from workers.session import csattn_session
 
@@ -57,7 +57,7 @@ class Family:
     @property
     def chooses(self) -> bool:
         """Whether the model says itself which rows it attends to, whatever `keep` is."""
-        return chooses_itself(describe(self.loaded.model.config))
+        return model_selects_rows(describe(self.loaded.model.config))
 
     @property
     def is_on_device(self) -> bool:

@@ -79,10 +79,10 @@ def test_it_chooses_the_rows_that_are_attended_to(artifact, example) -> None:
     seen: list[Seen] = []
     got = logits_of(artifact, SearchConfig(keep=0.1, window_len=8), "newest", seen.append)
     for row in seen:
-        check_selection(row.chosen, CONTEXT_LEN + row.num_left)
-        free = np.r_[4 : CONTEXT_LEN - 8, CONTEXT_LEN : CONTEXT_LEN + row.num_left]
+        check_selection(row.chosen, CONTEXT_LEN + row.num_outside_window)
+        free = np.r_[4 : CONTEXT_LEN - 8, CONTEXT_LEN : CONTEXT_LEN + row.num_outside_window]
         np.testing.assert_array_equal(row.chosen.kv_indices, np.tile(free[-40:], (len(row.chosen.valid_len), 1)))
-    assert len(seen) == 20 * 3 and max(row.num_left for row in seen) == 12
+    assert len(seen) == 20 * 3 and max(row.num_outside_window for row in seen) == 12
     full, window = (logits_of(artifact, SearchConfig(keep=0.1, window_len=8), name) for name in ("full", "window"))
     assert not torch.equal(got, window) and not torch.equal(got, full)
 

@@ -152,8 +152,8 @@ def test_selections_are_valid_and_disjoint_from_resident_rows(store, preset_name
     config, seen = SearchConfig(keep=0.1, window_len=8), []
 
     def observe(row: Seen) -> None:
-        assert row.num_left == (max(0, row.tail.shape[1] - 8) if preset_name == "lists" else 0)
-        check_selection(row.chosen, CONTEXT_LEN + row.num_left)
+        assert row.num_outside_window == (max(0, row.tail.shape[1] - 8) if preset_name == "lists" else 0)
+        check_selection(row.chosen, CONTEXT_LEN + row.num_outside_window)
         rows = row.chosen.kv_indices[row.chosen.kv_indices >= 0]
         in_window = (rows >= CONTEXT_LEN - 8) & (rows < CONTEXT_LEN)
         assert not (rows < 4).any()

@@ -117,7 +117,7 @@ class Answering:
         ends_at = time.monotonic() + self._timeout_s + GRACE_S  # from now on, as the backend counts
         first_at: float | None = None
         if self._tells_usage:
-            ask = replace(ask, tells_usage=True)
+            ask = replace(ask, reports_usage=True)
         async with aclosing(self._backend.generate(ask)) as events:
             while True:
                 try:

@@ -98,7 +98,7 @@ class Form:
             "logprobs": self._logprobs(index, scores) if scores else None,
             "finish_reason": reason,
         }
-        so_far = usage([used], used.new_tokens) if used and self._asked.asks[0].tells_usage else None
+        so_far = usage([used], used.new_tokens) if used and self._asked.asks[0].reports_usage else None
         with_usage = {"usage": so_far} if self._asked.include_usage else {}
         return {**self._stream_head(), "choices": [choice], **with_usage}
 
@@ -109,7 +109,7 @@ class Form:
             return {"content": [chat_score(score) for score in scores], "refusal": None}
         offsets = []
         for score in scores:
-            decoder, data = self._decoders[index], _bytes_of(score) if score.is_told else b""
+            decoder, data = self._decoders[index], _bytes_of(score) if score.is_visible else b""
             first = decoder.decode(data[:1])
             is_whole = not decoder.getstate()[0]  # the token's first character; `first` may hold one before it too
             offsets.append(self._num_chars[index] + max(0, len(first) - is_whole))

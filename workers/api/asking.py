@@ -64,7 +64,7 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, ki
     asked_model = fields.needed_text("model", 256)
     own = part(fields, limits)
     _refuse_what_is_not_done(fields)
-    stream, include_usage, tells_usage = _stream(fields)
+    stream, include_usage, reports_usage = _stream(fields)
     most = limits.max_concurrent_requests + limits.max_queued_requests
     num_choices = fields.whole("n", 1, most) or 1
     prompts = own.pop("prompts", None)
@@ -74,7 +74,7 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, ki
     ours = read_ours(fields)
     fields.finish()
     context = context_or_own(asked_model, model)
-    ask = Ask(request_id=request_id, context=context, sampling=sampling, tells_usage=tells_usage, **own, **ours)
+    ask = Ask(request_id=request_id, context=context, sampling=sampling, reports_usage=reports_usage, **own, **ours)
     each = [ask] if prompts is None else [replace(ask, prompt=prompt) for prompt in prompts]
     asks = tuple(choice for ask in each for choice in _choices(ask, num_choices))
     named = (replace(ask, request_id=f"{request_id}-{i}" if i else request_id) for i, ask in enumerate(asks))

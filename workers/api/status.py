@@ -8,7 +8,7 @@ from prometheus_client import Metric
 
 from csattn import __version__
 from workers.api.contexts import context_object
-from workers.serving.messages import ContextInfo, Health, Standing
+from workers.serving.messages import ContextInfo, Health, WorkerStatus
 
 # the page's name -> the metric's; a metric that nobody exports is absent, and the page leaves it out
 NUMBERS = {
@@ -37,7 +37,7 @@ def status_object(
     health: Health,
     contexts: Sequence[ContextInfo],
     metrics: Iterable[Metric],
-    workers: Mapping[str, Standing | None],
+    workers: Mapping[str, WorkerStatus | None],
 ) -> dict[str, Any]:
     by_name = {metric.name: metric for metric in metrics}
     fidelity = {key: _of_contexts(by_name[name]) for key, name in OF_CONTEXTS.items() if name in by_name}
@@ -48,11 +48,11 @@ def status_object(
         "why": health.why,
         "numbers": {key: _total(by_name[name]) for key, name in NUMBERS.items() if name in by_name},
         "histograms": {key: _histogram(by_name[name]) for key, name in HISTOGRAMS.items() if name in by_name},
-        "workers": [_worker_object(name, standing) for name, standing in workers.items()],
+        "workers": [_worker_object(name, status) for name, status in workers.items()],
         "contexts": [
             {
                 **context_object(info, model),
-                "held_by": [name for name, standing in workers.items() if _holds(standing, info)],
+                "held_by": [name for name, status in workers.items() if _holds(status, info)],
                 "fidelity": {key: values[info.name] for key, values in fidelity.items() if info.name in values},
             }
             for info in contexts
@@ -60,23 +60,23 @@ def status_object(
     }
 
 
-def _worker_object(name: str, standing: Standing | None) -> dict[str, Any]:
+def _worker_object(name: str, status: WorkerStatus | None) -> dict[str, Any]:
     """since: null while the worker does not answer."""
     return {
         "name": name,
-        "since": standing.since if standing else None,
-        "running": standing.num_running if standing else 0,
-        "slots": standing.num_slots if standing else 0,
-        "contexts": len(standing.held) if standing else 0,
-        "held_bytes": standing.held_bytes if standing else 0,
-        "budget_bytes": standing.budget_bytes if standing else None,
-        "failed_builds": [asdict(failed) for failed in standing.failed_builds] if standing else [],
+        "since": status.since if status else None,
+        "running": status.num_running if status else 0,
+        "slots": status.num_slots if status else 0,
+        "contexts": len(status.held) if status else 0,
+        "held_bytes": status.held_bytes if status else 0,
+        "budget_bytes": status.budget_bytes if status else None,
+        "failed_builds": [asdict(failed) for failed in status.failed_builds] if status else [],
     }
 
 
-def _holds(standing: Standing | None, info: ContextInfo) -> bool:
+def _holds(status: WorkerStatus | None, info: ContextInfo) -> bool:
     """Whether a worker holds a context: a registered one's path in the store is its artifact's id."""
-    return standing is not None and any(held.path == info.artifact_id for held in standing.held)
+    return status is not None and any(held.path == info.artifact_id for held in status.held)
 
 
 def _total(metric: Metric) -> float:

@@ -15,7 +15,7 @@ from workers.capacity import context_bytes, room_for_contexts, spec_of, told_len
 from workers.doctor.facts import Facts
 from workers.doctor.findings import Finding, gib
 from workers.engine.memory import require_heads
-from workers.engine.own_choice import chooses_itself, index_key_share, kept_instead, require_choice_placed
+from workers.engine.own_choice import cached_row_kind, index_key_share, model_selects_rows, require_choice_placed
 from workers.settings import EngineSettings
 
 _ITEM_BYTES = 2  # of bfloat16
@@ -48,7 +48,7 @@ def _needs(
     facts: Facts,
 ) -> list[Finding]:
     indexed = len(geometry.indexed_layers)
-    local, kept = geometry.num_layers - indexed, kept_instead(model)
+    local, kept = geometry.num_layers - indexed, cached_row_kind(model)
     layers = f"{indexed} layers" if not local else f"{indexed} layers that see everything and {local} that do not"
     if not indexed:
         layers = f"{local} layers of {kept}, which it chooses from itself"
@@ -103,16 +103,16 @@ def _refusals(spec: ModelSpec) -> list[Finding]:
     """Return findings about what is refused for this model, in the words of the errors."""
     findings = []
     try:
-        if chooses_itself(spec):
+        if model_selects_rows(spec):
             require_choice_placed(spec, "device")
         else:
             require_heads(spec, torch.bfloat16)
     except ConfigError as error:
         findings.append(Finding("model", "warning", f"On a GPU: {error}", "Decode it on the CPU: --placement cpu."))
-    if chooses_itself(spec):
+    if model_selects_rows(spec):
         text = "On a GPU placement `host` is refused: its index keys are scored where it attends."
         if not index_key_share(spec):
-            kept = kept_instead(spec)
+            kept = cached_row_kind(spec)
             text = f"On a GPU all of its {kept} lie on the device: placements `hybrid` and `host` are refused."
         findings.append(Finding("model", "ok", text))
     kinds = [layer.attention for layer in spec.layers]

@@ -111,7 +111,7 @@ def _feed(
 ) -> int:
     """Run these tokens and return the token that follows the last one."""
     *others, last = token_ids
-    rows = [*(StepRow(0, token_id, asks=False) for token_id in others), StepRow(0, last)]
+    rows = [*(StepRow(0, token_id, wants_token=False) for token_id in others), StepRow(0, last)]
     for start in range(0, len(rows), engine.max_rows):
         on_read(start, len(rows))
         result = engine.step(rows[start : start + engine.max_rows])

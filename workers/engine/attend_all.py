@@ -14,7 +14,7 @@ from workers.engine.far_rows import DeviceRows
 from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
 
-TURNS = 2  # double buffering: one layer is read on the device while the next is copied
+NUM_BUFFERS = 2  # double buffering: one layer is read on the device while the next is copied
 
 
 class AttendAll(StepAttention):
@@ -71,13 +71,15 @@ class StreamedRows:
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         row, dtype = shape.context_row
         rows_per_context = shape.num_kv_heads * shape.max_context_len
-        self._room = torch.zeros((TURNS, shape.num_contexts, rows_per_context, *row), dtype=dtype, device=device)
+        self._buffers = torch.zeros(
+            (NUM_BUFFERS, shape.num_contexts, rows_per_context, *row), dtype=dtype, device=device
+        )
         self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
-        self._sources = row_sources(self._room, self._lens)  # by layer_idx % TURNS
+        self._sources = row_sources(self._buffers, self._lens)  # by layer_idx % NUM_BUFFERS
         self._num_layers = shape.num_layers
         # None on an emulated device, where everything runs in order
-        self._link = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._is_there: torch.cuda.Event | None = None  # recorded after the last copy
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._copied: torch.cuda.Event | None = None  # recorded after the last copy
         self._kv: dict[int, PinnedRows] = {}
         self._in_step: list[int] = []  # contexts of the current step
 
@@ -96,31 +98,31 @@ class StreamedRows:
     def begin_step(self, context_ids: Sequence[int]) -> None:
         """Begin to copy the first layer of these contexts; -1: of an idle row."""
         self._in_step = sorted({context_id for context_id in context_ids if context_id >= 0})
-        self._bring(0)
+        self._copy_layer(0)
 
     def take(self, layer_idx: int) -> RowSource:
         """Return a layer's rows, and begin to copy the next layer. Work enqueued later waits for this one.
 
         Take the layers in order, and enqueue all work that reads one before taking the next.
         """
-        is_there = self._is_there
+        copied = self._copied
         if layer_idx + 1 < self._num_layers:
-            self._bring(layer_idx + 1)
-        if is_there is not None:
-            torch.cuda.current_stream().wait_event(is_there)
-        return self._sources[layer_idx % TURNS]
+            self._copy_layer(layer_idx + 1)
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+        return self._sources[layer_idx % NUM_BUFFERS]
 
-    def _bring(self, layer_idx: int) -> None:
+    def _copy_layer(self, layer_idx: int) -> None:
         """Copy a layer over the one before the last, after all enqueued work, which may still read that one."""
-        if self._link is not None:
-            self._link.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._link):  # None changes nothing
+        if self._copy_stream is not None:
+            self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):  # None changes nothing
             for context_id in self._in_step:
                 rows = self._kv[context_id].layers[layer_idx]
-                room = self._room[layer_idx % TURNS, context_id, : rows.shape[:2].numel()]
-                room.view(rows.shape).copy_(rows, non_blocking=True)
-        if self._link is not None:
-            self._is_there = self._link.record_event()
+                buffer = self._buffers[layer_idx % NUM_BUFFERS, context_id, : rows.shape[:2].numel()]
+                buffer.view(rows.shape).copy_(rows, non_blocking=True)
+        if self._copy_stream is not None:
+            self._copied = self._copy_stream.record_event()
 
 
 def reads_once(shape: EngineShape) -> bool:
@@ -151,4 +153,4 @@ def _plan(shape: EngineShape, device: torch.device) -> EveryRowAttention:
 
 def streamed_bytes(shape: EngineShape) -> int:
     """Return the bytes of device memory that `StreamedRows` takes."""
-    return TURNS * shape.num_contexts * shape.num_kv_heads * shape.max_context_len * shape.context_row_bytes
+    return NUM_BUFFERS * shape.num_contexts * shape.num_kv_heads * shape.max_context_len * shape.context_row_bytes

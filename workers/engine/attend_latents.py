@@ -40,8 +40,8 @@ class AttendLatents(StepAttention):
             self._choose(queries, self.far.index_keys(layer_idx), seen)
         kept, chosen = self.far.attended(layer_idx, rows, seen)
         parts = queries.q[..., : spec.kv_rank].contiguous(), queries.q[..., spec.kv_rank :].contiguous()
-        latents, rotated = kept[:, : spec.kv_rank], kept[:, spec.kv_rank : spec.key_width]
-        sparse_mla(*parts, latents, rotated, chosen, self.shape.softmax_scale, out=out)
+        latents, rope_keys = kept[:, : spec.kv_rank], kept[:, spec.kv_rank : spec.key_width]
+        sparse_mla(*parts, latents, rope_keys, chosen, self.shape.softmax_scale, out=out)
 
     def _choose(self, queries: LatentQueries, keys: Tensor, seen: SeenRows) -> None:
         """Score the index keys and choose the best. keys: [num_places, 1, index_head_dim]; every key is a page."""

@@ -149,8 +149,8 @@ class CompressedMemory:
 
 def _cos_sin(positions: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of RoPE, [batch_size, rope_dim // 2] each."""
-    angles_at = positions.float()[:, None] * angles
-    return angles_at.cos(), angles_at.sin()
+    phases = positions.float()[:, None] * angles
+    return phases.cos(), phases.sin()
 
 
 class LayerMemory:

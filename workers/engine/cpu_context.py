@@ -66,8 +66,8 @@ class HostBudget:
 
     def require_alike(self, selector: SelectorName, view: ContextView) -> None:
         """Raise ConfigError for a request that reads other rows than those that stay in memory."""
-        mine = ContextView(view.context_len, view.softmax_scale, self.config)
-        if (selector_for(self.selector, mine), mine.middle) != (selector, view.middle):
+        loaded_view = ContextView(view.context_len, view.softmax_scale, self.config)
+        if (selector_for(self.selector, loaded_view), loaded_view.middle) != (selector, view.middle):
             config = self.config
             raise ConfigError(
                 f"within its host budget this engine reads with selector {self.selector}, keep {config.keep}, sink_len "
@@ -218,11 +218,11 @@ class LayerChoice:
     """One request's selector in one layer, with its last choice."""
 
     selector: Selector
-    num_left: int = 0  # rows of the tail that the selector has taken over
+    num_appended: int = 0  # rows of the tail that the selector has taken over
     last: Selection | None = None  # what tokens read until the next search
 
     def snapshot(self) -> "LayerChoice":
-        return LayerChoice(copy(self.selector), self.num_left, self.last)
+        return LayerChoice(copy(self.selector), self.num_appended, self.last)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -261,7 +261,7 @@ class CpuRequest:
     search_bytes: int  # that a csattn search reads, with the predictors of its queries
     predictor_bytes: int  # of the predictor of one layer's queries; 0 without lookahead
     rest_bytes: int  # that attention to the rest reads for a token
-    own: OwnSegments | None = None  # codes of own rows that have left the window; None: see `num_left`
+    own: OwnSegments | None = None  # codes of own rows that have left the window; None: see `num_outside_window`
     tail_len: int = 0
     count: StepCount = field(default_factory=StepCount)
     near: tuple[int, int] = field(init=False)  # context rows [0, first) and [second, context_len) are near
@@ -304,7 +304,7 @@ class CpuRequest:
         """Whether one of the selectors that csattn is compared with chooses its rows."""
         return self.selector not in WITHOUT_ALL_KEYS
 
-    def num_left(self, tail_len: int) -> int:
+    def num_outside_window(self, tail_len: int) -> int:
         """Return how many of the tail_len rows that a token sees have left the tail's window: read only if chosen.
 
         Always 0 in full attention and over a sketch: such requests have `own` segments, or keep all of the tail near.
@@ -317,13 +317,13 @@ class CpuRequest:
         """Return how many own segments are in use for a token that sees tail_len own rows."""
         return self.own.num_segments(tail_len) if self.own is not None else 0
 
-    def chooses_alone(self, tail_len: int) -> bool:
+    def selects_per_row(self, tail_len: int) -> bool:
         """Whether a token that sees tail_len own rows chooses by `choices`, not in a search with other rows."""
-        return self.has_selector or (self.selector == "csattn" and self.num_left(tail_len) > 0)
+        return self.has_selector or (self.selector == "csattn" and self.num_outside_window(tail_len) > 0)
 
-    def attends_alone(self, tail_len: int) -> bool:
+    def attends_per_row(self, tail_len: int) -> bool:
         """Whether `PlainRows` attends for a token that sees tail_len own rows."""
-        return not self.context.in_place or self.has_selector or self.num_left(tail_len) > 0
+        return not self.context.in_place or self.has_selector or self.num_outside_window(tail_len) > 0
 
     @property
     def looks_ahead(self) -> bool:

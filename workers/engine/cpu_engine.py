@@ -29,10 +29,10 @@ from offload.budget import host_memory_bytes
 from offload.codecs.formats import KvFormat
 from workers.engine.cpu_context import CpuContext, CpuRequest, HostBudget, no_context, open_context
 from workers.engine.fidelity import Observer
-from workers.engine.looks import Looks
+from workers.engine.observers import Observers
 from workers.engine.on_cpu import AttendOnCpu
-from workers.engine.own_choice import SELECTOR, chooses_itself, require_own_choice, require_plain_rows, rows_read
-from workers.engine.own_segments import OF_OWN, OwnSegments, grows_alone
+from workers.engine.own_choice import SELECTOR, model_selects_rows, require_own_choice, require_plain_rows, rows_read
+from workers.engine.own_segments import OF_OWN, OwnSegments, grows_without_context
 from workers.engine.plain_rows import PlainRows
 from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.preparation import Preparation
@@ -91,8 +91,8 @@ class CpuEngine:
             )
         if max_rows > self._growth.least_near:
             raise ConfigError(f"a step has up to {self._growth.least_near} rows, got {max_rows}; leave out some")
-        for what, is_asked in (("a KV codec", kv_format), ("a host budget", host_budget)):
-            if is_asked is not None:
+        for what, value in (("a KV codec", kv_format), ("a host budget", host_budget)):
+            if value is not None:
                 require_plain_rows(describe(loaded.model.config), what)
         threads = num_threads or available_cpus()
         self.loaded = loaded
@@ -114,8 +114,8 @@ class CpuEngine:
         self._requests: dict[int, CpuRequest] = {}
         self._plans = RowPlans(self._model, self._scale)
         self._plan: RowPlan | None = None  # of the last step
-        self._making = Lock()  # one preparation at a time
-        self._beside = ThreadPoolExecutor(1, "own-segments")
+        self._preparing = Lock()  # one preparation at a time
+        self._segment_executor = ThreadPoolExecutor(1, "own-segments")
         self._search_s = self._attend_s = 0.0
 
     def __repr__(self) -> str:
@@ -166,7 +166,7 @@ class CpuEngine:
             def rows(start: int, stop: int) -> Iterator[Tensor]:
                 return (tail[:, start:stop] for tail in tails)
 
-            return OwnSegments(slot, len(tails), rows, config, of_own, self._growth, self._beside)
+            return OwnSegments(slot, len(tails), rows, config, of_own, self._growth, self._segment_executor)
 
         num_q_heads = self.loaded.geometry.num_q_heads
         self._requests[slot] = wanted.begin(slot, num_q_heads, self._own_pool, own_segments)
@@ -222,12 +222,12 @@ class CpuEngine:
         )
         self._attention.set_lens(plan, tail_lens)
         plain = PlainRows(model, plan, tail_lens, self._scale)
-        looks = Looks(model, plan, plain, tail_lens, watch)
-        asking = [row for row, of_row in enumerate(rows) if of_row.asks]
+        observers = Observers(model, plan, plain, tail_lens, watch)
+        token_rows = [row for row, of_row in enumerate(rows) if of_row.wants_token]
         try:
-            self._run(plan, plain, looks)
-            if asking:
-                self._team.run(model.logits_tape(np.argsort(order)[asking].tolist()))
+            self._run(plan, plain, observers)
+            if token_rows:
+                self._team.run(model.logits_tape(np.argsort(order)[token_rows].tolist()))
         except BaseException:
             plain.abandon()
             raise
@@ -240,7 +240,7 @@ class CpuEngine:
         for request in map(self._requests.__getitem__, set(slots)):
             if request.own is not None:
                 request.own.grow(request.tail_len)
-        return self._result(asking, len(rows), want_logits, looks.fidelity)
+        return self._result(token_rows, len(rows), want_logits, observers.fidelity)
 
     def context(self, context_id: int) -> CpuContext:
         """Return the context loaded under that number. Raises ConfigError if there is none."""
@@ -252,7 +252,7 @@ class CpuEngine:
 
     def reading(self, slot: int) -> Reading:
         request, shape = self.request(slot), self._model.shape
-        if chooses_itself(shape):
+        if model_selects_rows(shape):
             return Reading(SELECTOR, rows_read(shape, request.view.context_len, request.tail_len))
         read = request.count.far_rows + request.count.near_rows
         return Reading(request.selector, read / max(1, request.tail_len * self.num_layers))
@@ -271,7 +271,7 @@ class CpuEngine:
         for request in self._requests.values():
             if request.own is not None:
                 request.own.close()
-        self._beside.shutdown(cancel_futures=True)
+        self._segment_executor.shutdown(cancel_futures=True)
         self._team.close()
         self._searcher.close()
         for context in self._contexts.values():
@@ -285,7 +285,7 @@ class CpuEngine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _run(self, plan: RowPlan, plain: PlainRows, looks: Looks) -> None:
+    def _run(self, plan: RowPlan, plain: PlainRows, observers: Observers) -> None:
         """Run all layers. With lookahead, a layer's searches run while the layer before it is computed."""
         model = self._model
         self._team.run(model.begin[plan.ahead])
@@ -319,7 +319,7 @@ class CpuEngine:
                     self._search_s += attending - started
                 self._attend_s += time.perf_counter() - attending
                 if number is not None:
-                    looks.look(number)
+                    observers.show(number)
                 if under_way and len(plain):  # so that rows to gather are read while the rest of the layer is computed
                     under_way = False
                     self._searcher.finish()
@@ -344,7 +344,7 @@ class CpuEngine:
         require_own_choice(self._model.shape, config, selector)
         if context.artifact is None or not context.kv:  # there are no rows to choose from, or the model itself chooses
             may_grow = bool(context.kv) and selector == "csattn" and config.keep < 1 and self._cap is None
-            of_own = OF_OWN if may_grow and grows_alone(config) else None
+            of_own = OF_OWN if may_grow and grows_without_context(config) else None
             return Preparation(context_id, context, view, "full", "none", of_own)
         name = selector_for(selector, view)
         if self._host_budget is not None:
@@ -357,13 +357,13 @@ class CpuEngine:
     def _make(self, wanted: Preparation) -> None:
         """Make it unless it is made: the check is outside the lock, so as not to wait for another context's."""
         if not wanted.is_made:
-            with self._making:
+            with self._preparing:
                 wanted.make(self.loaded)
 
-    def _result(self, asking: list[int], num_rows: int, want_logits: bool, seen: Fidelity | None) -> StepResult:
-        """Move logits to the places of their rows. asking: the rows whose logits the model has computed, in order."""
+    def _result(self, token_rows: list[int], num_rows: int, want_logits: bool, seen: Fidelity | None) -> StepResult:
+        """Move logits to the places of their rows. token_rows: those whose logits the model has computed, in order."""
         logits, next_ids = self._model.logits[:num_rows], np.full(num_rows, -1)
-        for place, row in reversed([*enumerate(asking)]):  # backwards, because place <= row: nothing is overwritten
+        for place, row in reversed([*enumerate(token_rows)]):  # backwards, because place <= row: nothing is overwritten
             argmax = logits[place].argmax()
             next_ids[row] = argmax if np.isfinite(logits[place, argmax]) else -1
             if want_logits and place != row:

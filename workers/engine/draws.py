@@ -39,49 +39,49 @@ class DrawsOnDevice:
         if device.type == "cuda":
             _kernel()  # compiled before a token waits for it
         self._device = device
-        self._asked = _OnBoth(device, max_rows * _DRAW.itemsize)
-        self._scores = _OnBoth(device, max_rows * _SCORE.itemsize)
+        self._records = _MirroredBuffer(device, max_rows * _DRAW.itemsize)
+        self._scores = _MirroredBuffer(device, max_rows * _SCORE.itemsize)
 
     def enqueue(self, rows: Sequence[StepRow], output: StepOutput) -> None:
         """Enqueue the draws of rows that have one: they write `output.next_ids`, and change these rows' logits."""
         draws = [(number, row.draw) for number, row in enumerate(rows) if row.draw is not None]
         if not draws:
             return
-        asked, words, vocab_size = np.zeros(len(draws), _DRAW), _Words(), output.logits.shape[1]
+        records, words, vocab_size = np.zeros(len(draws), _DRAW), _Words(), output.logits.shape[1]
         finding = [None if draw.allowed is None else draw.allowed(vocab_size) for _, draw in draws]
         for i, ((number, draw), found) in enumerate(zip(draws, finding, strict=True)):
             num_top = -1 if draw.num_top is None else min(draw.num_top, MAX_TOP)
             added = len(draw.added_ids), words.add(draw.added_ids), words.add(draw.added)
             masks = words.add_mask(draw.repeated), words.add_mask(None if found is None else found())
             numbers = draw.top_p, draw.at, draw.temperature, draw.min_p, draw.penalty
-            asked[i] = (*numbers, number, draw.top_k, num_top, *added, *masks, 0)
-        sent = np.concatenate([part.view(np.uint8) for part in (asked, *words.parts)])
-        if len(sent) > len(self._asked.here):
-            self._asked = _OnBoth(self._device, 2 * len(sent))
-        there = self._asked.send(sent)
+            records[i] = (*numbers, number, draw.top_k, num_top, *added, *masks, 0)
+        sent = np.concatenate([part.view(np.uint8) for part in (records, *words.parts)])
+        if len(sent) > len(self._records.on_host):
+            self._records = _MirroredBuffer(self._device, 2 * len(sent))
+        sent_records = self._records.send(sent)
         _kernel().launch(
             (len(draws), 1, 1),
             _THREADS,
             output.logits,
             output.logits.stride(0),
             vocab_size,
-            there,
-            there[asked.nbytes :],
+            sent_records,
+            sent_records[records.nbytes :],
             output.next_ids,
-            self._scores.there,
+            self._scores.on_device,
         )
         self._scores.fetch()
 
     def likelihoods(self, rows: Sequence[StepRow], next_ids: NDArray[np.int64]) -> list[Likelihood | None]:
         """Return how likely the drawn tokens were, for rows that ask and have a token. The draws must be done."""
-        scores, told = iter(self._scores.here.numpy().view(_SCORE)), list[Likelihood | None]()
+        scores, likelihoods = iter(self._scores.on_host.numpy().view(_SCORE)), list[Likelihood | None]()
         for row, next_id in zip(rows, next_ids, strict=True):
             if row.draw is None:
-                told.append(None)
+                likelihoods.append(None)
                 continue
             score = next(scores)
-            told.append(_likelihood(score) if row.draw.num_top is not None and next_id >= 0 else None)
-        return told
+            likelihoods.append(_likelihood(score) if row.draw.num_top is not None and next_id >= 0 else None)
+        return likelihoods
 
 
 class _Words:
@@ -104,20 +104,20 @@ class _Words:
         return self.add(np.concatenate([bits, np.zeros(-len(bits) % 4, np.uint8)]).view(np.uint32))
 
 
-class _OnBoth:
+class _MirroredBuffer:
     """A buffer on the device, and one of the same size in pinned host memory."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self.there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.on_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def send(self, data: NDArray[np.uint8]) -> Tensor:
         """Begin to copy data to the device. Nothing else may be sent before the copy is done."""
-        self.here.numpy()[: len(data)] = data
-        return self.there[: len(data)].copy_(self.here[: len(data)], non_blocking=True)
+        self.on_host.numpy()[: len(data)] = data
+        return self.on_device[: len(data)].copy_(self.on_host[: len(data)], non_blocking=True)
 
     def fetch(self) -> None:
-        self.here.copy_(self.there, non_blocking=True)
+        self.on_host.copy_(self.on_device, non_blocking=True)
 
 
 def _kernel() -> CudaKernel:

@@ -57,18 +57,21 @@ class DeviceRows(FarRows):
         return f"<DeviceRows {len(self._kv)}/{self._shape.num_contexts} contexts>"
 
     def load(
-        self, context_id: int, layers: Iterable[Tensor], tell: Callable[[int, int], None] = lambda done, total: None
+        self,
+        context_id: int,
+        layers: Iterable[Tensor],
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Take a context's KV, layer by layer as from `context_layers`; copy the layers that are not on the device."""
         kept, kv_sources = list[Tensor](), self._shape.kv_sources or range(self._shape.num_layers)
         for layer, kv_source in zip(layers, kv_sources, strict=True):
-            kept.append(kept[kv_source] if kv_source < len(kept) else self._taken(layer))
-            tell(len(kept), self._shape.num_layers)
+            kept.append(kept[kv_source] if kv_source < len(kept) else self._to_device(layer))
+            on_progress(len(kept), self._shape.num_layers)
         self._kv[context_id] = kept
         self._addresses[:, context_id] = torch.tensor([layer.data_ptr() for layer in kept], dtype=torch.int64)
         self._lens[context_id] = kept[0].shape[1]
 
-    def _taken(self, layer: Tensor) -> Tensor:
+    def _to_device(self, layer: Tensor) -> Tensor:
         if layer.device == self._device:
             return layer.contiguous()
         taken = torch.empty(layer.shape, dtype=layer.dtype, device=self._device)

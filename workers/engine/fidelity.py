@@ -19,7 +19,7 @@ class Seen:
     view: ContextView
     q: Tensor  # [num_q_heads, head_dim] float32
     tail: Tensor  # [num_kv_heads, tail_len, 2, head_dim]: the rows of it that the row sees
-    num_left: int  # the first rows of the tail: they have left its window, and are attended to only if chosen
+    num_outside_window: int  # the first rows of the tail: they have left its window, and are attended to only if chosen
     chosen: Selection | slice  # besides the resident rows
     out: Tensor | None = None  # [num_q_heads, head_dim] float32: attention's output
     sinks: Tensor | None = None  # [num_q_heads] float32: sink logits
@@ -54,12 +54,12 @@ def compare(seen: Seen, context: Tensor) -> Comparison:
     if view.logit_cap is not None:
         logits = view.logit_cap * (logits / view.logit_cap).tanh()
     resident = torch.ones(logits.shape[2], dtype=torch.bool, device=logits.device)
-    resident[view.middle] = resident[context_len : context_len + seen.num_left] = False
+    resident[view.middle] = resident[context_len : context_len + seen.num_outside_window] = False
     fetched = _fetched(seen.chosen, logits)
     attended = fetched | resident
-    indexed = context_len + seen.num_left  # rows whose keys a selector has
-    worth = logits[..., :indexed].softmax(-1).sum(1).masked_fill(resident[:indexed], -1)  # summed over a group
-    best = worth.topk(min(view.top_k, int((~resident).sum())), dim=1).indices
+    indexed = context_len + seen.num_outside_window  # rows whose keys a selector has
+    group_score = logits[..., :indexed].softmax(-1).sum(1).masked_fill(resident[:indexed], -1)  # summed over a group
+    best = group_score.topk(min(view.top_k, int((~resident).sum())), dim=1).indices
     found = attended.gather(2, best[:, None].expand(-1, logits.shape[1], -1)).float()
     recall = found.mean((1, 2)) if best.shape[1] else found.new_ones(len(found))
     return Comparison(logits.softmax(-1), fetched, attended, recall, logits.logsumexp(-1))

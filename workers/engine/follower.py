@@ -39,7 +39,7 @@ class FollowerSpec:
 
     share: Share
     device: torch.device
-    meeting: Path
+    rendezvous: Path
     model: StepModel  # the follower replaces `take` and `devices`
     config: SearchConfig
     placement: str
@@ -50,7 +50,7 @@ class Follower:
     """Its public methods are called by name. Each is the counterpart of a method of `StepEngine`."""
 
     def __init__(self, spec: FollowerSpec) -> None:
-        self._devices = devices = Devices(spec.share, spec.device, spec.meeting)
+        self._devices = devices = Devices(spec.share, spec.device, spec.rendezvous)
         model = replace(spec.model, take=lambda device: devices.receive(), devices=devices)
         self._engine = GpuEngine(model, spec.config, spec.placement, device=spec.device, **spec.options)
         self._artifacts: dict[int, Artifact] = {}
@@ -119,15 +119,15 @@ def follow(connection: Connection) -> None:
             if name == "close":
                 copying.shutdown()
             try:
-                said = getattr(follower, name)(*arguments)
+                result = getattr(follower, name)(*arguments)
             except EXPECTED as error:
                 if number is None:
                     raise
-                said = error
-            if callable(said):  # rows that are being copied
-                copying.submit(lambda number, copied: answer(number, copied()), number, said)
+                result = error
+            if callable(result):  # rows that are being copied
+                copying.submit(lambda number, copied: answer(number, copied()), number, result)
             elif number is not None:
-                answer(number, said)
+                answer(number, result)
             if name == "close":
                 return
     except EOFError:

@@ -9,7 +9,7 @@ from threading import Thread
 
 from workers.engine.follower import follow
 
-_LOOK_S = 0.5  # between checks whether the first process is alive
+_POLL_S = 0.5  # between checks whether the first process is alive
 
 
 def main(descriptor: str, parent: str) -> None:
@@ -30,7 +30,7 @@ def main(descriptor: str, parent: str) -> None:
 def _end_with(parent: int) -> None:
     """End this process with its parent. Otherwise its device could wait for ever for one whose process is gone."""
     while os.getppid() == parent:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     os._exit(1)
 
 

@@ -24,7 +24,7 @@ START_S = 180.0  # for a process to import what it needs
 STEP_S = 120.0  # more than any step takes
 GRACE_S = 60.0  # for all to report a failure, once one has
 CLOSE_S = 5.0
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -36,8 +36,8 @@ class Followers:
         """module: whose `main` the processes run. Raises DevicesError if one does not start."""
         self._numbers, self._answers = count(1), dict[tuple[int, int], Future[Any]]()
         self._fault, self._is_up, self._is_closing = "", False, False
-        self._must_end_by: float | None = None
-        self._meeting = specs[0].meeting
+        self._deadline: float | None = None
+        self._rendezvous = specs[0].rendezvous
         self._connections, self._children = list[Connection](), list[subprocess.Popen[bytes]]()
         ready = [self._answer(rank, 0) for rank in range(len(specs))]
         self._thread = Thread(target=self._watch, name="followers", daemon=True)
@@ -64,17 +64,17 @@ class Followers:
     def pids(self) -> list[int]:
         return [child.pid for child in self._children]
 
-    def tell(self, name: str, *arguments: Any) -> None:
+    def send(self, name: str, *arguments: Any) -> None:
         """Send all followers a call, and do not wait. If it fails in one, all processes end."""
         data = pickle.dumps((None, name, arguments))
         for connection in self._connections:
             connection.send_bytes(data)
 
-    def tell_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> None:
+    def send_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> None:
         for connection, own in zip(self._connections, arguments, strict=True):
             connection.send_bytes(pickle.dumps((None, name, own)))
 
-    def ask(self, name: str, *arguments: Any) -> list[Future[Any]]:
+    def call(self, name: str, *arguments: Any) -> list[Future[Any]]:
         """Send all followers a call; return a future of each one's answer, which raises the error that it reports."""
         number = next(self._numbers)
         data = pickle.dumps((number, name, arguments))
@@ -86,27 +86,27 @@ class Followers:
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
         """End all processes if the body takes longer than that."""
-        self._must_end_by = time.monotonic() + seconds
+        self._deadline = time.monotonic() + seconds
         try:
             yield
         finally:
-            self._must_end_by = None
+            self._deadline = None
 
     def end_all(self, why: str) -> None:
         """End all processes at once, this one included: what runs on its device cannot be stopped in another way."""
         for child in self._children:
             child.kill()
         with suppress(OSError):
-            self._meeting.unlink(missing_ok=True)  # a process group that ends regularly removes it
-            self._meeting.parent.rmdir()  # if it was made for this file
+            self._rendezvous.unlink(missing_ok=True)  # a process group that ends regularly removes it
+            self._rendezvous.parent.rmdir()  # if it was made for this file
         _log.critical("%s; this process ends, for its device may wait for the other: start it again", why)
         sys.stderr.flush()
         os._exit(1)
 
-    def let_go(self) -> None:
+    def shut_down(self) -> None:
         """Have the followers close what they own, and exit."""
         self._is_closing = True
-        self.tell("close")
+        self.send("close")
 
     def close(self) -> None:
         """Wait until the followers have exited; kill those that do not."""
@@ -129,28 +129,28 @@ class Followers:
 
     def _watch(self) -> None:
         """Deliver answers and enforce deadlines, until all followers are gone."""
-        there = dict(zip(self._connections, range(len(self._connections)), strict=True))
-        while there:
-            for connection in wait(list(there), _LOOK_S):
+        ranks = dict(zip(self._connections, range(len(self._connections)), strict=True))
+        while ranks:
+            for connection in wait(list(ranks), _POLL_S):
                 assert isinstance(connection, Connection)
                 try:
-                    self._hand_over(there[connection], *pickle.loads(connection.recv_bytes()))
+                    self._deliver(ranks[connection], *pickle.loads(connection.recv_bytes()))
                 except (EOFError, OSError):
-                    self._lose(there.pop(connection))
-            if self._must_end_by is not None and time.monotonic() > self._must_end_by and not self._is_closing:
+                    self._report_loss(ranks.pop(connection))
+            if self._deadline is not None and time.monotonic() > self._deadline and not self._is_closing:
                 self.end_all("the devices have not done together what they began")
 
-    def _hand_over(self, rank: int, number: int | None, said: Any) -> None:
+    def _deliver(self, rank: int, number: int | None, result: Any) -> None:
         if number is None:
-            self._fault = str(said)
-        elif isinstance(said, Exception):
-            if self._must_end_by is None:  # if one has failed, all have to: others would wait for ever
-                self._must_end_by = time.monotonic() + GRACE_S
-            self._answers.pop((rank, number)).set_exception(said)
+            self._fault = str(result)
+        elif isinstance(result, Exception):
+            if self._deadline is None:  # if one has failed, all have to: others would wait for ever
+                self._deadline = time.monotonic() + GRACE_S
+            self._answers.pop((rank, number)).set_exception(result)
         else:
-            self._answers.pop((rank, number)).set_result(said)
+            self._answers.pop((rank, number)).set_result(result)
 
-    def _lose(self, rank: int) -> None:
+    def _report_loss(self, rank: int) -> None:
         why = f"the process of device {rank + 1} is lost" + (f" ({self._fault})" if self._fault else "")
         if self._is_up and not self._is_closing:
             self.end_all(why)
@@ -159,8 +159,8 @@ class Followers:
 
 
 def _start(module: str) -> tuple[Connection, "subprocess.Popen[bytes]"]:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command, environment = module_command(module, str(theirs.fileno()), str(os.getpid()))
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
-    return Connection(ours.detach()), child
+    parent_end, child_end = socket.socketpair()
+    with child_end:
+        command, environment = module_command(module, str(child_end.fileno()), str(os.getpid()))
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()], env=environment)
+    return Connection(parent_end.detach()), child

@@ -26,7 +26,6 @@ from csattn.selection import Selection, join_choices
 from csattn.selectors import ContextView
 from csattn.sketch.own import Growth, own_top_k
 from offload.codecs.formats import KvFormat
-from workers.engine.beside import finish_beside, thread_beside
 from workers.engine.draws import DrawsOnDevice
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
@@ -36,14 +35,14 @@ from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost, StepSearcher
 from workers.engine.own_choice import (
     SELECTOR,
-    chooses_itself,
+    model_selects_rows,
     require_choice_placed,
     require_own_choice,
     require_plain_rows,
     rows_read,
 )
 from workers.engine.own_on_device import LAYERS_AT_ONCE, join_on_device, place_segment
-from workers.engine.own_segments import OwnSegments, grows_alone
+from workers.engine.own_segments import OwnSegments, grows_without_context
 from workers.engine.placed_model import Progress
 from workers.engine.placing import Placing
 from workers.engine.sizing import Sizing
@@ -58,9 +57,10 @@ from workers.engine.slots import (
     require_watch,
     seen_lens,
 )
-from workers.engine.some_or_all import all_are_faster
+from workers.engine.sparse_or_full import all_are_faster
 from workers.engine.step_model import StepModel, step_model
 from workers.engine.step_results import LogitsOnHost, joined, kept
+from workers.engine.stream_thread import stream_thread, synchronize_stream
 from workers.model.devices import require_device
 from workers.model.rows import require_tokens
 from workers.model.runner import StepOutput
@@ -161,7 +161,7 @@ class GpuEngine:
         assert sizing.tail_capacity is not None
         self.tail_capacity, self.own_on_host = min(sizing.tail_capacity, self.max_positions), sizing.own_on_host
         sizing = replace(sizing, tail_capacity=self.tail_capacity)
-        self._beside = thread_beside(device, "own-segments")
+        self._segment_executor = stream_thread(device, "own-segments")
         self._side_by_side = ThreadPoolExecutor(min(_MOST_THREADS, available_cpus()), "own-segments-on-cpu")
         self._searcher = searcher
         if self.placement == "host" and selector != "full" and searcher is None:
@@ -200,7 +200,7 @@ class GpuEngine:
         place = self._place(context_id)
         require_free_slot(slot, self.num_slots, self._requests)
         require_own_choice(self.model.spec, config, selector)
-        chooses = chooses_itself(self.model.spec)  # then the request's configuration does not matter
+        chooses = model_selects_rows(self.model.spec)  # then the request's configuration does not matter
         if not chooses:
             self._require_as_captured(config, selector)
         self._placing.start(self.model)
@@ -251,7 +251,7 @@ class GpuEngine:
             require_watch(watch, len(rows), self.num_layers)
         lens = self._tail_lens(rows)  # checks all rows, so a step that is split runs as a whole or not at all
         for slot in {row.slot for row in rows}:
-            self._take_over(slot)
+            self._settle_rows(slot)
             self._grow(slot, lens[next(i for i, row in enumerate(rows) if row.slot == slot)])
         if stop := self._end_of_step(rows, lens):
             first = kept(self.step(rows[:stop], want_logits, watch if watch and watch[0] < stop else None))
@@ -276,7 +276,8 @@ class GpuEngine:
         else:
             output, seen = self._watched_step(batch_size, rows[watch[0]].slot, lens[watch[0]], *watch)
         self._draws.enqueue(rows, output)
-        finish_beside(output.next_ids.device)  # a copy that waits for the GPU keeps other threads out of the driver
+        # a copy that waits for the GPU keeps other threads out of the driver
+        synchronize_stream(output.next_ids.device)
         next_ids = output.next_ids[: len(rows)].cpu().numpy()
         logits = self._logits.take(rows, output.logits) if want_logits else None
         for request, length, own_len in zip(requests, lens, own_lens, strict=True):
@@ -303,12 +304,12 @@ class GpuEngine:
     def _all_are_faster(self, places: Sequence[int], context_lens: Sequence[int], own_lens: Sequence[int]) -> bool:
         shape = self._placing.ready().shape
         contexts = [(place, length) for place, length in zip(places, context_lens, strict=True) if place >= 0]
-        return shape.some_or_all and all_are_faster(shape, contexts, own_lens)
+        return shape.sparse_or_full and all_are_faster(shape, contexts, own_lens)
 
     def reading(self, slot: int) -> Reading:
         request = self._request(slot)
         context_len, own = self._context_len(request.context_id), request.own_read / max(1, request.tail_len)
-        if chooses_itself(self.model.spec):
+        if model_selects_rows(self.model.spec):
             return Reading(SELECTOR, rows_read(self.model.spec, context_len, request.tail_len))
         if self._placing.ready().shape.attends_all:
             return Reading("full", context_len + own)
@@ -337,7 +338,7 @@ class GpuEngine:
         for request in self._requests.values():
             if request.own is not None:
                 request.own.close()
-        self._beside.shutdown(cancel_futures=True)
+        self._segment_executor.shutdown(cancel_futures=True)
         self._side_by_side.shutdown()
         try:
             self._placing.close()
@@ -361,7 +362,7 @@ class GpuEngine:
         placed, request = self._placing.ready(), self._requests[slot]
         queries, choices = list[Tensor](), list[Selection]()
 
-        def look(layer_idx: int, q: Tensor) -> None:
+        def copy_step_state(layer_idx: int, q: Tensor) -> None:
             """Copy what later layers overwrite. Whatever may fail is done after the step."""
             if layer_idx == self.model.spec.indexed_layers[number]:
                 queries.append(q[row].float().clone())
@@ -369,7 +370,7 @@ class GpuEngine:
                     both = [of for of in (placed.attention, placed.own) if of is not None]
                     choices.extend(_of_row(of.chosen(number, placed.runner.rows(batch_size)), row) for of in both)
 
-        output = placed.runner.step_by_calls(batch_size, look)
+        output = placed.runner.step_by_calls(batch_size, copy_step_state)
         if request.context_id == NO_CONTEXT:
             return output, None
         shape, artifact = placed.shape, placed.artifacts[self._place(request.context_id)]
@@ -383,7 +384,7 @@ class GpuEngine:
 
     def _own_segments(self, slot: int, context_id: int, config: SearchConfig) -> OwnSegments | None:
         placed = self._placing.ready()
-        if placed.own is None or (context_id == NO_CONTEXT and not grows_alone(config)):
+        if placed.own is None or (context_id == NO_CONTEXT and not grows_without_context(config)):
             return None
         assert isinstance(placed.index_config, SketchConfig)
         return OwnSegments(
@@ -393,7 +394,7 @@ class GpuEngine:
             config,
             placed.index_config,
             self._growth,
-            self._beside,
+            self._segment_executor,
             partial(place_segment, device=placed.device),
             join_on_device,
             layers_at_once=LAYERS_AT_ONCE,
@@ -407,7 +408,7 @@ class GpuEngine:
     def _segments_in_use(self, slot: int) -> int:
         return self._requests[slot].num_segments
 
-    def _take_over(self, slot: int) -> None:
+    def _settle_rows(self, slot: int) -> None:
         """Wait until the rows from `write_rows` are in the tail; from then on they are like rows of steps."""
         request = self._requests[slot]
         if request.is_written:
@@ -424,7 +425,7 @@ class GpuEngine:
             num_rows = request.own.num_rows(num_segments)
             placed.own.load(slot, request.config, num_rows, request.own.sketches(num_segments))
             request.num_segments = num_segments
-        if placed.rows.are_to_move(slot, tail_len):
+        if placed.rows.must_move(slot, tail_len):
             assert request.own is not None, "requests that do not grow have tails for all of their rows"
             request.own.finish()
             placed.rows.move(slot, tail_len)
@@ -474,8 +475,8 @@ def _of_row(selection: DeviceSelection, row: int) -> Selection:
 def require_selector(selector: str, placement: str, kv_format: KvFormat | None) -> None:
     """Raise ConfigError for a selector that GPUs do not have, or not in this placement and KV format."""
     everywhere = GPU_SELECTORS[:-1]
-    there = GPU_SELECTORS if placement == "device" and kv_format is None else everywhere
-    if selector not in there:
+    supported = GPU_SELECTORS if placement == "device" and kv_format is None else everywhere
+    if selector not in supported:
         raise ConfigError(
             f"selector is {selector!r}, but a GPU decodes with {' or '.join(everywhere)}, or exact where it has all "
             "keys as they were built: in placement device, without a KV codec; choose one of them, or decode on the CPU"

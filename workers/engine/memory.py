@@ -29,7 +29,7 @@ from workers.engine.compressed_memory import compressed_bytes, compressed_workin
 from workers.engine.far_rows import cache_bytes
 from workers.engine.latent_memory import index_key_bytes, latents_bytes, latents_working_bytes
 from workers.engine.on_device import make_searches
-from workers.engine.own_choice import chooses_itself, require_choice_placed
+from workers.engine.own_choice import model_selects_rows, require_choice_placed
 from workers.engine.own_on_device import own_bytes, own_cache_bytes, own_shape
 from workers.engine.schedule import schedule_bytes
 from workers.engine.shape import EngineShape
@@ -62,7 +62,7 @@ def plan_memory(
         working = latents_working_bytes(shape)
     elif shape.compressed:
         working = compressed_working_bytes(shape)
-    elif shape.attends_all or shape.some_or_all:
+    elif shape.attends_all or shape.sparse_or_full:
         working += attend_all_bytes(shape)
     kept = 0 if shape.attends_all else schedule_bytes(shape)
     parts = [
@@ -122,7 +122,7 @@ def require_weights(
 
 def require_heads(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raise ConfigError for heads that the attention kernels on a GPU do not support."""
-    if not chooses_itself(spec):
+    if not model_selects_rows(spec):
         for heads in {spec.heads, *map(spec.heads_of, range(spec.num_layers))}:
             require_supported(heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads, heads.head_dim, dtype)
 
@@ -165,7 +165,7 @@ def search_bytes(shape: EngineShape, config: IndexConfig, placement: Placement) 
     of_keys = exact_bytes(shape.rows, shape.batch_sizes, shape.max_context_len) if shape.reads_keys else 0
     if placement != "host" and not shape.reads_keys:
         passes += [search.scores for search in make_searches(shape, index, nowhere).values()]
-    if shape.sums_rest_apart or (placement == "host" and shape.rest == "sketch"):
+    if shape.has_separate_rest_pass or (placement == "host" and shape.rest == "sketch"):
         assert isinstance(index, SketchShape)
         passes += make_passes(shape, index, nowhere).values()
     of_choices = sum(selection.kv_indices.nbytes + selection.valid_len.nbytes for selection in chosen)

@@ -77,7 +77,10 @@ class AttendOnCpu:
             [request.view.context_len for request in requests],
             [request.near[0] for request in requests],
             [request.near[1] for request in requests],
-            [0 if alone else request.num_index_heads for request, alone in zip(requests, plan.alone, strict=True)],
+            [
+                0 if attends_per_row else request.num_index_heads
+                for request, attends_per_row in zip(requests, plan.attends_per_row, strict=True)
+            ],
             [request.top_k for request in requests],
             *zip(*(request.context.row_layout for request in requests), strict=True),
         )
@@ -148,7 +151,7 @@ class AttendOnCpu:
         most = 0
         read = {row: request.sketches for row, request in enumerate(plan.requests) if _scores_anew(plan, row)}
         for row, own in enumerate(plan.owns):
-            if own is not None and own.out.rest is None and not plan.alone[row]:
+            if own is not None and own.out.rest is None and not plan.attends_per_row[row]:
                 read[self._model.max_rows + row] = own.sketches
         for place, sketches in read.items():
             if id(sketches) not in described:
@@ -257,4 +260,4 @@ def _scores_anew(plan: RowPlan, row: int) -> bool:
     """Whether attention to the rest by its codes runs here, because no search does it on the way."""
     request = plan.requests[row]
     by_search = request.searches_attend and not plan.reuses(row)
-    return bool(request.sketches) and not plan.alone[row] and not by_search
+    return bool(request.sketches) and not plan.attends_per_row[row] and not by_search

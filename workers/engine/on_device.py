@@ -64,7 +64,7 @@ class SearchOnDevice(AttendChosen):
         if searches is None and shape.reads_keys:
             searches = make_exact_searches(shape, far, device)
         self._searches = make_searches(shape, index, device) if searches is None else searches
-        if shape.sums_rest_apart:
+        if shape.has_separate_rest_pass:
             assert isinstance(index, SketchShape)
             self._passes = make_passes(shape, index, device)
         elif shape.rest == "sketch":
@@ -72,14 +72,14 @@ class SearchOnDevice(AttendChosen):
                 assert isinstance(search, DeviceSearch) and isinstance(search.scores, SketchPass)
                 self._passes[size] = search.scores
         # copies rows beside attention to the rest by its codes; None: no rows are copied
-        self._link: torch.cuda.Stream | None = None
+        self._copy_stream: torch.cuda.Stream | None = None
         if far.cross_link and device.type == "cuda":  # an emulated device runs everything in order
-            self._link = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            self._copy_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         # all searches share one workspace, so with lookahead all of them run on this stream, also the first layer's
-        self._ahead: torch.cuda.Stream | None = None
+        self._search_stream: torch.cuda.Stream | None = None
         if self.lookahead and device.type == "cuda":
             # high priority if rows have to be copied; otherwise it would delay the model's products, which take longer
-            self._ahead = torch.cuda.Stream(device, priority=-1 if far.cross_link else 0)  # type: ignore[no-untyped-call]
+            self._search_stream = torch.cuda.Stream(device, priority=-1 if far.cross_link else 0)  # type: ignore[no-untyped-call]
         self._fetched: dict[int, _Fetched] = {}  # by layer, until it attends
 
     def __repr__(self) -> str:
@@ -111,9 +111,9 @@ class SearchOnDevice(AttendChosen):
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         assert layer_idx not in self._fetched, f"layer {layer_idx} is on its way already"
-        if self._ahead is not None:
-            self._ahead.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._ahead):  # None changes nothing
+        if self._search_stream is not None:
+            self._search_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._search_stream):  # None changes nothing
             self._fetched[layer_idx] = self._search(layer_idx, q, rows)
         if (own := self._own(rows)) is not None:
             own.look_ahead(layer_idx, q, rows)
@@ -123,26 +123,26 @@ class SearchOnDevice(AttendChosen):
             self.look_ahead(layer_idx, q, rows)
         if (own := self._own(rows)) is not None:
             own.begin(layer_idx, q, rows)
-        if self.shape.sums_rest_apart:
+        if self.shape.has_separate_rest_pass:
             self._passes[rows.batch_size].run(q, self.indexes, layer_idx, rows.context_ids)
         fetched = self._fetched.pop(layer_idx) if self.lookahead else self._search(layer_idx, q, rows)
-        if fetched.is_chosen is not None:
-            torch.cuda.current_stream().wait_event(fetched.is_chosen)
+        if fetched.searched is not None:
+            torch.cuda.current_stream().wait_event(fetched.searched)
         if own is not None:
             own.join()  # before the rest, whose successor starts while it ends (programmatic dependent launch)
         self._post_rest(layer_idx, rows)
-        if fetched.is_there is not None:
-            torch.cuda.current_stream().wait_event(fetched.is_there)
+        if fetched.copied is not None:
+            torch.cuda.current_stream().wait_event(fetched.copied)
         self._attend(layer_idx, q, fetched.rows, rows, out)
 
     def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> "_Fetched":
         """Enqueue the search on the current stream, and the copies of the rows that it selects."""
         selection, search_ids = self.chosen(layer_idx, rows), self._schedule.search_ids(rows)
         self._searches[rows.batch_size].search(q, self.indexes, layer_idx, search_ids, selection, rows.top_ks)
-        self._schedule.share_out(layer_idx, selection, rows)
-        fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._link)
-        is_there = self._link.record_event() if self._link else None
-        return _Fetched(fetched, self._ahead.record_event() if self._ahead else None, is_there)
+        self._schedule.distribute_choices(layer_idx, selection, rows)
+        fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._copy_stream)
+        copied = self._copy_stream.record_event() if self._copy_stream else None
+        return _Fetched(fetched, self._search_stream.record_event() if self._search_stream else None, copied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,8 @@ class _Fetched:
     """A layer's selection, whose rows are being copied."""
 
     rows: DeviceSelection  # ids of far rows
-    is_chosen: torch.cuda.Event | None  # after the search; None: it is on the stream that attends
-    is_there: torch.cuda.Event | None  # after the copies; None: they are on that stream, or there are none
+    searched: torch.cuda.Event | None  # after the search; None: it is on the stream that attends
+    copied: torch.cuda.Event | None  # after the copies; None: they are on that stream, or there are none
 
 
 def make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -> dict[int, DeviceSearch]:
@@ -165,7 +165,7 @@ def make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -
             query_dtype=shape.dtype,
             device=device,
             max_segments=shape.max_segments,
-            sums_rest=shape.rest == "sketch" and not shape.sums_rest_apart,
+            sums_rest=shape.rest == "sketch" and not shape.has_separate_rest_pass,
         )
         for batch_size in shape.batch_sizes
     }

@@ -30,8 +30,8 @@ from workers.searchers.worker_searcher import WorkerSearcher
 
 StepSearcher = StepSearches | WorkerSearcher  # searches whole steps: by threads of this process, or by search workers
 PLACES = "q_at", "kv_at", "len_at", "query_flag_at", "choice_flag_at"  # offsets of a row's parts in the shared memory
-_Asked = tuple[int, int]  # of a row: its context (-1: idle), and the most rows that it may choose
-PATIENCE_S = 1.0  # between checks whether the device has failed, while the host waits for a step's queries
+_RowRequest = tuple[int, int]  # of a row: its context (-1: idle), and the most rows that it may choose
+DEVICE_CHECK_S = 1.0  # between checks whether the device has failed, while the host waits for a step's queries
 
 
 class SearchOnHost(AttendChosen):
@@ -106,8 +106,8 @@ class SearchOnHost(AttendChosen):
         mail = self._mail[rows.batch_size]
         self._clock.advance()
         super().begin_step(rows)
-        asked = torch.stack([self._schedule.search_ids(rows), rows.top_ks]).tolist()
-        plan = mail.plan(tuple(zip(*asked, strict=True)))
+        row_requests = torch.stack([self._schedule.search_ids(rows), rows.top_ks]).tolist()
+        plan = mail.plan(tuple(zip(*row_requests, strict=True)))
         self._searching = self._background.start(partial(self._search, mail, plan, self._clock.value(0)))
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
@@ -125,7 +125,7 @@ class SearchOnHost(AttendChosen):
         if self._passes:  # while the CPU searches
             self._passes[rows.batch_size].run(q, self.indexes, layer_idx, rows.context_ids)
         mail.fetch(layer_idx, selection, self._schedule.search_ids(rows), self._clock)
-        self._schedule.share_out(layer_idx, selection, rows)
+        self._schedule.distribute_choices(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids)
         if own is not None:
             own.join()
@@ -137,7 +137,7 @@ class SearchOnHost(AttendChosen):
         assert self._searching is not None, "no step was begun"
         while True:
             try:
-                self._searching.result(PATIENCE_S)
+                self._searching.result(DEVICE_CHECK_S)
             except NotYet:
                 self._require_sound_device()
             else:
@@ -182,7 +182,7 @@ class _StepMail:
         self._queries = [RowMail(*_query_sizes(shape, batch_size), memory) for _ in range(2)]
         self._selections = [SelectionMail(*_selection_sizes(shape, batch_size), memory) for _ in range(2)]
         self._context_lens: dict[int, int] = {}
-        self._last: tuple[tuple[_Asked, ...], StepPlan] | None = None  # the last plan, by what its rows asked for
+        self._last: tuple[tuple[_RowRequest, ...], StepPlan] | None = None  # the last plan, by what its rows asked for
 
     def post(self, layer_idx: int, q: Tensor, clock: StepClock) -> None:
         self._queries[layer_idx % 2].post(q.float(), clock, layer_idx + 1)
@@ -204,16 +204,16 @@ class _StepMail:
         self._last = None
         self._context_lens.pop(context_id, None)
 
-    def plan(self, asked: tuple[_Asked, ...]) -> StepPlan:
+    def plan(self, row_requests: tuple[_RowRequest, ...]) -> StepPlan:
         """Return the searches of a step, given what its rows ask for. No step may be in flight."""
         last = self._last  # read once: another thread may reset it while it loads a context
-        if last is None or last[0] != asked:
-            self._last = last = asked, StepPlan(self._records(asked))
+        if last is None or last[0] != row_requests:
+            self._last = last = row_requests, StepPlan(self._records(row_requests))
         return last[1]
 
-    def _records(self, asked: tuple[_Asked, ...]) -> NDArray[np.void]:
+    def _records(self, row_requests: tuple[_RowRequest, ...]) -> NDArray[np.void]:
         shape, config = self._shape, self._shape.search
-        in_use = [(row, *of_row) for row, of_row in enumerate(asked) if of_row[0] >= 0]
+        in_use = [(row, *of_row) for row, of_row in enumerate(row_requests) if of_row[0] >= 0]
         records = np.zeros((shape.num_layers, len(in_use)), STEP_SEARCH)
         records["layer"] = np.arange(shape.num_layers)[:, None]
         records["flag_value"] = records["layer"] + 1

@@ -17,12 +17,12 @@ def latents_of(spec: ModelSpec) -> LatentSpec | None:
     return spec.layers[0].latent
 
 
-def chooses_itself(spec: ModelSpec) -> bool:
+def model_selects_rows(spec: ModelSpec) -> bool:
     """Whether the model itself chooses the rows that its layers attend to. All layers are alike in this."""
     return spec.layers[0].latent is not None or spec.layers[0].compressed is not None
 
 
-def kept_instead(spec: ModelSpec) -> str:
+def cached_row_kind(spec: ModelSpec) -> str:
     """Return what a model that chooses itself keeps instead of keys and values, as messages name it."""
     return "compressed rows" if latents_of(spec) is None else "latents"
 
@@ -44,8 +44,8 @@ def rows_read(spec: ModelSpec, context_len: int, tail_len: int) -> float:
     if (latent := latents_of(spec)) is not None:
         read = seen if latent.top_k is None else [min(latent.top_k, num_rows) for num_rows in seen]
         return sum(read) / max(1, tail_len)
-    of_all = sum(n * _rows_of(of, num_seen) for of, n in Counter(spec.compressed).items() for num_seen in seen)
-    return of_all / max(1, tail_len * spec.num_layers)
+    num_read = sum(n * _rows_of(of, num_seen) for of, n in Counter(spec.compressed).items() for num_seen in seen)
+    return num_read / max(1, tail_len * spec.num_layers)
 
 
 def _rows_of(of: CompressedSpec, num_seen: int) -> int:
@@ -56,23 +56,23 @@ def _rows_of(of: CompressedSpec, num_seen: int) -> int:
 
 def require_own_choice(spec: ModelSpec, config: SearchConfig, selector: str) -> None:
     """Raise ConfigError for a request that sets selector or `rest` where the model chooses. `keep` is ignored there."""
-    if not chooses_itself(spec) or (selector in ("csattn", "full") and config.rest in (None, "none")):
+    if not model_selects_rows(spec) or (selector in ("csattn", "full") and config.rest in (None, "none")):
         return
-    asked = f"selector {selector!r}" if selector not in ("csattn", "full") else f"rest {config.rest}"
-    raise ConfigError(f"{_chooses(spec)}, so {asked} has nothing to do there; leave it out")
+    setting = f"selector {selector!r}" if selector not in ("csattn", "full") else f"rest {config.rest}"
+    raise ConfigError(f"{_chooses(spec)}, so {setting} has nothing to do there; leave it out")
 
 
 def require_plain_rows(spec: ModelSpec, what: str) -> None:
     """Raise ConfigError if the model keeps no keys and values. what: the feature that needs them."""
-    if chooses_itself(spec):
+    if model_selects_rows(spec):
         raise ConfigError(
-            f"{what} is for keys and values, and this model keeps {kept_instead(spec)} instead; leave it out"
+            f"{what} is for keys and values, and this model keeps {cached_row_kind(spec)} instead; leave it out"
         )
 
 
 def require_choice_placed(spec: ModelSpec, placement: str) -> None:
     """Raise ConfigError if a model that chooses itself cannot run on this GPU, or not in that placement."""
-    if not chooses_itself(spec):
+    if not model_selects_rows(spec):
         return
     chooses = _chooses(spec)
     if (latent := latents_of(spec)) is None:

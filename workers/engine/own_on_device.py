@@ -14,10 +14,10 @@ from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.index import BY_HEAD
 from csattn.sketch.own import making_bytes, own_keep, own_top_k
-from workers.engine.beside import finish_beside
 from workers.engine.far_rows import CachedRows, FarRows, cache_bytes
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.shape import EngineShape
+from workers.engine.stream_thread import synchronize_stream
 
 LAYERS_AT_ONCE = 4  # of a segment: so few do not delay steps, and limit the memory that making a segment takes
 
@@ -92,7 +92,7 @@ def _rows_in(tails: Tensor) -> FarRows:
 def place_segment(segment: Sequence[SketchIndex], device: torch.device) -> list[DeviceLayerIndex]:
     """Copy one segment's sketch of each layer to the device, ready to be read by any stream."""
     layers = [to_device(sketch, device) for sketch in segment]
-    finish_beside(device)
+    synchronize_stream(device)
     return layers
 
 
@@ -104,7 +104,7 @@ def join_on_device(before: Sequence[DeviceSketch], segment: Sequence[DeviceSketc
         parts = {name: torch.cat([getattr(sketch, name), getattr(more, name)], dim=1) for name in BY_HEAD}
         starts = torch.cat([sketch.segment_starts, more.segment_starts + num_rows])
         layers.append(DeviceSketch(segment_starts=starts, **parts))
-    finish_beside(layers[0].codes.device)  # hazard: freed memory is reused on the stream that allocated it
+    synchronize_stream(layers[0].codes.device)  # hazard: freed memory is reused on the stream that allocated it
     return layers
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from offload.pinned import PinnedRows
-from workers.engine.beside import finish_beside
 from workers.engine.far_rows import CachedRows
 from workers.engine.shape import EngineShape
+from workers.engine.stream_thread import synchronize_stream
 
 
 class RowsInTails:
@@ -31,7 +31,7 @@ class RowsInTails:
         """Return the number of the first row that is in the tail."""
         return 0
 
-    def are_to_move(self, slot: int, tail_len: int) -> bool:
+    def must_move(self, slot: int, tail_len: int) -> bool:
         """Whether rows have to leave the tail before a step whose first row sees tail_len rows."""
         return False
 
@@ -127,7 +127,7 @@ class MovingRows(RowsInTails):
     def start(self, slot: int) -> int:
         return self._starts[slot]
 
-    def are_to_move(self, slot: int, tail_len: int) -> bool:
+    def must_move(self, slot: int, tail_len: int) -> bool:
         return self._start_for(tail_len) > self._starts[slot]
 
     def move(self, slot: int, tail_len: int) -> None:
@@ -156,7 +156,7 @@ class MovingRows(RowsInTails):
         start = self._starts[slot] = self._start_for(num_rows + 1)
         for tail, layer in zip(self._tails, self._host.layers, strict=True):
             _copy_by_heads(layer[slot, :, start:num_rows], tail[slot, :, : num_rows - start])
-        finish_beside(self._tails.device)
+        synchronize_stream(self._tails.device)
 
     def segment(self, slot: int, start: int, stop: int) -> Iterator[Tensor]:
         first = self._starts[slot]
@@ -165,7 +165,7 @@ class MovingRows(RowsInTails):
             if start >= first:
                 rows = tail[slot, :, start - first : stop - first]
                 _copy_by_heads(rows, moved)
-                finish_beside(tail.device)  # even if the segment is given up: its rows may be overwritten then
+                synchronize_stream(tail.device)  # even if the segment is given up: its rows may be overwritten then
             else:
                 rows = torch.empty(moved.shape, dtype=moved.dtype, device=tail.device)
                 _copy_by_heads(moved, rows)

@@ -27,7 +27,7 @@ Sketches = list[SketchIndex]  # per layer
 Placed = list[Any]  # per layer, as steps read them
 
 
-def grows_alone(config: SearchConfig) -> bool:
+def grows_without_context(config: SearchConfig) -> bool:
     """Whether own rows of a request without a context become segments: lookahead needs a context's query predictor."""
     return not config.lookahead and config.rest in (None, "sketch")
 
@@ -43,7 +43,7 @@ class _Making:
     rows: Iterator[Tensor]  # of the layers that are not made yet
     made: Sketches = field(default_factory=list)
     placed: Placed = field(default_factory=list)  # filled when all layers are made
-    num_asked: int = 0  # layers that are made or scheduled
+    num_scheduled: int = 0  # layers that are made or scheduled
     tasks: list[Future[None]] = field(default_factory=list)
 
 
@@ -63,14 +63,14 @@ class OwnSegments:
         config: SearchConfig,
         sketch: SketchConfig,  # how segments are made
         growth: Growth,
-        beside: Executor,  # one thread, which works in the order of submission
+        executor: Executor,  # one thread, which works in the order of submission
         place: Callable[[Sketches], Placed] = list,  # makes a segment readable for steps, in that thread
         join: Callable[[Placed, Placed], Placed] = join_sketches,  # appends a segment to those before it
         layers_at_once: int = 1,
         side_by_side: Map = map,  # a parallel map, for work on the CPU
     ) -> None:
         self.config = config
-        self._rows, self._sketch, self._growth, self._beside = rows, sketch, growth, beside
+        self._rows, self._sketch, self._growth, self._executor = rows, sketch, growth, executor
         self._place, self._join = place, join
         self._slot, self._num_layers, self._layers_at_once = slot, num_layers, layers_at_once
         self._side_by_side = side_by_side
@@ -93,7 +93,7 @@ class OwnSegments:
             self._making.append(_Making(iter(self._rows(end - segment_len, end))))
             self._num_begun += 1
         for number, segment in enumerate(self._making, self._num_begun - len(self._making)):
-            self._ask(segment, self._num_due(tail_len - (number + 1) * segment_len))
+            self._schedule(segment, self._num_due(tail_len - (number + 1) * segment_len))
         in_use = self.num_segments(tail_len + 1)
         if in_use in self._joined:
             self._joined = {number: placed for number, placed in self._joined.items() if number >= in_use}
@@ -109,7 +109,7 @@ class OwnSegments:
     def finish(self) -> None:
         """Finish all segments that are begun; then rows may move."""
         for segment in self._making:
-            self._ask(segment, self._num_layers)
+            self._schedule(segment, self._num_layers)
             wait(segment.tasks)
 
     def close(self) -> None:
@@ -124,21 +124,21 @@ class OwnSegments:
         due = 1 + math.floor(num_rows * by_row - self._slot * by_row % 1)
         return min(self._num_layers, due * self._layers_at_once)
 
-    def _ask(self, segment: _Making, num_layers: int) -> None:
-        if num_layers > segment.num_asked:
-            segment.num_asked = num_layers
-            segment.tasks.append(self._beside.submit(self._make, segment, num_layers))
+    def _schedule(self, segment: _Making, num_layers: int) -> None:
+        if num_layers > segment.num_scheduled:
+            segment.num_scheduled = num_layers
+            segment.tasks.append(self._executor.submit(self._make, segment, num_layers))
 
     def _finished(self, segment: _Making) -> Placed:
-        self._ask(segment, self._num_layers)
+        self._schedule(segment, self._num_layers)
         for task in segment.tasks:
             task.result()
         return segment.placed
 
     def _make(self, segment: _Making, num_layers: int) -> None:
         """Make the first num_layers layers of the segment, as far as they are missing."""
-        while (num_left := num_layers - len(segment.made)) and not self._is_closed:
-            rows = torch.stack(list(islice(segment.rows, min(num_left, self._layers_at_once))))
+        while (num_missing := num_layers - len(segment.made)) and not self._is_closed:
+            rows = torch.stack(list(islice(segment.rows, min(num_missing, self._layers_at_once))))
             segment.made += make_segments(rows, self._sketch, self._side_by_side)
         if len(segment.made) == self._num_layers:
             segment.placed = self._place(segment.made)

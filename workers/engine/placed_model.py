@@ -20,7 +20,6 @@ from offload.pinned import PinnedRows
 from workers.engine.attend_all import AttendAll, StreamedRows, reads_once
 from workers.engine.attend_compressed import AttendCompressed
 from workers.engine.attend_latents import AttendLatents
-from workers.engine.beside import finish_beside, run_beside, thread_beside
 from workers.engine.compressed_memory import CompressedMemory
 from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
 from workers.engine.latent_memory import CachedLatents, LatentPlaces
@@ -29,12 +28,13 @@ from workers.engine.lossy_keys import warn_of_lossy_keys
 from workers.engine.memory import Placement, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost, StepSearcher
-from workers.engine.own_choice import chooses_itself
+from workers.engine.own_choice import model_selects_rows
 from workers.engine.own_on_device import OwnOnDevice, own_cache
 from workers.engine.own_rows import MovingRows, RowsInTails
 from workers.engine.shape import EngineShape
-from workers.engine.some_or_all import SomeOrAll, of_all
+from workers.engine.sparse_or_full import SparseOrFull, full_attention_shape
 from workers.engine.step_model import StepModel
+from workers.engine.stream_thread import run_in_thread, stream_thread, synchronize_stream
 from workers.model import ModelRunner
 from workers.model.attention import StepAttention
 
@@ -74,7 +74,7 @@ class PlacedModel:
         self.artifacts: dict[int, Artifact] = {}
         self._pinned: dict[int, PinnedRows] = {}
         self._searcher = searcher
-        self._loader = thread_beside(device, "loading")
+        self._loader = stream_thread(device, "loading")
         self._spec = model.spec
         weights = model.take(device)
         sinks = _sinks_of(weights)
@@ -83,13 +83,13 @@ class PlacedModel:
         of_indexed = None if sinks is None else sinks[list(self._spec.indexed_layers)]
         self.far, self.attention = self._place(of_indexed, weights)
         inner: StepAttention = self.attention
-        if shape.some_or_all:
-            assert isinstance(self.far, DeviceRows) and reads_once(of_all(shape))
+        if shape.sparse_or_full:
+            assert isinstance(self.far, DeviceRows) and reads_once(full_attention_shape(shape))
             tails = self.attention.tails
             assert isinstance(tails, Tensor)
-            inner = SomeOrAll(inner, AttendAll(of_all(shape), self.far, device, of_indexed, tails))
+            inner = SparseOrFull(inner, AttendAll(full_attention_shape(shape), self.far, device, of_indexed, tails))
         self.local: LocalLayers | None = None
-        if not chooses_itself(self._spec) and len(self._spec.indexed_layers) < self._spec.num_layers:
+        if not model_selects_rows(self._spec) and len(self._spec.indexed_layers) < self._spec.num_layers:
             self.local = LocalLayers(shape, self._spec, inner, sinks, device)
         self.rows = self._rows()
         self._next_query: Tensor | None = None
@@ -101,7 +101,7 @@ class PlacedModel:
             shape.batch_sizes,
             self._next_query,
             grows=self.own is not None,
-            may_read_all=shape.some_or_all,
+            may_read_all=shape.sparse_or_full,
             devices=model.devices,
         )
 
@@ -208,8 +208,8 @@ class PlacedModel:
         if shape.own_capacity is None:
             return None
         sizes = shape.num_tails, shape.num_kv_heads, shape.own_capacity, 2, shape.head_dim
-        tell = partial(self._on_progress, "pinning host memory for requests")
-        pinned = self._pin(allocate_rows(shape.num_layers, sizes, shape.dtype), tell)
+        on_progress = partial(self._on_progress, "pinning host memory for requests")
+        pinned = self._pin(allocate_rows(shape.num_layers, sizes, shape.dtype), on_progress)
         return pinned, own_cache(shape, self.device)
 
     def _rows(self) -> RowsInTails:
@@ -229,7 +229,7 @@ class PlacedModel:
                 built = artifact.local_kv() if self.shape.latents is not None else artifact.indexed_kv()
                 if not isinstance(self.far, DeviceRows | LatentPlaces | CompressedMemory):
                     self._load_on_host(context_id, built, undo, meanwhile)
-                run_beside(self._loader, partial(self._load_on_device, context_id, artifact, built, undo), meanwhile)
+                run_in_thread(self._loader, partial(self._load_on_device, context_id, artifact, built, undo), meanwhile)
                 if isinstance(self.attention, SearchOnHost):
                     assert self._searcher is not None
                     self._searcher.load(context_id, artifact)
@@ -243,15 +243,15 @@ class PlacedModel:
         """Pin layer by layer in this thread, with steps in between: the driver does nothing else while it pins."""
         since = 0.0  # when other requests last had a step
 
-        def tell(done: int, total: int) -> None:
+        def on_progress(done: int, total: int) -> None:
             nonlocal since
             self._on_progress("pinning host memory", done, total)
             if time.monotonic() - since >= _LOCKING_S:
                 meanwhile()
                 since = time.monotonic()
 
-        layers = run_beside(self._loader, lambda: list(context_layers(self.shape, built)), meanwhile)
-        self._pinned[context_id] = self._pin(layers, tell)
+        layers = run_in_thread(self._loader, lambda: list(context_layers(self.shape, built)), meanwhile)
+        self._pinned[context_id] = self._pin(layers, on_progress)
         undo.callback(lambda: self._pinned.pop(context_id).close())
 
     def _load_on_device(self, context_id: int, artifact: Artifact, built: Sequence[Tensor], undo: ExitStack) -> None:
@@ -261,8 +261,8 @@ class PlacedModel:
         elif isinstance(self.far, CompressedMemory):
             self.far.load(context_id, compressed_states(artifact), artifact.spec.context_len)
         elif isinstance(self.far, DeviceRows):
-            tell = partial(self._on_progress, "loading KV")
-            self.far.load(context_id, context_layers(self.shape, built), tell)
+            on_progress = partial(self._on_progress, "loading KV")
+            self.far.load(context_id, context_layers(self.shape, built), on_progress)
         else:
             self.far.load(context_id, self._pinned[context_id])
         undo.callback(self.far.unload, context_id)
@@ -276,7 +276,7 @@ class PlacedModel:
                 self._next_query[context_id, number].copy_(torch.tensor(artifact.next_query(layer_idx - 1)))
         if self.local is not None:
             self.local.load(context_id, artifact.local_kv(), artifact.states())
-        finish_beside(self.device)
+        synchronize_stream(self.device)
 
     def _load_index(self, context_id: int, artifact: Artifact, plain: Sequence[Tensor] | None) -> None:
         kv = self.far.layers(context_id) if isinstance(self.far, DeviceRows) else self._pinned[context_id].layers
@@ -286,8 +286,8 @@ class PlacedModel:
             index = self._index_on_device(artifact, partial(self._on_progress, "loading the index"))
             self.attention.load(context_id, kv, index, plain)
 
-    def _pin(self, kv: Sequence[Tensor], tell: Callable[[int, int], None]) -> PinnedRows:
-        pinned = PinnedRows(kv, progress=tell)
+    def _pin(self, kv: Sequence[Tensor], on_progress: Callable[[int, int], None]) -> PinnedRows:
+        pinned = PinnedRows(kv, progress=on_progress)
         if not pinned.pinned:
             raise PinningError(
                 f"the device cannot read KV where it lies in host memory ({pinned.how}); raise the limit "
@@ -295,11 +295,11 @@ class PlacedModel:
             )
         return pinned
 
-    def _index_on_device(self, artifact: Artifact, tell: Callable[[int, int], None]) -> list[DeviceLayerIndex]:
+    def _index_on_device(self, artifact: Artifact, on_progress: Callable[[int, int], None]) -> list[DeviceLayerIndex]:
         layers = []
         for number, index in enumerate(artifact.indexes(), 1):
             layers.append(to_device(index, self.device))
-            tell(number, self.shape.num_layers)
+            on_progress(number, self.shape.num_layers)
         return layers
 
 

@@ -43,8 +43,8 @@ class PlainRows:
         """tail_lens: [num_rows], the rows of its tail that each row sees."""
         self._model, self._plan, self._scale = model, plan, softmax_scale
         of_rows = zip(plan.requests, tail_lens.tolist(), strict=True)
-        self._rows = [(row, *of_row) for row, of_row in enumerate(of_rows) if plan.alone[row]]
-        self._choosing = [of_row for of_row in self._rows if of_row[1].chooses_alone(of_row[2])]
+        self._rows = [(row, *of_row) for row, of_row in enumerate(of_rows) if plan.attends_per_row[row]]
+        self._choosing = [of_row for of_row in self._rows if of_row[1].selects_per_row(of_row[2])]
         self._requests = {request.slot: request for _, request, _ in self._rows}
         self._choices = {request.slot: _choices(request) for _, request, _ in self._choosing}
         self._counts: defaultdict[int, StepCount] = defaultdict(StepCount)  # by slot
@@ -62,14 +62,14 @@ class PlainRows:
         """Choose for all rows that choose alone, in order within a request: its selector may keep a state."""
         for row, request, tail_len in self._choosing:
             choice, count = self._choices[request.slot][layer_idx], self._counts[request.slot]
-            tail, num_left = self._model.indexed_tails[layer_idx][request.slot], request.num_left(tail_len)
-            _take_over(choice, tail, num_left)
+            tail, num_outside = self._model.indexed_tails[layer_idx][request.slot], request.num_outside_window(tail_len)
+            _append_rows(choice, tail, num_outside)
             if (tail_len - 1) % request.view.config.search_period == 0:
                 ahead = request.looks_ahead and layer_idx > 0  # then the token's own row must not be read
                 q = (self._model.q_ahead[layer_idx % 2] if ahead else self._model.q)[row]
-                choice.last = choice.selector.select(q, tail[:, num_left : tail_len - ahead])
+                choice.last = choice.selector.select(q, tail[:, num_outside : tail_len - ahead])
                 if request.selector not in SELECTOR_NAMES:  # a user's: surplus or duplicate rows would go unnoticed
-                    require_choice(request.selector, choice.last, request.view, len(tail), q.shape, num_left)
+                    require_choice(request.selector, choice.last, request.view, len(tail), q.shape, num_outside)
                 count.searches += 1
                 count.search_bytes += choice.selector.search_bytes + (request.predictor_bytes if ahead else 0)
             elif choice.last is None:  # the request's last search was together with others
@@ -103,12 +103,14 @@ class PlainRows:
             self._model.attended[row] = out.flatten().numpy()
             count.far_rows += num_far(chosen) + (num_far(of_own) if of_own is not None else 0)
             count.near_rows += request.near[0] + request.view.context_len - request.near[1]
-            count.near_rows += tail_len - request.num_left(tail_len) - (own.num_rows if own is not None else 0)
+            count.near_rows += (
+                tail_len - request.num_outside_window(tail_len) - (own.num_rows if own is not None else 0)
+            )
 
     def prefetch(self, layer_idx: int) -> None:
         """Let stores read ahead the rows that the next layer will gather, as far as they are chosen."""
         for row, request, tail_len in self._rows:
-            if not request.chooses_alone(tail_len) and (chosen := self._plan.selection(row, layer_idx)) is not None:
+            if not request.selects_per_row(tail_len) and (chosen := self._plan.selection(row, layer_idx)) is not None:
                 request.context.store.prefetch(layer_idx, torch.from_numpy(chosen[0]))
 
     def commit(self) -> None:
@@ -153,9 +155,9 @@ def attend_row(
     sinks: Tensor | None = None,  # [num_q_heads] float32: sink logits
 ) -> Tensor:
     """Attend from a row to sinks, windows, selected rows with their weights, and the rest: [num_q_heads, head_dim]."""
-    store, (first, second), num_left = request.context.store, request.near, request.num_left(tail.shape[1])
+    store, (first, second), num_outside = request.context.store, request.near, request.num_outside_window(tail.shape[1])
     context, cap = (slice(0, first), slice(second, request.view.context_len)), request.view.logit_cap
-    recent = num_left if own is None else own.sketch.context_len
+    recent = num_outside if own is None else own.sketch.context_len
     near = [*(store.rows(layer_idx, rows).float() for rows in context), tail[:, recent:].float()]
     out, lse = _attend(q, torch.cat(near, dim=1), softmax_scale, cap=cap)
     share = None
@@ -171,7 +173,7 @@ def attend_row(
         if own is not None:
             out, lse = merge_state(out, lse, *_attend_own(q, tail, own, softmax_scale))
         if request.sketches or request.moments:
-            out, lse = merge_state(out, lse, *_attend_rest(q, request, layer_idx, num_left, chosen, softmax_scale))
+            out, lse = merge_state(out, lse, *_attend_rest(q, request, layer_idx, num_outside, chosen, softmax_scale))
         share = chosen.rest
     if sinks is not None:
         out = join_sinks(out, lse, sinks)
@@ -211,12 +213,12 @@ def _choices(request: CpuRequest) -> list[LayerChoice]:
     return [choice.snapshot() for choice in request.choices]
 
 
-def _take_over(choice: LayerChoice, tail: Tensor, num_left: int) -> None:
+def _append_rows(choice: LayerChoice, tail: Tensor, num_outside: int) -> None:
     """Hand rows of the tail [num_kv_heads, tail_capacity, 2, head_dim] that have left its window to the selector."""
-    while choice.num_left < num_left:
-        k, v = tail[:, choice.num_left].float().unbind(1)
+    while choice.num_appended < num_outside:
+        k, v = tail[:, choice.num_appended].float().unbind(1)
         choice.selector.append(k.numpy(), v.numpy())
-        choice.num_left += 1
+        choice.num_appended += 1
 
 
 def _attend(
@@ -255,7 +257,7 @@ def _attend_own(q: Tensor, tail: Tensor, own: OwnRead, softmax_scale: float) -> 
 
 
 def _attend_rest(
-    q: Tensor, request: CpuRequest, layer_idx: int, num_left: int, chosen: Selection, softmax_scale: float
+    q: Tensor, request: CpuRequest, layer_idx: int, num_outside: int, chosen: Selection, softmax_scale: float
 ) -> Attended:
     """Attend to the rows that could have been chosen and were not.
 
@@ -268,6 +270,6 @@ def _attend_rest(
         sketch, kv_indices = request.sketches[layer_idx], chosen.kv_indices[None]
         out, lse = attend_rest(by_token, sketch, kv_indices, num_chosen, first, second, softmax_scale)
     else:
-        num_rows, moments = np.array([second - first + num_left]), request.moments[layer_idx]
+        num_rows, moments = np.array([second - first + num_outside]), request.moments[layer_idx]
         out, lse = estimate_rest(by_token, moments, chosen.valid_len[None], num_rows, softmax_scale)
     return torch.from_numpy(out[0]), torch.from_numpy(lse[0])

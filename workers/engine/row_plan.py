@@ -26,21 +26,21 @@ class RowKind:
     """What a plan depends on in a row besides its slot."""
 
     token: int  # number of the token in its request, modulo the search period
-    chooses_alone: bool
-    attends_alone: bool
+    selects_per_row: bool
+    attends_per_row: bool
     own_segments: int  # that it reads
 
     @classmethod
     def of(cls, request: CpuRequest, tail_len: int) -> "RowKind":
         """tail_len: rows of its tail that the row sees, its own included."""
         token = (tail_len - 1) % request.search_period
-        alone = request.chooses_alone(tail_len), request.attends_alone(tail_len)
-        return cls(token, *alone, request.own_segments(tail_len))
+        per_row = request.selects_per_row(tail_len), request.attends_per_row(tail_len)
+        return cls(token, *per_row, request.own_segments(tail_len))
 
     @property
     def is_searched(self) -> bool:
         """Whether it is searched together with others, if csattn chooses for it at all."""
-        return self.token == 0 and not self.chooses_alone
+        return self.token == 0 and not self.selects_per_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class RowPlan:
     # the row whose choice each row reads, itself if it is searched; KEPT: the choice that its request keeps
     sources: list[int]
     last_searches: list[int]  # of each request that keeps its choice, the last row that is searched
-    alone: list[bool]  # whether `PlainRows` attends for the row
+    attends_per_row: list[bool]  # whether `PlainRows` attends for the row
     groups: list[Group]
     owns: list[OwnSearch | None]  # the search of the own segments that the row reads
     ahead: bool  # whether any row needs predicted queries
@@ -102,7 +102,7 @@ class RowPlan:
             if own is not None:
                 more.search_bytes += sum(search_bytes(sketch, own.q.shape[1]) for sketch in own.sketches)
                 more.rest_bytes += sum(sketch.num_bytes for sketch in own.sketches)
-            if not self.alone[row]:
+            if not self.attends_per_row[row]:
                 more.far_rows = num_layers * (request.top_k + (own.top_k if own else 0))
                 resident = first + request.view.context_len - second + tail_len - (own.num_rows if own else 0)
                 more.near_rows = num_layers * resident
@@ -189,18 +189,20 @@ def plan_rows(
             groups.append(_group(model, first, members, softmax_scale))
         first += len(members)
     ahead = any(
-        request.looks_ahead and (row.is_searched or row.chooses_alone or row.own_segments > 0)
+        request.looks_ahead and (row.is_searched or row.selects_per_row or row.own_segments > 0)
         for request, row in zip(requests, rows, strict=True)
     )
     searched = {requests[row].slot: i for i, row in enumerate(order) if rows[row].is_searched}
     keeping = [row for row in searched.values() if ordered[row].kept is not None]
-    alone = [rows[row].attends_alone for row in order]
+    attends_per_row = [rows[row].attends_per_row for row in order]
     owns: list[OwnSearch | None] = []
     for (_, num_segments), alike in groupby(order, key=of_own):
         num_alike, request = len(list(alike)), ordered[len(owns)]
         at = slice(len(owns), len(owns) + num_alike)
         owns += [_own_search(model, at, request, num_segments, softmax_scale) if num_segments else None] * num_alike
-    return RowPlan(np.array(order), ordered, _sources(requests, rows, order), keeping, alone, groups, owns, ahead)
+    return RowPlan(
+        np.array(order), ordered, _sources(requests, rows, order), keeping, attends_per_row, groups, owns, ahead
+    )
 
 
 def _sources(requests: Sequence[CpuRequest], rows: Sequence[RowKind], order: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from workers.engine.shape import EngineShape
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _StepSchedule:
     """The schedule of a step of one batch size, at addresses that a captured graph reads. All are [batch_size]."""
 
     search_ids: Tensor  # int32: the rows' contexts; -1: the row is not searched
@@ -27,14 +27,14 @@ class Schedule:
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         self._period, self._num_tails = shape.search.search_period, shape.num_tails
-        self._turns: dict[int, _Turn] = {}
+        self._by_batch_size: dict[int, _StepSchedule] = {}
         if not self.reuses:
             return
         sizes = shape.num_layers, shape.num_tails + 1, shape.num_index_heads
         self._kv_indices = torch.full((*sizes, shape.max_top_k), -1, dtype=torch.int32, device=device)
         self._valid_len = torch.zeros(sizes, dtype=torch.int32, device=device)
         for size in shape.batch_sizes:
-            self._turns[size] = _Turn(
+            self._by_batch_size[size] = _StepSchedule(
                 search_ids=torch.full((size,), -1, dtype=torch.int32, device=device),
                 sources=torch.arange(size, device=device),
                 from_kept=torch.zeros(size, dtype=torch.bool, device=device),
@@ -50,7 +50,7 @@ class Schedule:
         """Compute the schedule of the step's rows: outside of the graph, at every step."""
         if not self.reuses:
             return
-        turn, size = self._turns[rows.batch_size], rows.batch_size
+        plan, size = self._by_batch_size[rows.batch_size], rows.batch_size
         in_use, tokens, tails = rows.context_ids >= 0, rows.tail_lens - 1, rows.tail_ids.long()
         searched = in_use & (tokens % self._period == 0)
         # row b reads the choice of the latest row that is searched, of the same request and not later than b
@@ -58,25 +58,25 @@ class Schedule:
         latest = torch.where(alike & (tokens <= tokens[:, None]), tokens, -1).max(dim=1)
         is_last = searched & (torch.where(alike, tokens, -1).max(dim=1).values == tokens)
         numbers = torch.arange(size, device=tokens.device)
-        turn.search_ids.copy_(torch.where(searched, rows.context_ids, -1))
-        turn.sources.copy_(torch.where(latest.values >= 0, latest.indices, numbers))
-        turn.from_kept.copy_(in_use & (latest.values < 0))
-        turn.keep_at.copy_(torch.where(is_last, tails, self._num_tails))
+        plan.search_ids.copy_(torch.where(searched, rows.context_ids, -1))
+        plan.sources.copy_(torch.where(latest.values >= 0, latest.indices, numbers))
+        plan.from_kept.copy_(in_use & (latest.values < 0))
+        plan.keep_at.copy_(torch.where(is_last, tails, self._num_tails))
 
     def search_ids(self, rows: StepRows) -> Tensor:
         """Return the contexts to search: [batch_size] int32, -1 for rows that are not searched."""
-        return self._turns[rows.batch_size].search_ids if self.reuses else rows.context_ids
+        return self._by_batch_size[rows.batch_size].search_ids if self.reuses else rows.context_ids
 
-    def share_out(self, layer_idx: int, selection: DeviceSelection, rows: StepRows) -> None:
+    def distribute_choices(self, layer_idx: int, selection: DeviceSelection, rows: StepRows) -> None:
         """Enqueue the copies that give every row the choice that it reads. selection: of the searched rows, changed."""
         if not self.reuses:
             return
-        turn, tails = self._turns[rows.batch_size], rows.tail_ids.long()
+        plan, tails = self._by_batch_size[rows.batch_size], rows.tail_ids.long()
         both = (self._kv_indices, selection.kv_indices), (self._valid_len, selection.valid_len)
         for kept, chosen in both:
-            from_kept = turn.from_kept.view(-1, *[1] * (chosen.ndim - 1))
-            chosen.copy_(torch.where(from_kept, kept[layer_idx, tails], chosen[turn.sources]))
-            kept[layer_idx, turn.keep_at] = chosen
+            from_kept = plan.from_kept.view(-1, *[1] * (chosen.ndim - 1))
+            chosen.copy_(torch.where(from_kept, kept[layer_idx, tails], chosen[plan.sources]))
+            kept[layer_idx, plan.keep_at] = chosen
 
 
 def schedule_bytes(shape: EngineShape) -> int:

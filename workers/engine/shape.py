@@ -46,7 +46,7 @@ class EngineShape:
     max_segments: int = 0  # of a context's sketch
     attends_all: bool = False  # every row of a context is attended to: nothing is selected or estimated
     reads_keys: bool = False  # rows are chosen by all keys, not by an index
-    some_or_all: bool = False  # steps of both kinds are captured: rows are chosen, or all are attended to
+    sparse_or_full: bool = False  # steps of both kinds are captured: rows are chosen, or all are attended to
     kv_format: KvFormat | None = None  # of contexts' rows; None: plain ones. Tails are always plain
     growth: Growth | None = None  # when own rows become segments; None: all of a tail is attended to
     logit_cap: float | None = None
@@ -76,7 +76,7 @@ class EngineShape:
         return self.max_own_segments * self.growth.segment_len if self.growth is not None else 0
 
     @property
-    def sums_rest_apart(self) -> bool:
+    def has_separate_rest_pass(self) -> bool:
         """Whether attention to the rest takes a pass over the codes of its own: because rows are chosen by other
         queries than the layer's own, or not by codes."""
         by_others = bool(self.search.lookahead) or self.search.search_period > 1

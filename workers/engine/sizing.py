@@ -14,7 +14,7 @@ from offload.slot_cache import max_slots
 from workers.engine.memory import Placement, plan_memory
 from workers.engine.own_choice import latents_of, least_slots
 from workers.engine.shape import EngineShape
-from workers.engine.some_or_all import require_both, require_model
+from workers.engine.sparse_or_full import require_both, require_model
 from workers.engine.step_model import StepModel
 from workers.serving.messages import Selector
 
@@ -155,7 +155,7 @@ class Sizing:
             num_index_heads=heads if selector == "csattn" else spec.num_kv_heads,
             rest=resolve_rest(self.search, selector, index_config.layout, attention.logit_cap is not None),
             attends_all=selector == "full",
-            some_or_all=self.all_where_faster and selector != "full",  # as it may be over lists
+            sparse_or_full=self.all_where_faster and selector != "full",  # as it may be over lists
             reads_keys=selector == "exact",
             kv_format=self.kv_format,
             growth=self.growth,

@@ -75,12 +75,12 @@ class SplitEngine:
         options |= {"tail_capacity": self._engine.tail_capacity, "own_on_host": self._engine.own_on_host}
         with ExitStack() as undo, ExitStack() as failed:
             failed.callback(self._engine.close)
-            meeting = Path(undo.enter_context(TemporaryDirectory(prefix="csattn-devices-"))) / "meeting"
+            rendezvous = Path(undo.enter_context(TemporaryDirectory(prefix="csattn-devices-"))) / "meeting"
             specs = [
                 FollowerSpec(
                     share=Share(rank, num_devices),
                     device=places[rank],
-                    meeting=meeting,
+                    rendezvous=rendezvous,
                     model=model,
                     config=config,
                     placement=str(placement),
@@ -90,7 +90,7 @@ class SplitEngine:
             ]
             self._followers = Followers(specs, module)
             undo.callback(self._followers.close)
-            self._devices = Devices(Share(0, num_devices), places[0], meeting)
+            self._devices = Devices(Share(0, num_devices), places[0], rendezvous)
             undo.callback(self._devices.close)
             self._engine.model = first_share(model, loaded, self._devices)
             self._undo = undo.pop_all()
@@ -119,7 +119,7 @@ class SplitEngine:
 
     def remove_context(self, context_id: int) -> None:
         self._engine.remove_context(context_id)
-        self._followers.tell("remove_context", context_id)
+        self._followers.send("remove_context", context_id)
         self._context_ids.remove(context_id)
 
     def preparation(self, context_id: int, config: SearchConfig, selector: Selector) -> None:
@@ -128,7 +128,7 @@ class SplitEngine:
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
         if self._engine.is_started:
             self._engine.open(slot, context_id, config, selector)
-            self._followers.tell("open", slot, context_id, config, selector)
+            self._followers.send("open", slot, context_id, config, selector)
             return
         with self._all_at_once("open", slot, context_id, config, selector):
             self._engine.open(slot, context_id, config, selector)
@@ -137,16 +137,16 @@ class SplitEngine:
         num_devices = self._devices.share.num_devices
         parts = [rows[:, Share(rank, num_devices).of(rows.shape[1])].clone() for rank in range(num_devices)]
         self._engine.write_rows(slot, parts[0])
-        self._followers.tell_each("write_rows", [(slot, part) for part in parts[1:]])
+        self._followers.send_each("write_rows", [(slot, part) for part in parts[1:]])
 
     def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
         own = self._engine.read_rows(slot, start, stop)
-        others = self._followers.ask("read_rows", slot, start, stop)
+        others = self._followers.call("read_rows", slot, start, stop)
         return lambda: torch.cat([own(), *(rows.result() for rows in others)], dim=1)
 
     def close_slot(self, slot: int) -> None:
         self._engine.close_slot(slot)
-        self._followers.tell("close_slot", slot)
+        self._followers.send("close_slot", slot)
 
     def step(
         self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
@@ -155,9 +155,9 @@ class SplitEngine:
         slots, token_ids = [row.slot for row in rows], [row.token_id for row in rows]
         others: list[Future[Any]] = []
         if watch is None:
-            self._followers.tell("step", slots, token_ids, None)
+            self._followers.send("step", slots, token_ids, None)
         else:
-            others = self._followers.ask("step", slots, token_ids, watch)
+            others = self._followers.call("step", slots, token_ids, watch)
         try:
             with self._followers.within(STEP_S):
                 result = self._engine.step(rows, want_logits, watch)
@@ -170,7 +170,7 @@ class SplitEngine:
     @contextmanager
     def _all_at_once(self, name: str, *arguments: Any) -> Iterator[None]:
         """Have the other processes do the same while the body runs. All of them succeed, or all raise."""
-        answers, own = self._followers.ask(name, *arguments), None
+        answers, own = self._followers.call(name, *arguments), None
         try:
             with ends_within(LOAD_S, "the devices have not loaded together what they began"):
                 yield
@@ -187,14 +187,14 @@ class SplitEngine:
         return self._engine.reading(slot)
 
     def counts(self) -> EngineCounts:
-        others = [answer.result() for answer in self._followers.ask("counts")]
-        all_of = [self._engine.counts(), *others]
-        return EngineCounts(**{x.name: sum(getattr(of, x.name) for of in all_of) for x in fields(EngineCounts)})
+        others = [answer.result() for answer in self._followers.call("counts")]
+        counts = [self._engine.counts(), *others]
+        return EngineCounts(**{x.name: sum(getattr(of, x.name) for of in counts) for x in fields(EngineCounts)})
 
     def close(self) -> None:
         """Close the engine and end the other processes. No step may be in flight."""
         with self._undo:
-            self._followers.let_go()
+            self._followers.shut_down()
             self._engine.close()  # before the `Devices` that its graphs were captured with
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.beside import finish_beside
+from workers.engine.stream_thread import synchronize_stream
 from workers.serving.step_engine import StepResult, StepRow
 
 
@@ -27,9 +27,9 @@ class LogitsOnHost:
         if self._place is None:
             self._place = torch.empty(self._max_rows, logits.shape[1], pin_memory=logits.is_cuda)
         for number, row in enumerate(rows):
-            if row.asks and row.draw is None:
+            if row.wants_token and row.draw is None:
                 self._place[number].copy_(logits[number], non_blocking=True)
-        finish_beside(logits.device)
+        synchronize_stream(logits.device)
         return self._place[: len(rows)].numpy()
 
 

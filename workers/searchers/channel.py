@@ -21,19 +21,19 @@ from workers.searchers.mail import (
     KIND,
     LAYER,
     LEAST_BYTES,
-    LOOK,
     PLAN,
     REPLY_BYTES,
     SINCE,
     STATUS,
     STEP,
     STEPS,
+    WAKE_UP,
     WORKED_NS,
     Mail,
 )
 from workers.searchers.rendezvous import peer_of
 from workers.searchers.step_searches import MAX_PLANS
-from workers.searchers.words import ANSWERED, ASKED, CLIENT_SLEEPS, WORKER_SLEEPS, await_word, post
+from workers.searchers.words import CLIENT_SLEEPS, LAST_ANSWER, LAST_REQUEST, WORKER_SLEEPS, await_word, post
 
 END_S = 10.0  # how long to wait for a killed process to end
 
@@ -46,7 +46,7 @@ class Channel:
     def __init__(self, connection: socket.socket, spin_ns: int) -> None:
         self.connection, self.spin_ns = connection, spin_ns
         self.lost = False
-        self._asked = 0
+        self._num_requests = 0
         self._plans: set[int] = set()  # numbers of the plans whose records the worker has
         self._process = _peer_process(connection)
         if self._process is not None:
@@ -81,28 +81,28 @@ class Channel:
                 self.mail.write_records(records)
             words = self.mail.words
             words[COUNT], words[PLAN], words[LAYER], words[SINCE] = records.size * is_new, plan, layer_idx, since
-            self._ask(STEP)
+            self._post_request(STEP)
         except OSError:
-            self.lose()
+            self.mark_lost()
         return not self.lost
 
-    def tell(self, kind: int, text: str, memory: int | None) -> bool:
+    def send_request(self, kind: int, text: str, memory: int | None) -> bool:
         """Send a request other than a step; false if the worker is lost. memory: file descriptor of new step memory."""
         try:
             self._plans.clear()
             self.mail.write_text(text, COUNT)
             if memory is not None:
                 socket.send_fds(self.connection, [STEPS], [memory])
-            self._ask(kind)
+            self._post_request(kind)
         except OSError:
-            self.lose()
+            self.mark_lost()
         return not self.lost
 
     def await_word(self, spin_ns: int) -> bool:
         """Spin for up to spin_ns for the last answer. False: it has not come; the worker will wake this process."""
-        return bool(await_word(self.mail.words, ANSWERED, self._asked, CLIENT_SLEEPS, spin_ns))
+        return bool(await_word(self.mail.words, LAST_ANSWER, self._num_requests, CLIENT_SLEEPS, spin_ns))
 
-    def hear(self) -> bool:
+    def read_wakeups(self) -> bool:
         """Read what has come through the socket, without waiting; false if the connection is closed."""
         try:
             return self.connection.recv(64, socket.MSG_DONTWAIT) != b""
@@ -111,7 +111,7 @@ class Channel:
         except OSError:
             return False
 
-    def lose(self) -> None:
+    def mark_lost(self) -> None:
         """Give the worker up. Closing the connection wakes whoever watches it, and ends the worker if it lives."""
         self.lost = True
         with contextlib.suppress(OSError):  # it may be closed already
@@ -122,7 +122,7 @@ class Channel:
 
         If the worker is a thread of this process, or the system has no process file descriptors, nothing is killed.
         """
-        self.lose()
+        self.mark_lost()
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
@@ -134,27 +134,27 @@ class Channel:
         """Close the socket with its last user: no other file may get its number while a thread polls it."""
         self.connection.close()
 
-    def _ask(self, kind: int) -> None:
+    def _post_request(self, kind: int) -> None:
         words = self.mail.words
         words[KIND] = kind
-        self._asked += 1
-        if post(words, ASKED, self._asked, WORKER_SLEEPS):
-            self.connection.send(LOOK)
+        self._num_requests += 1
+        if post(words, LAST_REQUEST, self._num_requests, WORKER_SLEEPS):
+            self.connection.send(WAKE_UP)
 
     def _send_memory(self, num_bytes: int) -> None:
         """Replace the memory of messages by a new one; no request may be under way."""
-        with told_of_room(num_bytes):
+        with memory_errors(num_bytes):
             fd = create_memory(num_bytes)
         try:
             self.mail = Mail(map_memory(fd))
-            self.mail.words[ASKED] = self.mail.words[ANSWERED] = self._asked
-            socket.send_fds(self.connection, [LOOK], [fd])
+            self.mail.words[LAST_REQUEST] = self.mail.words[LAST_ANSWER] = self._num_requests
+            socket.send_fds(self.connection, [WAKE_UP], [fd])
         finally:
             os.close(fd)
 
 
 @contextlib.contextmanager
-def told_of_room(num_bytes: int) -> Iterator[None]:
+def memory_errors(num_bytes: int) -> Iterator[None]:
     """Convert an OSError while shared memory is made into a SearchLostError that says how much was needed."""
     try:
         yield
@@ -184,7 +184,7 @@ def await_answers(channels: Sequence[Channel], patience_s: float) -> None:
         some = await_some(waiting, deadline - time.monotonic())
         if not some and time.monotonic() >= deadline:
             for channel in waiting:
-                channel.lose()
+                channel.mark_lost()
         waiting = [channel for channel in waiting if channel not in some and not channel.lost]
 
 
@@ -196,8 +196,8 @@ def await_some(channels: Sequence[Channel], timeout_s: float) -> list[Channel]:
     poller = select.poll()
     for channel in channels:
         poller.register(channel.connection, select.POLLIN)
-    heard = {fd for fd, _ in poller.poll(max(0.0, timeout_s) * 1e3)}
+    readable = {fd for fd, _ in poller.poll(max(0.0, timeout_s) * 1e3)}
     for channel in channels:
-        if channel.connection.fileno() in heard and not channel.hear():
-            channel.lose()
+        if channel.connection.fileno() in readable and not channel.read_wakeups():
+            channel.mark_lost()
     return [channel for channel in channels if channel.lost or channel.await_word(0)]

@@ -17,9 +17,9 @@ HEADER_WORDS = 6 * LINE
 BODY = 8 * HEADER_WORDS  # where it begins, in bytes
 LEAST_BYTES = 1 << 16  # room for any text
 
-# Bytes sent through the socket. LOOK: look at the memory; a file descriptor that comes with it is of new memory of this
-# kind. STEPS: the file descriptor is of new step memory.
-LOOK, STEPS = b"\0", b"\1"
+# Bytes sent through the socket. WAKE_UP: look at the memory; a file descriptor that comes with it is of new memory of
+# this kind. STEPS: the file descriptor is of new step memory.
+WAKE_UP, STEPS = b"\0", b"\1"
 STEP, LOAD, UNLOAD, ATTACH = range(4)  # values of KIND
 DONE, FAILED = range(2)  # values of STATUS
 

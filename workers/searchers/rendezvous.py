@@ -14,7 +14,7 @@ from typing import Self
 
 from csattn.errors import SearchLostError
 
-LOOK_S = 0.1  # interval at which `accept` calls give_up
+POLL_S = 0.1  # interval at which `accept` calls give_up
 
 
 class Rendezvous:
@@ -37,7 +37,7 @@ class Rendezvous:
         try:
             self._listener.bind(_socket_name(self.address))
             self._listener.listen(1)
-            self._listener.settimeout(LOOK_S)
+            self._listener.settimeout(POLL_S)
         except BaseException:
             self.close()
             raise

@@ -13,7 +13,7 @@ from workers.background import BackgroundThread
 from workers.searchers.channel import Channel, await_some
 from workers.searchers.step_searches import StepPlan, StepSearches, in_layer, progress_of
 
-LOOK_S = 0.05  # interval at which running workers are checked
+POLL_S = 0.05  # interval at which running workers are checked
 
 
 class StepRun:
@@ -37,8 +37,8 @@ class StepRun:
         self._layer_idx, self._since, self._own, self._background = layer_idx, since, own, background
         self._shares = [plan.share(worker, len(channels)) for worker in range(len(channels))]
         self._waiting: dict[int, Channel] = {}  # of the workers that have not answered yet
-        self._stop_here = np.zeros(1, np.int64)
-        self._here: Future[None] | None = None  # the searches in this process
+        self._stop_local = np.zeros(1, np.int64)
+        self._local_search: Future[None] | None = None  # the searches in this process
         self._seen: dict[int, tuple[int, float]] = {}  # by worker: number of searches done, and since when it is that
         self.left: set[int] = set()  # workers whose shares are searched in this process
         self.lost_any = False  # a worker was lost during the step
@@ -65,12 +65,12 @@ class StepRun:
         waiting = self._waiting
         try:
             while waiting:
-                heard = await_some(list(waiting.values()), LOOK_S)
-                self._hear_of_end()
+                answered = await_some(list(waiting.values()), POLL_S)
+                self._check_give_up()
                 lost = set()
                 for worker, channel in list(waiting.items()):
-                    if channel not in heard:
-                        is_lost = not heard and self._hangs(worker, patience_s)
+                    if channel not in answered:
+                        is_lost = not answered and self._is_hung(worker, patience_s)
                     elif not (is_lost := channel.lost or channel.failure is not None):
                         self.worked_ns = max(self.worked_ns, waiting.pop(worker).worked_ns)
                     if is_lost:
@@ -79,12 +79,12 @@ class StepRun:
                 if lost:
                     self.left |= lost
                     self._search_left()
-                if self._here is not None and self._here.done():
-                    self._here.result()  # an error in this process's own searches ends the step now
-            while self._here is not None and not wait([self._here], LOOK_S).done:
-                self._hear_of_end()
-            if self._here is not None:
-                self._here.result()
+                if self._local_search is not None and self._local_search.done():
+                    self._local_search.result()  # an error in this process's own searches ends the step now
+            while self._local_search is not None and not wait([self._local_search], POLL_S).done:
+                self._check_give_up()
+            if self._local_search is not None:
+                self._local_search.result()
         except BaseException:
             self._end()
             raise
@@ -94,28 +94,28 @@ class StepRun:
         """Search the shares of all lost workers in the background thread, beside the other workers."""
         if not self.left:
             return
-        if self._here is not None:
-            self._stop_here[0] = 1
-            self._here.result()
-            self._stop_here[0] = 0
+        if self._local_search is not None:
+            self._stop_local[0] = 1
+            self._local_search.result()
+            self._stop_local[0] = 0
         records = np.concatenate([self._shares[worker] for worker in sorted(self.left)], axis=1)
-        self._here = self._background.start(partial(self._search_here, in_layer(records, self._layer_idx)))
+        self._local_search = self._background.start(partial(self._search_locally, in_layer(records, self._layer_idx)))
 
-    def _search_here(self, records: NDArray[np.void]) -> None:
+    def _search_locally(self, records: NDArray[np.void]) -> None:
         try:
-            self._own.run_records(records, self._since, self._stop_here)
+            self._own.run_records(records, self._since, self._stop_local)
         except Exception as error:
             raise SearchLostError(
                 f"a search worker is lost and its share of the step cannot be searched here "
                 f"({type(error).__name__}: {error}); ask again"
             ) from error
 
-    def _hear_of_end(self) -> None:
+    def _check_give_up(self) -> None:
         """Stop this process's own searches if the step was given up. Workers see that by themselves."""
         if self._own.give_up[0]:
-            self._stop_here[0] = 1
+            self._stop_local[0] = 1
 
-    def _hangs(self, worker: int, patience_s: float) -> bool:
+    def _is_hung(self, worker: int, patience_s: float) -> bool:
         """Whether the worker has made no progress for patience_s although its next query is there, or has finished all
         searches without answering."""
         records, now = self._shares[worker].reshape(-1), time.monotonic()
@@ -136,10 +136,10 @@ class StepRun:
 
     def _end(self) -> None:
         """Stop all searches: when this returns, nobody writes any more."""
-        self._stop_here[0] = 1
+        self._stop_local[0] = 1
         self.lost_any |= bool(self._waiting)
         for channel in self._waiting.values():
             channel.end_process()
-        if self._here is not None:
-            self._here.exception()
-            self._here = None  # its exception's traceback would keep this run alive, and so the channels
+        if self._local_search is not None:
+            self._local_search.exception()
+            self._local_search = None  # its exception's traceback would keep this run alive, and so the channels

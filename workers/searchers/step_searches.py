@@ -167,13 +167,13 @@ class StepSearches:
 
     def _make_series(self, records: NDArray[np.void]) -> list[SearchSeries]:
         """Make a series of each run of consecutive records with the same kind of index."""
-        base, asked = int(self.memory.ctypes.data), []
+        base, flagged = int(self.memory.ctypes.data), []
         for record in records.reshape(-1):
             value = int(record["flag_value"])
             arrived = base + int(record["query_flag_at"]), value
             chosen = base + int(record["choice_flag_at"]), value, int(record["num_heads"])
-            asked.append((self._search(record), arrived, chosen))
-        parts = groupby(asked, lambda one: isinstance(one[0].index, SketchIndex))
+            flagged.append((self._search(record), arrived, chosen))
+        parts = groupby(flagged, lambda one: isinstance(one[0].index, SketchIndex))
         return [make_series(*zip(*part, strict=True)) for _, part in parts]
 
     def _search(self, record: np.void) -> LayerSearch:

@@ -68,7 +68,7 @@ class Supervisor:
         self._closing.set()
         for channel in (self.channel, self._coming):
             if channel is not None:
-                channel.lose()
+                channel.mark_lost()
         self._thread.join()
 
     def _run(self) -> None:
@@ -90,14 +90,14 @@ class Supervisor:
         with Rendezvous() as rendezvous:
             handle = self.handle = self._launch(self._make_spec(rendezvous.address))
             try:
-                connection = rendezvous.accept(START_S, lambda: self._why_not(handle))
+                connection = rendezvous.accept(START_S, lambda: self._launch_fault(handle))
             except BaseException:
                 handle.kill()
                 raise
         try:
             channel = self._coming = Channel(connection, self._spin_ns)
             if self._closing.is_set():  # `close` may have looked before the channel was there
-                channel.lose()
+                channel.mark_lost()
             self._load(channel)
             self.came_up.set()
             _await_end(channel)
@@ -106,7 +106,7 @@ class Supervisor:
             self.channel = None
             handle.kill()
 
-    def _why_not(self, handle: WorkerHandle) -> str | None:
+    def _launch_fault(self, handle: WorkerHandle) -> str | None:
         return "the search workers are being closed" if self._closing.is_set() else handle.fault()
 
     def _load(self, channel: Channel) -> None:
@@ -120,20 +120,20 @@ class Supervisor:
                     self.channel = channel
                     return
             wants_memory = memory is not None and memory is not attached and memory.is_open
-            if wants_memory and (failure := tell_all([channel], ATTACH, memory=memory)):
+            if wants_memory and (failure := broadcast([channel], ATTACH, memory=memory)):
                 raise SearchLostError(f"a search worker cannot map the memory of steps: {failure}; free memory")
             attached = memory
             for context_id in loaded.keys() - wanted.keys():
-                tell_all([channel], UNLOAD, str(context_id))
+                broadcast([channel], UNLOAD, str(context_id))
             for context_id, path in wanted.items() - loaded.items():
-                if failure := tell_all([channel], LOAD, f"{context_id} {path}"):
+                if failure := broadcast([channel], LOAD, f"{context_id} {path}"):
                     self.fault = failure  # the client searches what this worker cannot
             if channel.lost:
                 raise SearchLostError("a search worker was lost while it loaded its contexts; it is started again")
             loaded = wanted
 
 
-def tell_all(
+def broadcast(
     channels: list[Channel],
     kind: int,
     text: str = "",
@@ -145,7 +145,7 @@ def tell_all(
     Returns the error of one of them, if any.
     """
     fd = None if memory is None else memory.fd
-    await_answers([channel for channel in channels if channel.tell(kind, text, fd)], patience_s)
+    await_answers([channel for channel in channels if channel.send_request(kind, text, fd)], patience_s)
     failures = [channel.failure for channel in channels if not channel.lost]
     return next((failure for failure in failures if failure), None)
 
@@ -157,4 +157,4 @@ def _await_end(channel: Channel) -> None:
     while not channel.lost:
         if poller.poll(1000):
             with contextlib.suppress(OSError):
-                channel.lose()
+                channel.mark_lost()

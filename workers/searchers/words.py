@@ -13,8 +13,8 @@ from csattn.cpu.jit import exact_kernel
 from csattn.cpu.posts import LINE
 from csattn.cpu.waiting import PAUSES, now_ns, pause, yield_core
 
-ASKED = 0 * LINE  # number of the last request
-ANSWERED = 1 * LINE  # number of the last answered request
+LAST_REQUEST = 0 * LINE  # number of the last request
+LAST_ANSWER = 1 * LINE  # number of the last answered request
 WORKER_SLEEPS = 2 * LINE  # 1: wake the worker up
 CLIENT_SLEEPS = 3 * LINE  # 1: wake the client up
 
@@ -50,5 +50,5 @@ def await_word(words: NDArray[np.int64], at: int, value: int, sleeper: int, spin
 def compile_words() -> None:
     """Compile the kernels, or load them from the cache, before the first search needs them."""
     words = np.zeros(4 * LINE, np.int64)
-    post(words, ASKED, 1, WORKER_SLEEPS)
-    await_word(words, ASKED, 1, WORKER_SLEEPS, 0)
+    post(words, LAST_REQUEST, 1, WORKER_SLEEPS)
+    await_word(words, LAST_REQUEST, 1, WORKER_SLEEPS, 0)

@@ -22,19 +22,27 @@ from workers.searchers.mail import (
     KIND,
     LAYER,
     LOAD,
-    LOOK,
     PLAN,
     REPLY_BYTES,
     SINCE,
     STATUS,
     STEP,
     STEPS,
+    WAKE_UP,
     WORKED_NS,
     Mail,
 )
 from workers.searchers.rendezvous import connect
 from workers.searchers.step_searches import StepSearches
-from workers.searchers.words import ANSWERED, ASKED, CLIENT_SLEEPS, WORKER_SLEEPS, await_word, compile_words, post
+from workers.searchers.words import (
+    CLIENT_SLEEPS,
+    LAST_ANSWER,
+    LAST_REQUEST,
+    WORKER_SLEEPS,
+    await_word,
+    compile_words,
+    post,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +108,7 @@ class SearchWorker:
     def _await_request(self, number: int) -> bool:
         """Wait for the request of this number; false if none will come."""
         spin_ns = int(self.spec.spin_us * 1e3)
-        while self._mail is None or not await_word(self._mail.words, ASKED, number, WORKER_SLEEPS, spin_ns):
+        while self._mail is None or not await_word(self._mail.words, LAST_REQUEST, number, WORKER_SLEEPS, spin_ns):
             if not self._listen():
                 return False
         return True
@@ -122,16 +130,16 @@ class SearchWorker:
         assert self._mail is not None and self._connection is not None
         mail, status, since_ns = self._mail, DONE, time.perf_counter_ns()
         try:
-            self._obey(mail)
+            self._execute(mail)
         except Exception as error:  # reported to the client, which decides what to do
             mail.write_text(f"{type(error).__name__}: {error}", REPLY_BYTES)
             status = FAILED
         mail.words[STATUS], mail.words[WORKED_NS] = status, time.perf_counter_ns() - since_ns
         self._num_answers += 1
-        if post(mail.words, ANSWERED, self._num_answers, CLIENT_SLEEPS):
-            self._connection.send(LOOK)
+        if post(mail.words, LAST_ANSWER, self._num_answers, CLIENT_SLEEPS):
+            self._connection.send(WAKE_UP)
 
-    def _obey(self, mail: Mail) -> None:
+    def _execute(self, mail: Mail) -> None:
         assert self._searches is not None
         kind = int(mail.words[KIND])
         if kind == STEP:

@@ -22,7 +22,7 @@ from workers.searchers.mail import ATTACH, LOAD, UNLOAD
 from workers.searchers.process import ChildProcess
 from workers.searchers.step_run import StepRun
 from workers.searchers.step_searches import MAX_PLANS, StepPlan, StepSearches
-from workers.searchers.supervisor import Contexts, Launch, Supervisor, tell_all
+from workers.searchers.supervisor import Contexts, Launch, Supervisor, broadcast
 from workers.searchers.words import compile_words
 from workers.searchers.worker import WorkerSpec
 
@@ -87,7 +87,7 @@ class WorkerSearcher:
             self.unload(context_id)
         self._own.load(context_id, artifact)
         with self._contexts.lock:
-            failure = tell_all(self._channels(), LOAD, f"{context_id} {artifact.path}")
+            failure = broadcast(self._channels(), LOAD, f"{context_id} {artifact.path}")
             if failure is None:
                 self._contexts.paths[context_id] = artifact.path
                 self._artifacts[context_id] = artifact
@@ -100,7 +100,7 @@ class WorkerSearcher:
         with self._contexts.lock:
             self._contexts.paths.pop(context_id, None)
             self._artifacts.pop(context_id, None)
-            tell_all(self._channels(), UNLOAD, str(context_id))
+            broadcast(self._channels(), UNLOAD, str(context_id))
         self._own.unload(context_id)
         self._layers.clear()
 
@@ -113,29 +113,29 @@ class WorkerSearcher:
         with self._contexts.lock:
             self._contexts.step_memory = memory
             channels = self._channels()
-            self._fault = tell_all(channels, ATTACH, memory=memory, patience_s=HUNG_S) or self._fault
+            self._fault = broadcast(channels, ATTACH, memory=memory, patience_s=HUNG_S) or self._fault
         for channel in channels:
             if channel.failure is not None:
                 channel.end_process()
 
     def run_step(self, plan: StepPlan, since: int) -> bool:
         """`StepSearches.run_step`, divided among the workers. It blocks, so call it on a thread of its own."""
-        return self._end_of(self._ask(plan, 0, since), self._patience_s(plan))
+        return self._finish_run(self._start_run(plan, 0, since), self._patience_s(plan))
 
     def start(self, layer_idx: int, searches: Sequence[RowSearch]) -> None:
         """Send each worker its share. The results of an earlier `start` without `finish` are discarded."""
-        self._await_end()
+        self._finish_under_way()
         step, patience_s = self._step_of(searches)
         step.write(searches)
         try:
-            self._under_way = self._ask(step.plan, layer_idx, 0), step, patience_s, searches
+            self._under_way = self._start_run(step.plan, layer_idx, 0), step, patience_s, searches
         except BaseException:
-            self._leave_memory()  # some workers have their request, and may write
+            self._abandon_memory()  # some workers have their request, and may write
             raise
 
     def finish(self) -> None:
         """Wait until every `out` is filled. Raises SearchLostError if this process cannot search either."""
-        if (under_way := self._await_end()) is not None:
+        if (under_way := self._finish_under_way()) is not None:
             step, searches = under_way
             step.collect(searches)
 
@@ -175,11 +175,11 @@ class WorkerSearcher:
     def _channels(self) -> list[Channel]:
         return [channel for supervisor in self._supervisors if (channel := supervisor.channel) is not None]
 
-    def _ask(self, plan: StepPlan, layer_idx: int, since: int) -> StepRun:
+    def _start_run(self, plan: StepPlan, layer_idx: int, since: int) -> StepRun:
         channels = [supervisor.channel for supervisor in self._supervisors]
         return StepRun(plan, layer_idx, since, channels, self._own, self._background)
 
-    def _end_of(self, run: StepRun, patience_s: float) -> bool:
+    def _finish_run(self, run: StepRun, patience_s: float) -> bool:
         """Wait for a run, and record its losses and errors."""
         try:
             return run.finish(patience_s)
@@ -188,19 +188,19 @@ class WorkerSearcher:
             self._fault = run.fault or self._fault
             self.worked_ns = run.worked_ns
 
-    def _await_end(self) -> tuple[LayerStep, Sequence[RowSearch]] | None:
+    def _finish_under_way(self) -> tuple[LayerStep, Sequence[RowSearch]] | None:
         """Wait for the run that is under way, if any, and return its step and searches."""
         if self._under_way is None:
             return None
         (run, step, patience_s, searches), self._under_way = self._under_way, None
         try:
-            self._end_of(run, patience_s)
+            self._finish_run(run, patience_s)
         finally:
             if run.lost_any:
-                self._leave_memory()
+                self._abandon_memory()
         return step, searches
 
-    def _leave_memory(self) -> None:
+    def _abandon_memory(self) -> None:
         """Abandon the memory: if a process could not be killed for certain, it may still write there."""
         self._memory = None
         self._layers.clear()
@@ -213,13 +213,13 @@ class WorkerSearcher:
                 assert search.context_id in self._artifacts, f"context {search.context_id} is not loaded"
             step = LayerStep(searches, len(self._supervisors))
             if self._memory is None or step.num_bytes > len(self._memory.array):
-                self._leave_memory()  # there is none until all workers have mapped the new one
+                self._abandon_memory()  # there is none until all workers have mapped the new one
                 memory = layer_memory(2 * step.num_bytes)
                 self.attach(memory)
                 self._memory = memory
             elif len(self._layers) >= MAX_PLANS:
                 self._layers.clear()
-            step.lie_in(self._memory)
+            step.place_in(self._memory)
             self._layers[kind] = step, self._patience_s(step.plan)
         return self._layers[kind]
 

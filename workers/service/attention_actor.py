@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from csattn.errors import CsattnError
 from workers.garbage import spare_garbage
 from workers.service.log_lines import log_to_stderr
-from workers.serving.messages import Ask, Event, Health, ServingError, Standing, WorkerLostError
+from workers.serving.messages import Ask, Event, Health, ServingError, WorkerLostError, WorkerStatus
 from workers.settings import Settings
 
 T = TypeVar("T")
@@ -78,14 +78,14 @@ class AttentionActor:
         """Cancel that request: nobody waits for the rest of it."""
         self._end(key)
 
-    async def beat(self, ingress: str) -> Standing | ServingError:
+    async def beat(self, ingress: str) -> WorkerStatus | ServingError:
         """Take a heartbeat of that ingress; return this worker's load and loaded contexts."""
         self._heard_s[ingress] = time.monotonic()
 
-        async def standing() -> Standing:
-            return self._backend.standing()
+        async def status() -> WorkerStatus:
+            return self._backend.status()
 
-        return await self._told(standing)
+        return await self._told(status)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the backend; return its result, or the ServingError that it raised."""

@@ -16,7 +16,7 @@ from workers.engine.cpu_engine import GROWTH, QUESTION_ROWS, CpuEngine
 from workers.engine.gpu_engine import MAX_ROWS, step_sizes
 from workers.engine.memory import require_weights
 from workers.engine.opening import gpu_engine, require_together
-from workers.engine.some_or_all import require_both, require_model
+from workers.engine.sparse_or_full import require_both, require_model
 from workers.model.devices import require_device, require_devices
 from workers.searchers.supervisor import Launch
 from workers.searchers.worker import choose_cpus

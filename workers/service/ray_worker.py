@@ -9,7 +9,7 @@ from uuid import uuid4
 import ray
 from ray.exceptions import RayError
 
-from workers.serving.messages import Ask, Event, Health, ServingError, Standing, WorkerLostError
+from workers.serving.messages import Ask, Event, Health, ServingError, WorkerLostError, WorkerStatus
 
 _AGAIN_S = 5.0  # after which a client may retry while a worker restarts
 _ANSWER_S = 30.0  # for anything but tokens, health and heartbeats
@@ -22,7 +22,7 @@ class RayWorker:
     def __init__(self, name: str, namespace: str):
         self.name = name
         self.num_running = 0  # as far as is known here
-        self.standing: Standing | None = None  # as last reported; None while the worker does not answer
+        self.status: WorkerStatus | None = None  # as last reported; None while the worker does not answer
         self._namespace = namespace
         self._actor: Any = None
 
@@ -61,14 +61,14 @@ class RayWorker:
         return health
 
     async def beat(self, ingress: str) -> None:
-        """Send the heartbeat of that ingress, and store the standing that the worker reports."""
+        """Send the heartbeat of that ingress, and store the status that the worker reports."""
         try:
-            self.standing = await self._ask("beat", ingress, timeout_s=_HEALTH_S)
+            self.status = await self._ask("beat", ingress, timeout_s=_HEALTH_S)
         except ServingError:
-            self.standing = None
+            self.status = None
         else:
-            assert self.standing is not None
-            self.num_running = self.standing.num_running
+            assert self.status is not None
+            self.num_running = self.status.num_running
 
     async def _ask(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
         """Call a method of the actor itself."""
@@ -94,7 +94,7 @@ class RayWorker:
         return getattr(self._actor, name)
 
     def _lost(self) -> WorkerLostError:
-        self.standing = None
+        self.status = None
         return WorkerLostError(
             f"the worker {self.name} ended and is being started again; send the request again", None, _AGAIN_S
         )

@@ -25,10 +25,10 @@ from workers.serving.messages import (
     Held,
     OverloadedError,
     ServingError,
-    Standing,
     TokenizeAsk,
     Tokens,
     WorkerLostError,
+    WorkerStatus,
 )
 
 if TYPE_CHECKING:  # it imports Ray
@@ -46,7 +46,7 @@ class SpreadBackend:
 
     def __init__(self, workers: Sequence["RayWorker"]):
         self._workers = workers
-        self._known: dict[str, Standing] = {}  # by the worker's name, as last reported
+        self._known: dict[str, WorkerStatus] = {}  # by the worker's name, as last reported
         self._ingress = f"{os.getpid()}-{uuid4().hex}"
         self._beating: asyncio.Task[None] | None = None
         self._telling: dict[str, asyncio.Task[None]] = {}  # by the worker's name, a call beside the heartbeat
@@ -55,7 +55,7 @@ class SpreadBackend:
         """Yield a request's events. If a worker is full or lost before the first one, the next worker is tried."""
         self._keep_beating()
         refusals: list[ServingError] = []
-        for worker in self._in_turn(ask.asked_for):
+        for worker in self._in_turn(ask.routing_key):
             has_begun = False
             async with aclosing(worker.generate(self._ingress, ask)) as events:
                 try:
@@ -94,12 +94,12 @@ class SpreadBackend:
         """Have one worker delete a context from the store, and all unload it."""
         await self._ask_one(name, "delete", name)
         for worker in self._workers:
-            if held := [held for held in _held_by(worker) if name in held.asked_for]:
+            if held := [held for held in _held_by(worker) if name in held.routing_keys]:
                 await _tell(worker, "drop", held)
 
-    async def workers(self) -> dict[str, Standing | None]:
+    async def workers(self) -> dict[str, WorkerStatus | None]:
         self._keep_beating()
-        return {worker.name: worker.standing for worker in self._workers}
+        return {worker.name: worker.status for worker in self._workers}
 
     async def health(self) -> Health:
         """Ready while any worker is."""
@@ -135,11 +135,11 @@ class SpreadBackend:
 
         return await asyncio.gather(*(ask(worker) for worker in self._workers))
 
-    def _in_turn(self, asked_for: str) -> list["RayWorker"]:
+    def _in_turn(self, routing_key: str) -> list["RayWorker"]:
         """Return the worker that a request should go to, then the others, the least busy first."""
-        first = choose(self._workers, asked_for)
+        first = choose(self._workers, routing_key)
         others = [worker for worker in self._workers if worker is not first]
-        return [first, *sorted(others, key=lambda worker: (worker.standing is None, worker.num_running))]
+        return [first, *sorted(others, key=lambda worker: (worker.status is None, worker.num_running))]
 
     def _keep_beating(self) -> None:
         if self._beating is None:  # not in the constructor, which may run without an event loop
@@ -159,12 +159,12 @@ class SpreadBackend:
     async def _hear(self, worker: "RayWorker") -> None:
         """Send a heartbeat, and tell a restarted worker what it held."""
         await worker.beat(self._ingress)
-        if worker.standing is None:
+        if worker.status is None:
             return
         before = self._known.get(worker.name)
-        held = before.held if before is not None and before.since != worker.standing.since else ()
+        held = before.held if before is not None and before.since != worker.status.since else ()
         if not held or self._tell_beside(worker, "hold", held):  # else it is told after a later beat
-            self._known[worker.name] = worker.standing
+            self._known[worker.name] = worker.status
 
     def _tell_beside(self, worker: "RayWorker", method: str, contexts: Sequence[Held]) -> bool:
         """Call a method in a task of its own, because loading contexts takes longer than workers wait for a heartbeat.
@@ -178,25 +178,25 @@ class SpreadBackend:
         return True
 
 
-def choose(workers: Sequence["RayWorker"], asked_for: str) -> "RayWorker":
+def choose(workers: Sequence["RayWorker"], routing_key: str) -> "RayWorker":
     """Choose the worker for a request. All processes that know the same choose alike."""
-    least = min((worker.num_running for worker in workers if worker.standing), default=0)
+    least = min((worker.num_running for worker in workers if worker.status), default=0)
 
     def rank(worker: "RayWorker") -> tuple[bool, bool, bool, bool, bytes]:
-        standing = worker.standing
-        own = _own(worker, asked_for)
-        if standing is None:
+        status = worker.status
+        own = _own(worker, routing_key)
+        if status is None:
             return True, False, False, False, own
-        is_hot = worker.num_running - least >= max(1.0, HOT * standing.num_slots)
-        has_it = standing.has(asked_for)
-        return False, is_hot, not has_it, not (has_it or standing.has_room), own
+        is_hot = worker.num_running - least >= max(1.0, HOT * status.num_slots)
+        has_it = status.has(routing_key)
+        return False, is_hot, not has_it, not (has_it or status.has_room), own
 
     return min(workers, key=rank)
 
 
-def _own(worker: "RayWorker", asked_for: str) -> bytes:
+def _own(worker: "RayWorker", routing_key: str) -> bytes:
     """The rendezvous hash of a worker and a context, whose least wins: if a worker is lost, only its contexts move."""
-    return sha256(f"{worker.name} {asked_for}".encode()).digest()
+    return sha256(f"{worker.name} {routing_key}".encode()).digest()
 
 
 def cold(workers: Sequence["RayWorker"]) -> list[tuple["RayWorker", list[Held]]]:
@@ -212,12 +212,12 @@ def cold(workers: Sequence["RayWorker"]) -> list[tuple["RayWorker", list[Held]]]
 def _keeper(workers: Sequence["RayWorker"], path: str) -> "RayWorker":
     """Return the holder that is to keep a context; all processes find the same one."""
     holders = [(worker, held) for worker in workers for held in _held_by(worker) if held.path == path]
-    asked_for = min((name for _, held in holders for name in held.asked_for), default=path)
-    return min((worker for worker, _ in holders), key=lambda worker: _own(worker, asked_for))
+    routing_key = min((name for _, held in holders for name in held.routing_keys), default=path)
+    return min((worker for worker, _ in holders), key=lambda worker: _own(worker, routing_key))
 
 
 def _held_by(worker: "RayWorker") -> tuple[Held, ...]:
-    return worker.standing.held if worker.standing else ()
+    return worker.status.held if worker.status else ()
 
 
 async def _tell(worker: "RayWorker", method: str, contexts: Sequence[Held]) -> None:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from prometheus_client import Metric
 
-from workers.serving.messages import Ask, ContextInfo, Event, Health, Standing, TokenizeAsk, Tokens
+from workers.serving.messages import Ask, ContextInfo, Event, Health, TokenizeAsk, Tokens, WorkerStatus
 
 
 class Backend(Protocol):
@@ -35,7 +35,7 @@ class Backend(Protocol):
         """Forget a context: new requests are refused, running ones finish. Its artifact stays in the store."""
         ...
 
-    async def workers(self) -> dict[str, Standing | None]:
+    async def workers(self) -> dict[str, WorkerStatus | None]:
         """Return the state of each attention worker by name; None for one that does not answer."""
         ...
 

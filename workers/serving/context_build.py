@@ -17,7 +17,7 @@ from workers.settings import Settings
 
 SETTLE_S = 20.0  # delay before a standby process starts
 KEEP_S = 20.0  # how long a process that has built waits for another build, with its model loaded
-BEHIND = 10  # niceness of a build that nobody waits for, relative to this process: decoding comes first
+BUILD_NICENESS = 10  # niceness of a build that nobody waits for, relative to this process: decoding comes first
 BUILT = "built"  # the line that ends a build's output, on stdout and on stderr
 _GRACE_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
@@ -52,10 +52,10 @@ class Builder:
         if (used := self._take_used()) is not None:
             await _end(used)
         if standby is not None:
-            await self._give_up(standby)
+            await self._cancel_standby(standby)
 
     async def build(
-        self, source: list[str], store: Path, on_progress: OnProgress, nice: int = BEHIND
+        self, source: list[str], store: Path, on_progress: OnProgress, nice: int = BUILD_NICENESS
     ) -> dict[str, Any]:
         """Run `csattn build`, and return the JSON object that it prints. Raises BuildFailedError.
 
@@ -66,13 +66,13 @@ class Builder:
         try:
             assert process.stdin is not None and process.stdout is not None and process.stderr is not None
             process.stdin.write(json.dumps(_arguments(source, store, self._settings)).encode() + b"\n")
-            said, told = list[str](), Told(on_progress)
-            is_built, _ = await asyncio.gather(_read(process.stdout, said.append), _read(process.stderr, told.add))
+            lines, log = list[str](), BuildLog(on_progress)
+            is_built, _ = await asyncio.gather(_read(process.stdout, lines.append), _read(process.stderr, log.add))
             exit_code = 0 if is_built else await process.wait()
         finally:
             if not (is_built and self._keep(process)):
                 await asyncio.shield(_end(process))
-        return _result(said, exit_code, told.last_words)
+        return _result(lines, exit_code, log.last_line)
 
     async def _take(self, nice: int) -> Process:
         """Take the process that has built, or the standby process, which another one replaces a little later."""
@@ -92,7 +92,7 @@ class Builder:
         self.start()
         if standby.done() and not standby.exception() and standby.result().returncode is None:
             return standby.result()
-        await self._give_up(standby)
+        await self._cancel_standby(standby)
         return await self._begin()
 
     def _take_used(self) -> Process | None:
@@ -105,10 +105,10 @@ class Builder:
         if self._standby is None or self._used is not None:
             return False
         self._used = process
-        self._expiry = asyncio.get_running_loop().call_later(KEEP_S, self._let_go)
+        self._expiry = asyncio.get_running_loop().call_later(KEEP_S, self._end_used)
         return True
 
-    def _let_go(self) -> None:
+    def _end_used(self) -> None:
         if (used := self._take_used()) is not None and used.stdin is not None:
             used.stdin.close()  # the process ends at the end of its input
 
@@ -123,7 +123,7 @@ class Builder:
             start_new_session=True,  # so that an interrupt (Ctrl-C) of the service does not reach the build
         )
 
-    async def _give_up(self, standby: asyncio.Task[Process]) -> None:
+    async def _cancel_standby(self, standby: asyncio.Task[Process]) -> None:
         standby.cancel()
         await asyncio.wait([standby])  # not `await standby`: its CancelledError could not be told from this task's own
         if not standby.cancelled() and not standby.exception():
@@ -154,23 +154,25 @@ async def _read(stream: StreamReader, add: Callable[[str], None]) -> bool:
     return False
 
 
-class Told:
+class BuildLog:
     """Reads what a build writes to stderr: progress as JSON, and other lines, of which the last is kept."""
 
     def __init__(self, on_progress: OnProgress) -> None:
-        self._on_progress, self.last_words = on_progress, ""
+        self._on_progress, self.last_line = on_progress, ""
 
     def add(self, line: str) -> None:
         try:
-            told = json.loads(line)
-            self._on_progress(float(told["progress"]), f"layer {told['layer']} of {told['layers']}, {told['phase']}")
+            state = json.loads(line)
+            self._on_progress(
+                float(state["progress"]), f"layer {state['layer']} of {state['layers']}, {state['phase']}"
+            )
         except (ValueError, KeyError, TypeError):
-            self.last_words = line or self.last_words
+            self.last_line = line or self.last_line
 
 
-def _result(said: list[str], exit_code: int, last_words: str) -> dict[str, Any]:
+def _result(lines: list[str], exit_code: int, last_line: str) -> dict[str, Any]:
     try:
-        result: dict[str, Any] = json.loads(said[-1])
+        result: dict[str, Any] = json.loads(lines[-1])
     except (ValueError, IndexError):
         result = {}
     if exit_code == 0 and "artifact" in result:
@@ -179,7 +181,7 @@ def _result(said: list[str], exit_code: int, last_words: str) -> dict[str, Any]:
         raise BuildFailedError(str(result["error"]["message"])[:_MAX_SHOWN])
     how = f"was ended by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
     raise BuildFailedError(
-        f"the build {how} ({last_words[:_MAX_SHOWN] or 'it said nothing'}); register the context again to go on where "
+        f"the build {how} ({last_line[:_MAX_SHOWN] or 'it said nothing'}); register the context again to go on where "
         "it stopped"
     )
 

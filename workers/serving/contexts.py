@@ -16,6 +16,7 @@ from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
 from workers.serving.context_file import ContextFile, Record
 from workers.serving.context_texts import ContextTexts
+from workers.serving.examiner import Examination
 from workers.serving.messages import (
     CONTEXT_NAME,
     BadRequestError,
@@ -29,7 +30,6 @@ from workers.serving.messages import (
     closing,
 )
 from workers.serving.names_in_store import by_names_in_store
-from workers.serving.usable import Known
 
 TEXTS = "texts"  # directory in the store with the texts of unfinished builds
 MAX_BUILDS = 1  # at the same time
@@ -37,7 +37,7 @@ MAX_ENTERING = 2  # texts that are tokenised at the same time: they use the thre
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _DISK_S = 30.0  # retry time that clients get when the disk takes nothing
 
-Look = Callable[[Path], Known]  # examines the artifact at a path
+Examine = Callable[[Path], Examination]  # examines the artifact at a path
 _log = logging.getLogger(__name__)
 
 
@@ -57,10 +57,10 @@ class Contexts:
     service can answer from an artifact is found by examining it.
     """
 
-    def __init__(self, store: Path, builder: Builder, texts: ContextTexts, look: Look) -> None:
-        self._store, self._builder, self._texts, self._look = store, builder, texts, look
+    def __init__(self, store: Path, builder: Builder, texts: ContextTexts, examine: Examine) -> None:
+        self._store, self._builder, self._texts, self._examine = store, builder, texts, examine
         self._file = ContextFile(store)
-        self._turn_to_build, self._turn_to_enter = asyncio.Semaphore(MAX_BUILDS), asyncio.Semaphore(MAX_ENTERING)
+        self._build_slots, self._register_slots = asyncio.Semaphore(MAX_BUILDS), asyncio.Semaphore(MAX_ENTERING)
         self._builds: dict[str, _Build] = {}
         self._num_failed = 0
         self._is_closed = False
@@ -102,8 +102,10 @@ class Contexts:
                 f"the context {name!r} is still being built ({progress:.0f} %); ask again when it is ready"
             )
         if record.artifact_id is None:
-            told = f"the context {name!r} could not be built"
-            raise ContextNotReadyError(f"{told}: {self._told(record.error)}", detail=f"{told}: {record.error}")
+            prefix = f"the context {name!r} could not be built"
+            raise ContextNotReadyError(
+                f"{prefix}: {self._public_message(record.error)}", detail=f"{prefix}: {record.error}"
+            )
         return self._store / record.artifact_id
 
     async def register(self, name: str, text: str) -> ContextInfo:
@@ -118,7 +120,7 @@ class Contexts:
         data = text.encode()
         digest = hashlib.sha256(data).hexdigest()
         try:
-            async with self._turn_to_enter:
+            async with self._register_slots:
                 record = await asyncio.to_thread(self._enter, name, text, data, digest)
         except ArtifactError as error:
             raise self._refusal("registered", error) from error
@@ -154,14 +156,16 @@ class Contexts:
         try:
             return await asyncio.to_thread(self._file.read)
         except ArtifactError as error:
-            raise ServingError(self._told(str(error)), detail=str(error)) from error
+            raise ServingError(self._public_message(str(error)), detail=str(error)) from error
 
     def _enter(self, name: str, text: str, data: bytes, digest: str) -> Record:
         known = self._file.read().get(name)
         if known is not None:
             self._require_same(known, text, digest)
         is_gone = (
-            known is not None and known.artifact_id is not None and self._look(self._store / known.artifact_id).is_lost
+            known is not None
+            and known.artifact_id is not None
+            and self._examine(self._store / known.artifact_id).is_lost
         )
         if known is None or known.state == "failed" or is_gone:
             self._texts.require(text)
@@ -223,18 +227,18 @@ class Contexts:
             del self._builds[name]
 
     async def _run_build(self, record: Record) -> None:
-        async with self._turn_to_build:
+        async with self._build_slots:
             build, started = self._builds[record.name], time.monotonic()
             build.has_begun, build.what = True, "starts"
             _log.info("the context %s is being built", record.name)
 
-            def tell(progress: float, what: str) -> None:
+            def on_progress(progress: float, what: str) -> None:
                 build.progress, build.what = progress, what
 
             try:
                 assert record.text_sha256 is not None, "what is being built has a text"
                 source = ["--context", str(self._text_path(record.text_sha256))]
-                result = await self._builder.build(source, self._store, tell)
+                result = await self._builder.build(source, self._store, on_progress)
                 done = replace(record, artifact_id=result["artifact"], num_tokens=result["context_len"])
                 what, seconds = f"{record.name}, of {result['context_len']:,} tokens,", time.monotonic() - started
                 if result["reused"]:
@@ -277,7 +281,7 @@ class Contexts:
 
     def _fault(self, record: Record) -> str:
         """Why this service cannot answer from the record's artifact; empty if it can, or if there is none yet."""
-        return "" if record.artifact_id is None else self._look(self._store / record.artifact_id).fault
+        return "" if record.artifact_id is None else self._examine(self._store / record.artifact_id).fault
 
     def _progress(self, record: Record) -> float:
         build = self._build_of(record)
@@ -293,18 +297,20 @@ class Contexts:
             num_tokens=record.num_tokens,
             created_at=record.created_at,
             progress=self._progress(record),
-            what=self._told(record.error or fault or (build.what if build else "")),
+            what=self._public_message(record.error or fault or (build.what if build else "")),
         )
 
     def _refusal(self, done: str, error: ArtifactError) -> ServingError:
         """The error for the client. If the disk is full or read-only, say, it says no more than that."""
-        told = f"the context cannot be {done}"
+        prefix = f"the context cannot be {done}"
         if not (isinstance(cause := error.__cause__, OSError) and cause.errno in _UNWRITTEN):
-            return ServingError(f"{told}: {self._told(str(error))}", detail=f"{told}: {error}")
-        why = f"{told}: the service's store does not take it ({cause.strerror}); send it again when its operator helped"
-        return StorageUnavailableError(why, None, _DISK_S, f"{told}: {error}")
+            return ServingError(f"{prefix}: {self._public_message(str(error))}", detail=f"{prefix}: {error}")
+        why = (
+            f"{prefix}: the service's store does not take it ({cause.strerror}); send it again when its operator helped"
+        )
+        return StorageUnavailableError(why, None, _DISK_S, f"{prefix}: {error}")
 
-    def _told(self, why: str) -> str:
+    def _public_message(self, why: str) -> str:
         """A message for clients, with the names of files relative to the store."""
         return by_names_in_store(why, self._store)
 

@@ -20,7 +20,7 @@ from workers.serving.messages import Ask, BadRequestError, Tool
 from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
 
 _NUM_THREADS = 2
-_MAX_TOLD = 300  # characters of the library's error message
+_MAX_MESSAGE_CHARS = 300  # characters of the library's error message
 # JSON on one line, as in most of what models were trained on; with free whitespace, small models never end an answer
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OF_A_PATTERN = "regex parse error:"
@@ -126,7 +126,7 @@ class Grammar:
         assert self._computing is not None
         self._computing.result()
         self._computing = None
-        self._require_sound()
+        self._require_no_error()
         allowed = np.unpackbits(self._bits.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
         if self._stop_ids:
             allowed[self._stop_ids] = self._matcher.is_accepting()
@@ -136,13 +136,13 @@ class Grammar:
         """Advance by a token that was drawn from those allowed."""
         if token_id not in self._stop_ids:
             self._matcher.consume_token(token_id)
-            self._require_sound()
+            self._require_no_error()
 
     def _compute(self) -> None:
         """Compute the bit mask of allowed tokens. The library releases the GIL, so the step goes on."""
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
 
-    def _require_sound(self) -> None:
+    def _require_no_error(self) -> None:
         if self._matcher.is_error():
             reason = _reason(self._matcher.get_error())
             raise BadRequestError(f"the schema became too costly to be held to: {reason}; ask for a simpler one")
@@ -150,7 +150,7 @@ class Grammar:
 
 def grammar_text(ask: Ask, form: ChatForm) -> str:
     """The grammar of an answer for llguidance, in its variant of Lark's syntax."""
-    tools = _held_tools(ask)
+    tools = _constrained_tools(ask)
     rules = _call_rules(ask, form, tools) if tools else []
     if not ask.must_call and ask.schema is not None:
         rules += [f"answer: {'calls | ' if tools else ''}told", f"told: {_json(ask.schema)}"]
@@ -202,7 +202,7 @@ def _numbers(schema: object) -> Iterator[tuple[str, float]]:
             yield from _numbers(value)
 
 
-def _held_tools(ask: Ask) -> list[Tool]:
+def _constrained_tools(ask: Ask) -> list[Tool]:
     """The tools that may be called, with the schemas that their arguments are held to."""
     if ask.must_call:
         return [replace(tool, parameters=_closed(tool.parameters)) for tool in ask.tools if tool.name in ask.must_call]
@@ -296,12 +296,12 @@ def _schemas_of(ask: Ask) -> list[tuple[str, dict[str, Any] | bool]]:
     named: list[tuple[str, dict[str, Any] | bool]] = []
     if ask.schema is not None and not ask.must_call:
         named.append(("response_format", ask.schema))
-    return named + [(f"tools: {tool.name}", tool.parameters) for tool in _held_tools(ask)]
+    return named + [(f"tools: {tool.name}", tool.parameters) for tool in _constrained_tools(ask)]
 
 
 def _json(schema: dict[str, Any] | bool) -> str:
-    told = {**_with_uris(schema), "x-guidance": _ONE_LINE} if isinstance(schema, dict) else schema
-    return f"%json {json.dumps(told)}"
+    extended = {**_with_uris(schema), "x-guidance": _ONE_LINE} if isinstance(schema, dict) else schema
+    return f"%json {json.dumps(extended)}"
 
 
 def _with_uris(value: Any, key: str = "") -> Any:
@@ -330,16 +330,16 @@ def _plain(tokenizer: Any) -> str:
     Some releases of transformers give tokenizers from GGUF files a sequence of decoders that ends with the byte-level
     one. Only that one is kept: because of the others, the library would take tokens for plain text.
     """
-    told = json.loads(tokenizer.backend_tokenizer.to_str())
-    *_, last = (told["decoder"] or {}).get("decoders") or [told["decoder"]]
-    decoder = last if last and last["type"] == "ByteLevel" else told["decoder"]
-    return json.dumps({**told, "padding": None, "truncation": None, "decoder": decoder})
+    config = json.loads(tokenizer.backend_tokenizer.to_str())
+    *_, last = (config["decoder"] or {}).get("decoders") or [config["decoder"]]
+    decoder = last if last and last["type"] == "ByteLevel" else config["decoder"]
+    return json.dumps({**config, "padding": None, "truncation": None, "decoder": decoder})
 
 
 def _reason(error: str) -> str:
     """The library's error message without positions, the grammar's text and the matcher's state."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
-    told = lines[0] if lines else "no reason was given"
-    if told.endswith(_OF_A_PATTERN):  # followed by the pattern, marks below it, and the error
-        told += " " + ": ".join([*lines[1:2], *(line[7:] for line in lines if line.startswith("error: "))])
-    return told.partition("failed to compile JSON schema: ")[2][:_MAX_TOLD] or told[:_MAX_TOLD]
+    reason = lines[0] if lines else "no reason was given"
+    if reason.endswith(_OF_A_PATTERN):  # followed by the pattern, marks below it, and the error
+        reason += " " + ": ".join([*lines[1:2], *(line[7:] for line in lines if line.startswith("error: "))])
+    return reason.partition("failed to compile JSON schema: ")[2][:_MAX_MESSAGE_CHARS] or reason[:_MAX_MESSAGE_CHARS]

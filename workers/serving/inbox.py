@@ -14,7 +14,7 @@ Call = tuple[Callable[[], Any], "Future[Any]"]
 
 
 @dataclass(slots=True)
-class News:
+class InboxBatch:
     """What has been handed in since the last `take`, in order."""
 
     arrived: list[Request] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._news = News()
+        self._batch = InboxBatch()
         self._nudged = False
         self._refusal: ServingError | None = None
 
@@ -44,13 +44,13 @@ class Inbox:
         with self._changed:
             if self._refusal is not None:
                 raise copy(self._refusal)
-            self._news.arrived.append(request)
+            self._batch.arrived.append(request)
             self._changed.notify()
 
     def cancel(self, request: Request) -> None:
         """End a request, queued or running: no step after the current one has a row of it."""
         with self._changed:
-            self._news.cancelled.append(request)
+            self._batch.cancelled.append(request)
             self._changed.notify()
 
     def call(self, work: Callable[[], Any]) -> "Future[Any]":
@@ -60,7 +60,7 @@ class Inbox:
             if self._refusal is not None:
                 future.set_exception(copy(self._refusal))
                 return future
-            self._news.calls.append((work, future))
+            self._batch.calls.append((work, future))
             self._changed.notify()
         return future
 
@@ -70,13 +70,13 @@ class Inbox:
             self._nudged = True
             self._changed.notify()
 
-    def take(self) -> News:
+    def take(self) -> InboxBatch:
         with self._changed:
-            news, self._news = self._news, News()
+            batch, self._batch = self._batch, InboxBatch()
             self._nudged = False
-        return news
+        return batch
 
     def wait(self, seconds: float | None) -> None:
         """Wait until something is handed in, for at most so many seconds; None: without limit."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._news) or self._nudged, seconds)
+            self._changed.wait_for(lambda: bool(self._batch) or self._nudged, seconds)

@@ -39,16 +39,16 @@ class DiskBudget:
     def __init__(self, setting: str, most_bytes: int, directory: Path) -> None:
         self._setting, self._most_bytes, self._directory = setting, most_bytes, directory
         self.num_bytes = most_bytes  # the result of the last `find`
-        self._is_told = False
+        self._is_logged = False
 
     def find(self, kept_bytes: int) -> int:
         """Return the budget, given how many bytes the files take now."""
         free = available_bytes(self._directory)
         self.num_bytes = self._most_bytes if free is None else min(self._most_bytes, (kept_bytes + free) // 2)
-        if self.num_bytes < self._most_bytes and not self._is_told:
-            self._is_told = True
-            told = "%s is %s, and %s is kept to for now: the disk of %s would have less free beside more"
-            _log.info(told, self._setting, size(self._most_bytes), size(self.num_bytes), self._directory)
+        if self.num_bytes < self._most_bytes and not self._is_logged:
+            self._is_logged = True
+            message = "%s is %s, and %s is kept to for now: the disk of %s would have less free beside more"
+            _log.info(message, self._setting, size(self._most_bytes), size(self.num_bytes), self._directory)
         return self.num_bytes
 
 

@@ -19,11 +19,12 @@ from csattn.artifact.lock import StoreUse
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from workers.serving.beginnings import Beginning, Beginnings
+from workers.serving.answer_parser import answer_parser_for
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import ContextCounts
 from workers.serving.context_texts import ContextTexts
 from workers.serving.contexts import Contexts, name_artifact
+from workers.serving.examiner import Examiner
 from workers.serving.grammar import Grammar, Grammars
 from workers.serving.messages import (
     Ask,
@@ -36,23 +37,22 @@ from workers.serving.messages import (
     OverloadedError,
     Selector,
     ServingError,
-    Standing,
     TimedOutError,
     TokenizeAsk,
     Tokens,
+    WorkerStatus,
     closing,
 )
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
-from workers.serving.prompts import require_asked_tokens, room_for, text_of_ids, tokenize
+from workers.serving.prefixes import Prefix, Prefixes
+from workers.serving.prompts import require_known_tokens, room_for, text_of_ids, tokenize
 from workers.serving.request import Request, Writer
 from workers.serving.residency import Residency
 from workers.serving.scheduler import Scheduler
-from workers.serving.speech import speech_of
 from workers.serving.step_engine import StepEngine
 from workers.serving.step_thread import StepThread
 from workers.serving.tools import ChatForm
-from workers.serving.usable import Usable
 from workers.settings import Settings
 
 T = TypeVar("T")
@@ -79,15 +79,17 @@ class LocalBackend:
             max_queued=settings.limits.max_queued_requests,
             metrics=self._measured,
         )
-        self._usable = usable = Usable(loaded)
-        self._residency = Residency(self._scheduler, engine, usable, settings.engine)
+        self._examiner = examiner = Examiner(loaded)
+        self._residency = Residency(self._scheduler, engine, examiner, settings.engine)
         self._builder = Builder(settings)
-        self._contexts = Contexts(settings.store.path, self._builder, ContextTexts(loaded, settings.build), usable.look)
-        self._tokenisers = ThreadPoolExecutor(_NUM_TOKENISERS, thread_name_prefix="csattn-tokenise")
-        self._beginnings = Beginnings(
-            loaded, settings, engine, self._contexts, usable, self._residency, self._builder, self._tokenisers
+        self._contexts = Contexts(
+            settings.store.path, self._builder, ContextTexts(loaded, settings.build), examiner.examine
         )
-        self._measured.kept_counts = lambda: self._beginnings.kept.counts
+        self._tokenisers = ThreadPoolExecutor(_NUM_TOKENISERS, thread_name_prefix="csattn-tokenise")
+        self._prefixes = Prefixes(
+            loaded, settings, engine, self._contexts, examiner, self._residency, self._builder, self._tokenisers
+        )
+        self._measured.kept_counts = lambda: self._prefixes.kept.counts
         self._measured.context_counts = self.context_counts
         self._form, self._grammars = ChatForm(loaded.tokenizer), Grammars(loaded)
         self._steps: StepThread | None = None
@@ -123,14 +125,14 @@ class LocalBackend:
         ends_at = time.monotonic() + drain_s
         self._scheduler.flow.closed = closing()  # before builds are cancelled: a new request would begin one
         await self._contexts.close()
-        await self._beginnings.close()
+        await self._prefixes.close()
         await self._builder.close()
         if self._steps is not None:
             await asyncio.to_thread(self._steps.close, max(0.0, ends_at - time.monotonic()))
         self._scheduler.close()
         self._residency.close()
         self._grammars.close()
-        await asyncio.to_thread(self._beginnings.flush)
+        await asyncio.to_thread(self._prefixes.flush)
         self._tokenisers.shutdown(wait=False, cancel_futures=True)
         self._use.end()
 
@@ -143,19 +145,19 @@ class LocalBackend:
             timeout_s = self._settings.limits.request_timeout_s
             try:
                 async with asyncio.timeout(timeout_s):
-                    require_asked_tokens(self.loaded.tokenizer, ask)
+                    require_known_tokens(self.loaded.tokenizer, ask)
                     ask = self._form.switched(ask)
                     self._form.require(ask)
                     form = self._form.of(ask)
                     grammar = await self._grammars.make(ask, form)
                     config = self._search_config(ask)
-                    begun = await self._beginnings.find(ask, config, self._selector(ask))
+                    prefix = await self._prefixes.find(ask, config, self._selector(ask))
             except TimeoutError:
                 self._measured.requests.labels("timeout").inc()
                 raise TimedOutError(f"the request waited {timeout_s:.0f} s for its context; ask again later") from None
             try:
                 self._require_steps()
-                made = self._request(ask, form, config, begun, grammar, arrived_at)
+                made = self._request(ask, form, config, prefix, grammar, arrived_at)
                 scheduler.inbox.submit(made)
                 request = made
                 while True:
@@ -168,7 +170,7 @@ class LocalBackend:
             finally:
                 if request is not None:
                     scheduler.inbox.cancel(request)  # before `leave`, after which its context may be unloaded
-                await begun.leave()
+                await prefix.leave()
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
@@ -186,7 +188,7 @@ class LocalBackend:
     async def name(self, name: str, artifact_id: str) -> None:
         """Give a name to an artifact of the store. Raises ContextNotReadyError if the artifact cannot be used."""
         store = self._settings.store.path
-        (await asyncio.to_thread(self._usable.open, store / artifact_id)).close()
+        (await asyncio.to_thread(self._examiner.open, store / artifact_id)).close()
         await asyncio.to_thread(name_artifact, store, name, artifact_id, self._settings.build.dtype)
 
     async def delete(self, name: str) -> None:
@@ -196,24 +198,24 @@ class LocalBackend:
             await self._residency.forget(path)
 
     async def tokenize(self, ask: TokenizeAsk) -> Tokens:
-        return await self._beside(tokenize, self.loaded.tokenizer, self._form, ask, self._engine.max_positions)
+        return await self._in_thread(tokenize, self.loaded.tokenizer, self._form, ask, self._engine.max_positions)
 
     async def detokenize(self, ids: tuple[int, ...]) -> str:
-        return await self._beside(text_of_ids, self.loaded.tokenizer, ids)
+        return await self._in_thread(text_of_ids, self.loaded.tokenizer, ids)
 
-    async def workers(self) -> dict[str, Standing | None]:
-        return {"this process": self.standing()}
+    async def workers(self) -> dict[str, WorkerStatus | None]:
+        return {"this process": self.status()}
 
-    def standing(self) -> Standing:
+    def status(self) -> WorkerStatus:
         """State of this worker: its load, and the contexts that it holds."""
-        return Standing(
+        return WorkerStatus(
             since=self._since,
             num_running=self._scheduler.flow.num_in_flight,
             num_slots=self._scheduler.max_running,
             budget_bytes=self._settings.engine.context_bytes,
             has_room=self._residency.has_room,
             held=self._residency.held(self._settings.store.path),
-            failed_builds=self._beginnings.own_contexts.setbacks.told(),
+            failed_builds=self._prefixes.own_contexts.backoff.report(),
         )
 
     async def hold(self, contexts: Sequence[Held]) -> None:
@@ -242,7 +244,7 @@ class LocalBackend:
         return self._measured.collect()
 
     def context_counts(self) -> ContextCounts:
-        own = self._beginnings.own_contexts
+        own = self._prefixes.own_contexts
         return ContextCounts(
             builds={"registered": self._contexts.counts, "prompt": own.counts},
             loaded_bytes=self._residency.held_bytes,
@@ -263,7 +265,7 @@ class LocalBackend:
         if (closed := self._scheduler.flow.closed) is not None and not (self._steps and self._steps.is_alive):
             raise copy(closed)
 
-    async def _beside(self, work: Callable[..., T], *arguments: Any) -> T:
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run work in one of the tokenisers' threads."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenisers, work, *arguments)
 
@@ -272,29 +274,29 @@ class LocalBackend:
         ask: Ask,
         form: ChatForm,
         config: SearchConfig,
-        begun: Beginning,
+        prefix: Prefix,
         grammar: Grammar | None,
         arrived_at: float,
     ) -> Request:
         scheduler, sampling = self._scheduler, ask.sampling
-        ids, context_len = begun.token_ids, begun.context_len
+        ids, context_len = prefix.token_ids, prefix.context_len
         room = room_for(ask, context_len, len(ids), self._engine.max_positions, self._engine.tail_capacity)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1)
         in_prompt = None
         if sampling.repetition_penalty != 1.0:
             in_prompt = np.zeros(self.loaded.model.config.vocab_size, np.bool_)
             in_prompt[ids] = True
-            if begun.artifact is not None:
-                in_prompt[begun.artifact.token_ids] = True
+            if prefix.artifact is not None:
+                in_prompt[prefix.artifact.token_ids] = True
         self._measured.prompt_tokens.inc(context_len + len(ids))
-        self._measured.cached_tokens.inc(begun.num_cached)
+        self._measured.cached_tokens.inc(prefix.num_cached)
         return Request(
             request_id=ask.request_id,
             context=ask.context,
-            context_id=begun.resident.context_id,
+            context_id=prefix.resident.context_id,
             context_len=context_len,
-            num_cached=begun.num_cached,
-            own=begun.own,
+            num_cached=prefix.num_cached,
+            own=prefix.own,
             question_ids=ids,
             sampling=sampling,
             max_new_tokens=room,
@@ -304,10 +306,12 @@ class LocalBackend:
             arrived_at=arrived_at,
             deadline=arrived_at + self._settings.limits.request_timeout_s,
             outlet=Outlet(asyncio.get_running_loop(), scheduler.inbox.nudge),
-            writer=Writer(self.loaded.tokenizer, sampling.stop, speech_of(ask, form), form.hidden, sampling.min_tokens),
+            writer=Writer(
+                self.loaded.tokenizer, sampling.stop, answer_parser_for(ask, form), form.hidden, sampling.min_tokens
+            ),
             grammar=grammar,
             in_prompt=in_prompt,
-            tells_usage=ask.tells_usage,
+            reports_usage=ask.reports_usage,
             echo=self._echo(ask),
         )
 

@@ -98,7 +98,7 @@ class Ask(Conversation):
     parallel_calls: bool = True  # the answer may have several calls
     schema: dict[str, Any] | bool | None = None  # JSON schema of the answer
     sampling: Sampling
-    tells_usage: bool = False  # each piece reports the usage so far
+    reports_usage: bool = False  # each piece reports the usage so far
     keep: float | None = None  # None, here and below: the service's setting
     lookahead: int | None = None
     rest: RestKind | None = None
@@ -109,7 +109,7 @@ class Ask(Conversation):
         return self.turns_field if self.prompt is None else "prompt"
 
     @property
-    def asked_for(self) -> str:
+    def routing_key(self) -> str:
         """A routing key: the context's name, or a hash of salt and prompt's beginning, equal in all turns of a
         conversation."""
         if self.context:
@@ -127,7 +127,7 @@ class TokenScore:
     text: str  # decoded with `surrogateescape`: bytes of an incomplete character are lone surrogates
     logprob: float | None  # None for a prompt's first token
     top: tuple[tuple[str, bytes, float], ...] = ()
-    is_told: bool = True  # False: a special token, which is left out of the answer's text
+    is_visible: bool = True  # False: a special token, which is left out of the answer's text
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Piece:
     scores: tuple[TokenScore, ...] = ()
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
-    usage: Usage | None = None  # so far, for a request with `tells_usage`
+    usage: Usage | None = None  # so far, for a request with `reports_usage`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,7 @@ class Held:
     """A context that an attention worker has loaded."""
 
     path: str  # of its artifact, relative to the store
-    asked_for: tuple[str, ...]  # keys of the requests that used it (`Ask.asked_for`), the newest last
+    routing_keys: tuple[str, ...]  # of the requests that used it, the newest last
     num_bytes: int
     num_users: int
     idle_s: float = 0.0  # since its last user left
@@ -224,7 +224,7 @@ class FailedBuild:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class WorkerStatus:
     """State of an attention worker: its requests, the contexts that it has loaded, and its limits."""
 
     since: float  # start of its process, seconds since the epoch
@@ -239,8 +239,8 @@ class Standing:
     def held_bytes(self) -> int:
         return sum(held.num_bytes for held in self.held)
 
-    def has(self, asked_for: str) -> bool:
-        return any(asked_for in held.asked_for for held in self.held)
+    def has(self, routing_key: str) -> bool:
+        return any(routing_key in held.routing_keys for held in self.held)
 
 
 @dataclass(frozen=True, slots=True)

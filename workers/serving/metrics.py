@@ -69,7 +69,7 @@ class Metrics:
         self.context_counts: Callable[[], ContextCounts] = ContextCounts
         self.registry.register(_EngineCollector(self))
 
-    def saw_fidelity(self, context: str, arrived_at: float, fidelity: Fidelity) -> None:
+    def observe_fidelity(self, context: str, arrived_at: float, fidelity: Fidelity) -> None:
         """Record a fidelity. arrived_at: the request's arrival, by time.monotonic(); if its context has been forgotten
         since, the label is `other`."""
         with self._labels_lock:

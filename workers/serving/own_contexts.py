@@ -26,14 +26,14 @@ from csattn.artifact.work import BUILDING_PREFIX, num_bytes_below, used_at
 from csattn.config import preset
 from csattn.errors import ArtifactError, ArtifactRoomError, CsattnError
 from csattn.models import LoadedModel
+from workers.serving.backoff import BuildBackoff
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
+from workers.serving.examiner import Examiner, Tokens
 from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, DiskBudget, entries, kept_files, remove_at_once, salted
 from workers.serving.messages import ContextNotReadyError, FailedBuild, closing
 from workers.serving.names_in_store import by_names_in_store
 from workers.serving.residency import Residency
-from workers.serving.setbacks import Setbacks
-from workers.serving.usable import Tokens, Usable
 from workers.settings import Settings
 
 LEFT_OUT = 256  # at least so many last tokens of a prompt stay out of its context: a question that others do not ask
@@ -67,19 +67,19 @@ class OwnContexts:
     """
 
     def __init__(
-        self, loaded: LoadedModel, settings: Settings, usable: Usable, residency: Residency, builder: Builder
+        self, loaded: LoadedModel, settings: Settings, examiner: Examiner, residency: Residency, builder: Builder
     ) -> None:
-        self._settings, self._usable, self._residency, self._builder = settings, usable, residency, builder
+        self._settings, self._examiner, self._residency, self._builder = settings, examiner, residency, builder
         self._directory = settings.store.path / DIRECTORY
         self.budget = DiskBudget("kept.context_bytes", settings.kept.context_bytes, self._directory)
         self.budget.find(kept_files(settings.store.path).context_bytes)
         self._identity = [loaded.fingerprint, loaded.tokenizer_hash]
         self._index_config = preset(settings.build.preset)
         self._checked: set[Path] = set()  # artifacts whose every byte has been verified
-        self._looks: dict[Path, asyncio.Task[bool]] = {}  # such verifications under way
+        self._verifications: dict[Path, asyncio.Task[bool]] = {}  # such verifications under way
         self._builds: dict[_Key, _Build] = {}
-        self._turn_to_build = asyncio.Semaphore(1)  # not shared with registered contexts, whose builds nobody waits for
-        self.setbacks = Setbacks()
+        self._build_slots = asyncio.Semaphore(1)  # not shared with registered contexts, whose builds nobody waits for
+        self.backoff = BuildBackoff()
         self.num_bytes: int | None = None  # of all on the disk, when the last one was built here
         self._num_failed = 0
         self._is_closed = False
@@ -99,13 +99,13 @@ class OwnContexts:
         ids, directory, without = np.asarray(token_ids, np.int32), self._of(salt), set(without)
         while True:
             found = await asyncio.to_thread(self._longest, ids, directory, registered, without)
-            if found.path is None or found.path.parent != directory or await self._is_sound(found.path):
+            if found.path is None or found.path.parent != directory or await self._is_intact(found.path):
                 return found
             without.add(found.path)
 
     async def make(self, token_ids: Sequence[int], salt: str) -> Found:
-        """Build a context of the prompt's first `cut_of` tokens. Raises a ServingError if that fails."""
-        ids, directory, cut = np.asarray(token_ids, np.int32), self._of(salt), cut_of(len(token_ids))
+        """Build a context of the prompt's first `prefix_len` tokens. Raises a ServingError if that fails."""
+        ids, directory, cut = np.asarray(token_ids, np.int32), self._of(salt), prefix_len(len(token_ids))
         key = directory, hashlib.sha256(ids[:cut].tobytes()).digest()
         build = self._builds.get(key) or self._begin(key, ids[:cut])
         build.num_waiting += 1
@@ -151,19 +151,21 @@ class OwnContexts:
 
     def _tokens_of(self, path: Path) -> Tokens | None:
         """The context's tokens; None if it is unusable or its index is not of the preset that the engine is set to."""
-        known = self._usable.recall(path)
+        known = self._examiner.recall(path)
         return known.token_ids if known.spec and known.spec.index_config == self._index_config else None
 
-    async def _is_sound(self, path: Path) -> bool:
+    async def _is_intact(self, path: Path) -> bool:
         """Verify every byte of an artifact, once for all requests. A damaged one is removed."""
         if path in self._checked:
             return True
-        if path not in self._looks:
-            look = self._looks[path] = asyncio.create_task(asyncio.to_thread(self._look, path))
-            look.add_done_callback(lambda look: self._looks.pop(path) and (look.cancelled() or look.exception()))
-        return await asyncio.shield(self._looks[path])  # if one request is cancelled, it goes on for the others
+        if path not in self._verifications:
+            verification = self._verifications[path] = asyncio.create_task(asyncio.to_thread(self._verify, path))
+            verification.add_done_callback(
+                lambda task: self._verifications.pop(path) and (task.cancelled() or task.exception())
+            )
+        return await asyncio.shield(self._verifications[path])  # if one request is cancelled, it goes on for the others
 
-    def _look(self, path: Path) -> bool:
+    def _verify(self, path: Path) -> bool:
         try:
             open_artifact(path, verify="full").close()
         except ArtifactRoomError:  # it could not be mapped, but may be intact
@@ -179,11 +181,11 @@ class OwnContexts:
         """Queue a build: it starts when those before it have ended."""
         if self._is_closed:
             raise closing()
-        if failed := self.setbacks.of(key):
+        if failed := self.backoff.of(key):
             raise _refusal(failed)
 
         async def run() -> Path:
-            async with self._turn_to_build:
+            async with self._build_slots:
                 build.has_begun = True
                 return await self._build(key, ids)
 
@@ -205,14 +207,14 @@ class OwnContexts:
             self._num_failed += 1
             # all clients can see the message, and whoever knows a salt's hash can test guesses of the salt
             why = by_names_in_store(str(error), self._settings.store.path).replace(directory.name, "...")
-            refusal = _refusal(self.setbacks.add(key, len(ids), why))
+            refusal = _refusal(self.backoff.add(key, len(ids), why))
             refusal.detail = refusal.message.replace(why, str(error))
             _log.warning("%s", refusal.detail)
             raise refusal from error
         finally:
             with suppress(OSError):
                 ids_path.unlink()
-        self.setbacks.forget(key)
+        self.backoff.forget(key)
         path = directory / str(result["artifact"])
         self._checked.add(path)
         _log.info("a context of %s tokens was built in %.1f s", f"{len(ids):,}", time.monotonic() - started)
@@ -220,12 +222,12 @@ class OwnContexts:
         return path
 
     def _write_tokens(self, path: Path, ids: Tokens) -> None:
-        directory, told = path.parent, json.dumps(ids.tolist())
+        directory, data = path.parent, json.dumps(ids.tolist())
 
         def write() -> None:
             with store_errors(f"make {directory}", self._settings.store.path):
                 directory.mkdir(parents=True, exist_ok=True)
-            path.write_text(told)
+            path.write_text(data)
 
         with store_errors(f"write {path}", directory):
             try:
@@ -257,7 +259,7 @@ class OwnContexts:
     def _remove(self, path: Path) -> None:
         """Remove an artifact, at once for all readers, and forget what is known of it."""
         self._checked.discard(path)
-        self._usable.forget(path)
+        self._examiner.forget(path)
         remove_at_once(path)
 
     def _sizes(self) -> dict[Path, int]:
@@ -282,7 +284,7 @@ class OwnContexts:
         return {path: num_bytes_below(path) for path in sorted(found, key=used_at)}
 
 
-def cut_of(num_tokens: int) -> int:
+def prefix_len(num_tokens: int) -> int:
     """How many first tokens of a prompt of num_tokens become a context: a multiple of STEP, without LEFT_OUT."""
     return max(0, num_tokens - LEFT_OUT) // STEP * STEP
 

@@ -12,43 +12,43 @@ _PATIENCE = 16  # steps
 
 
 class QuestionRows:
-    """Controls how many rows of questions (`room`) go beside those that decode.
+    """Controls how many rows of questions (`limit`) go beside those that decode.
 
     A step is short enough if it takes at most STRETCH times the shortest recent step with as many decoding rows and no
-    questions. `room` grows by a quarter after such a step if it was used up. It shrinks by a quarter after a longer
+    questions. `limit` grows by a quarter after such a step if it was used up. It shrinks by a quarter after a longer
     one, and may grow again _PATIENCE short steps later; so the effect of other load on the machine is soon forgotten.
     """
 
     def __init__(self) -> None:
-        self._alone_s: dict[int, float] = {}  # by decoding rows: shortest of the last (up to) _REMEMBERED steps
+        self._decode_s: dict[int, float] = {}  # by decoding rows: shortest of the last (up to) _REMEMBERED steps
         self._before: dict[int, float] = {}  # the same of the _REMEMBERED steps before those
         self._num_steps = 0
-        self._num_patient = 0  # short steps still to come before `room` may grow
-        self.room = _FIRST_TRIED
+        self._num_patient = 0  # short steps still to come before `limit` may grow
+        self.limit = _FIRST_TRIED
 
-    def add(self, num_decoding: int, num_asking: int, seconds: float) -> None:
-        """Record a step's time, and adjust `room`."""
+    def add(self, num_decoding: int, num_question_rows: int, seconds: float) -> None:
+        """Record a step's time, and adjust `limit`."""
         if self._num_steps % _REMEMBERED == 0:
-            self._alone_s, self._before = {}, self._alone_s
+            self._decode_s, self._before = {}, self._decode_s
         self._num_steps += 1
-        if not num_asking:
-            self._alone_s[num_decoding] = min(seconds, self._alone_s.get(num_decoding, seconds))
+        if not num_question_rows:
+            self._decode_s[num_decoding] = min(seconds, self._decode_s.get(num_decoding, seconds))
         elif self.knows(num_decoding):
-            alone_s = min(of[num_decoding] for of in (self._alone_s, self._before) if num_decoding in of)
-            if seconds > STRETCH * alone_s:
-                self.room = max(_FEWEST, self.room - max(1, self.room // 4))
+            decode_s = min(of[num_decoding] for of in (self._decode_s, self._before) if num_decoding in of)
+            if seconds > STRETCH * decode_s:
+                self.limit = max(_FEWEST, self.limit - max(1, self.limit // 4))
                 self._num_patient = _PATIENCE
             elif self._num_patient:
                 self._num_patient -= 1
-            elif num_asking >= self.room:
-                self.room += max(1, self.room // 4)
+            elif num_question_rows >= self.limit:
+                self.limit += max(1, self.limit // 4)
 
     def knows(self, num_decoding: int) -> bool:
         """Whether a step of so many decoding rows without questions has been timed."""
-        return num_decoding in self._alone_s or num_decoding in self._before
+        return num_decoding in self._decode_s or num_decoding in self._before
 
 
-def plan_step(requests: Sequence[Request], max_rows: int, beside: QuestionRows) -> list[tuple[Request, int]]:
+def plan_step(requests: Sequence[Request], max_rows: int, question_rows: QuestionRows) -> list[tuple[Request, int]]:
     """Return requests with their number of tokens: 1 for every request that decodes, the other rows for questions.
 
     requests: in the order of their admission, at most max_rows. Questions get equal shares; what is left over goes to
@@ -56,25 +56,25 @@ def plan_step(requests: Sequence[Request], max_rows: int, beside: QuestionRows) 
     """
     assert len(requests) <= max_rows, f"{len(requests)} requests do not fit into steps of {max_rows} rows"
     decoding = [request for request in requests if not request.question_left]
-    asking = [request for request in requests if request.question_left]
+    prefilling = [request for request in requests if request.question_left]
     room = max_rows - len(decoding)
-    if decoding and asking:
-        if not beside.knows(len(decoding)):
+    if decoding and prefilling:
+        if not question_rows.knows(len(decoding)):
             return [(request, 1) for request in decoding]
-        room = min(room, max(len(asking), beside.room))
-    shares = share_out(room, [request.question_left for request in asking])
-    return [(request, 1) for request in decoding] + [pair for pair in zip(asking, shares, strict=True) if pair[1]]
+        room = min(room, max(len(prefilling), question_rows.limit))
+    shares = divide_rows(room, [request.question_left for request in prefilling])
+    return [(request, 1) for request in decoding] + [pair for pair in zip(prefilling, shares, strict=True) if pair[1]]
 
 
-def share_out(room: int, wants: Sequence[int]) -> list[int]:
+def divide_rows(room: int, wants: Sequence[int]) -> list[int]:
     """Divide the room into equal parts, none larger than wanted; what is left over goes to the first."""
     parts = [0] * len(wants)
-    hungry = [i for i, want in enumerate(wants) if want]
-    while room and hungry:
-        equal = max(1, room // len(hungry))
-        for i in hungry:
+    unfilled = [i for i, want in enumerate(wants) if want]
+    while room and unfilled:
+        equal = max(1, room // len(unfilled))
+        for i in unfilled:
             part = min(equal, wants[i] - parts[i], room)
             parts[i] += part
             room -= part
-        hungry = [i for i in hungry if parts[i] < wants[i]]
+        unfilled = [i for i in unfilled if parts[i] < wants[i]]
     return parts

@@ -11,7 +11,7 @@ from csattn.models.prompt import conversation_ids, question_ids
 from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, Conversation, TokenizeAsk, Tokens, Turn
 from workers.serving.tools import ChatForm, messages_of, tool_specs
 
-_MAX_TOLD = 200  # characters of a template's error message
+_MAX_MESSAGE_CHARS = 200  # characters of a template's error message
 
 
 def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
@@ -96,7 +96,7 @@ def text_of_ids(tokenizer: Any, ids: tuple[int, ...]) -> str:
     return text
 
 
-def require_asked_tokens(tokenizer: Any, ask: Ask) -> None:
+def require_known_tokens(tokenizer: Any, ask: Ask) -> None:
     """Check the token ids in all fields of a request."""
     if isinstance(ask.prompt, tuple):
         require_tokens(tokenizer, ask.prompt, "prompt")
@@ -132,8 +132,8 @@ def _template_errors(field: str) -> Iterator[None]:
     except (CsattnError, OSError, MemoryError):  # not about the messages: a template is compiled at its first use
         raise
     except Exception as error:
-        told = str(error)[:_MAX_TOLD]
-        raise BadRequestError(f"the model's chat template refuses these messages: {told}", field) from error
+        message = str(error)[:_MAX_MESSAGE_CHARS]
+        raise BadRequestError(f"the model's chat template refuses these messages: {message}", field) from error
 
 
 def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, tail_capacity: int) -> int:
@@ -151,23 +151,23 @@ def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, 
 
 def _too_long(context_len: int, question_len: int, max_positions: int, tail_capacity: int) -> str:
     if context_len + question_len >= max_positions:
-        asked, fewer = f"the prompt has {question_len:,}", "shorten it"
+        what, fewer = f"the prompt has {question_len:,}", "shorten it"
         if context_len:
-            asked, fewer = f"context and question have {context_len:,} and {question_len:,}", "ask a shorter question"
-        return f"{asked} tokens, and the model takes {max_positions:,} in all, with the answer; {fewer}"
-    asked, fewer = ("question", "ask a shorter one") if context_len else ("prompt", "shorten it")
+            what, fewer = f"context and question have {context_len:,} and {question_len:,}", "ask a shorter question"
+        return f"{what} tokens, and the model takes {max_positions:,} in all, with the answer; {fewer}"
+    what, fewer = ("question", "ask a shorter one") if context_len else ("prompt", "shorten it")
     return (
-        f"the {asked} has {question_len:,} tokens, and this service has room for {tail_capacity + 1:,} of {asked} and "
+        f"the {what} has {question_len:,} tokens, and this service has room for {tail_capacity + 1:,} of {what} and "
         f"answer together; {fewer}"
     )
 
 
 def _only_turn(ask: Ask) -> str:
-    came = f"{len(ask.turns)} messages" if len(ask.turns) > 1 else "options of a template"
-    came = "tools" if ask.tools else "an answer to go on with" if ask.continues else came
+    got = f"{len(ask.turns)} messages" if len(ask.turns) > 1 else "options of a template"
+    got = "tools" if ask.tools else "an answer to go on with" if ask.continues else got
     if len(ask.turns) > 1 or ask.tools or ask.continues or ask.template_options:
         raise BadRequestError(
-            f"this context was built without a chat template, so it takes a single user message, got {came}; send one, "
+            f"this context was built without a chat template, so it takes a single user message, got {got}; send one, "
             "or a prompt",
             ask.field,
         )

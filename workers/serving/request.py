@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.config import SearchConfig
+from workers.serving.answer_parser import AnswerParser, Parts
 from workers.serving.grammar import Grammar
 from workers.serving.kept_rows import OwnRows
 from workers.serving.messages import Done, Finish, Piece, Sampling, Selector, TokenScore, Usage
 from workers.serving.outlet import Outlet
-from workers.serving.sampling import TokenCounts, allowed_without, changed, draw, how_to_draw, likelihood_of
-from workers.serving.speech import Parts, Speech
-from workers.serving.step_engine import Allowed, Draw, Likelihood
+from workers.serving.sampling import TokenCounts, adjust_logits, allowed_without, draw, draw_spec, likelihood_of
+from workers.serving.step_engine import Allowed, DrawSpec, Likelihood
 from workers.serving.text import StopFinder, TextStream, token_bytes
 
 
@@ -42,7 +42,7 @@ class Request:
     writer: "Writer"
     grammar: Grammar | None = None
     in_prompt: NDArray[np.bool_] | None = None  # [vocab_size]: context or question has the token
-    tells_usage: bool = False
+    reports_usage: bool = False
     echo: str | None = None  # the prompt's text, if it is to come before the answer
     prompt_scores: list[TokenScore] = field(default_factory=list)
     own: OwnRows | None = None  # None: no kept rows are used, and none are kept
@@ -60,9 +60,9 @@ class Request:
     def needs_logits(self) -> bool:
         """Whether the next token is sampled, changed or scored; if not, the engine's argmax is taken."""
         s = self.sampling
-        asks = s.frequency_penalty or s.presence_penalty or s.logit_bias or self.in_prompt is not None
-        asks = asks or len(self.token_ids) < s.min_tokens
-        return bool(s.temperature > 0 or s.top_logprobs is not None or self.grammar is not None or asks)
+        changes_logits = s.frequency_penalty or s.presence_penalty or s.logit_bias or self.in_prompt is not None
+        changes_logits = changes_logits or len(self.token_ids) < s.min_tokens
+        return bool(s.temperature > 0 or s.top_logprobs is not None or self.grammar is not None or changes_logits)
 
     @property
     def scores_prompt(self) -> bool:
@@ -83,20 +83,20 @@ class Request:
             return self.question_ids[self.num_fed : self.num_fed + num_rows]
         return [self.token_ids[-1]]
 
-    def how_to_draw(self, stop_ids: Set[int]) -> Draw | None:
+    def draw_spec(self, stop_ids: Set[int]) -> DrawSpec | None:
         """Return how to sample the next token; None: take the argmax. stop_ids: the model's end-of-turn tokens."""
         if not self.needs_logits:
             return None
         ends, allowed = self._early_ends(stop_ids), None
         if self.grammar is not None:
             ends, allowed = frozenset(), partial(self._allowed, self.grammar, ends)
-        told, position = self.token_ids, len(self.token_ids)
-        return how_to_draw(self.sampling, self.seed, position, told, self.in_prompt, ends, allowed, self.counted)
+        answer_ids, position = self.token_ids, len(self.token_ids)
+        return draw_spec(self.sampling, self.seed, position, answer_ids, self.in_prompt, ends, allowed, self.counted)
 
-    def choose(self, logits: NDArray[np.float32], how: Draw) -> tuple[int, TokenScore | None]:
+    def choose(self, logits: NDArray[np.float32], spec: DrawSpec) -> tuple[int, TokenScore | None]:
         """Sample a token from logits [vocab_size] on the host, and `take` it."""
-        token_id = draw(changed(logits, how), how)
-        return self.take(token_id, None if how.num_top is None else likelihood_of(logits, token_id, how.num_top))
+        token_id = draw(adjust_logits(logits, spec), spec)
+        return self.take(token_id, None if spec.num_top is None else likelihood_of(logits, token_id, spec.num_top))
 
     def take(self, token_id: int, likelihood: Likelihood | None) -> tuple[int, TokenScore | None]:
         """Accept the answer's next token; returns it with its score, if a likelihood is given.
@@ -112,7 +112,7 @@ class Request:
         return token_id, None if likelihood is None else self.writer.score(token_id, likelihood)
 
     def _allowed(self, grammar: Grammar, ends: Set[int], vocab_size: int) -> Allowed:
-        """As `Draw.allowed`: it raises nothing, as other requests share the step. `take` raises the grammar's error."""
+        """As `DrawSpec.allowed`: raises nothing, as others share the step. `take` raises the grammar's error."""
         with suppress(Exception):  # `grammar.allowed` raises it again
             grammar.begin()
 
@@ -137,7 +137,7 @@ class Request:
             return stop_ids | set(self.sampling.stop_token_ids)
         return stop_ids if self.sampling.ignore_eos and self.grammar is not None else frozenset()
 
-    def hear(self, logits: NDArray[np.float32]) -> None:
+    def add_prompt_scores(self, logits: NDArray[np.float32]) -> None:
         """Score the question's tokens that follow those being fed, whose logits are given: [num_rows, vocab_size]."""
         num_top = self.sampling.top_logprobs
         assert num_top is not None
@@ -153,9 +153,9 @@ class Request:
         scores, self.prompt_scores = tuple(self.prompt_scores), []
         return Piece(self.echo, scores)
 
-    def told(self, piece: Piece) -> Piece:
+    def with_usage(self, piece: Piece) -> Piece:
         """The piece, with the usage so far if the request wants it."""
-        return replace(piece, usage=Usage(**self._usage())) if self.tells_usage else piece
+        return replace(piece, usage=Usage(**self._usage())) if self.reports_usage else piece
 
     def done(self, reason: Finish) -> Done:
         return Done(reason=reason, **self._usage())
@@ -176,40 +176,40 @@ class Writer:
         self,
         tokenizer: Any,
         stops: tuple[str, ...] = (),
-        speech: Speech | None = None,  # None: the text has no reasoning and no tool calls
+        parser: AnswerParser | None = None,  # None: the text has no reasoning and no tool calls
         shown: dict[int, str] | None = None,  # special tokens that the text has to contain, such as call markers
         min_tokens: int = 0,  # no stop string is looked for in the text of this many first tokens
     ) -> None:
         self._num_early, self._is_early = min_tokens, False  # how many such tokens are to come; the last was one
-        self._tokenizer, self._speech, self._shown = tokenizer, speech, shown or {}
+        self._tokenizer, self._parser, self._shown = tokenizer, parser, shown or {}
         self._stream, self._stops = TextStream(tokenizer), StopFinder(stops)
         self._scores: deque[tuple[int, TokenScore]] = deque()  # with the offset in the text where the token begins
-        self._num_decoded = self._num_told = 0  # characters, of all text and of that passed on
+        self._num_decoded = self._num_emitted = 0  # characters, of all text and of that passed on
 
     @property
     def has_stopped(self) -> bool:
-        return self._stops.found or (self._speech is not None and self._speech.has_ended)
+        return self._stops.found or (self._parser is not None and self._parser.has_ended)
 
     @property
-    def has_called(self) -> bool:
+    def has_tool_call(self) -> bool:
         """Whether the answer has a tool call."""
-        return self._speech is not None and self._speech.num_calls > 0
+        return self._parser is not None and self._parser.num_calls > 0
 
     def add(self, token_id: int, score: TokenScore | None) -> Piece | None:
         if score is not None:
-            is_told = token_id in self._shown or not self._stream.skips(token_id)
-            self._scores.append((self._num_decoded, replace(score, is_told=is_told)))
+            is_visible = token_id in self._shown or not self._stream.skips(token_id)
+            self._scores.append((self._num_decoded, replace(score, is_visible=is_visible)))
         self._is_early, self._num_early = self._num_early > 0, self._num_early - 1
         if (marker := self._shown.get(token_id)) is None:
-            return self._tell(self._stream.add(token_id))
+            return self._emit(self._stream.add(token_id))
         text, self._stream = self._stream.finish() + marker, TextStream(self._tokenizer)
-        return self._tell(text)
+        return self._emit(text)
 
     def finish(self) -> Piece | None:
         """Return what was held back, when the answer ends."""
         if self.has_stopped:
             return self._piece("", (), is_last=True)
-        text, scores = self._told(self._stream.finish())
+        text, scores = self._settled(self._stream.finish())
         text += self._stops.finish()
         scores += () if self.has_stopped else tuple(s for _, s in self._scores)
         self._scores.clear()
@@ -226,25 +226,25 @@ class Writer:
             top.append((data.decode(errors="replace"), data, logit - total))
         return TokenScore(token_id, text, likelihood.logit - total, tuple(top))
 
-    def _tell(self, decoded: str) -> Piece | None:
-        return self._piece(*self._told(decoded))
+    def _emit(self, decoded: str) -> Piece | None:
+        return self._piece(*self._settled(decoded))
 
-    def _told(self, decoded: str) -> tuple[str, tuple[TokenScore, ...]]:
+    def _settled(self, decoded: str) -> tuple[str, tuple[TokenScore, ...]]:
         """Return the text that no later token can change, and the scores of the tokens that begin in it."""
         self._num_decoded += len(decoded)
         text = decoded if self._is_early else self._stops.add(decoded)
-        self._num_told += len(text)
+        self._num_emitted += len(text)
         scores = []
-        while self._scores and self._scores[0][0] < self._num_told:
+        while self._scores and self._scores[0][0] < self._num_emitted:
             scores.append(self._scores.popleft()[1])
         return text, tuple(scores)
 
     def _piece(self, text: str, scores: tuple[TokenScore, ...], is_last: bool = False) -> Piece | None:
         parts = Parts(text)
-        if self._speech is not None:
-            parts = self._speech.add(text)
+        if self._parser is not None:
+            parts = self._parser.add(text)
             if is_last:
-                rest = self._speech.finish()
+                rest = self._parser.finish()
                 parts = Parts(parts.text + rest.text, parts.reasoning + rest.reasoning, parts.calls + rest.calls)
         if not (parts.text or parts.reasoning or parts.calls or scores):
             return None

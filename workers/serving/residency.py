@@ -21,6 +21,7 @@ from csattn.config import SearchConfig
 from csattn.errors import ArtifactError, ArtifactRoomError, ConfigError, CsattnError
 from offload.errors import DiskError, MemoryPlanError, is_out_of_memory
 from workers.capacity import context_bytes
+from workers.serving.examiner import Examiner
 from workers.serving.messages import (
     BadRequestError,
     ContextNotReadyError,
@@ -32,15 +33,14 @@ from workers.serving.messages import (
     WorkerLostError,
     closing,
 )
-from workers.serving.moving import drop_pages, read_index, read_rows
+from workers.serving.page_cache import drop_pages, read_index, read_rows
 from workers.serving.resident import Resident, choose_leaving, files_of, lost_bytes
 from workers.serving.scheduler import Scheduler
 from workers.serving.step_engine import NO_CONTEXT, StepEngine
-from workers.serving.usable import Usable
 from workers.settings import EngineSettings
 
 _RETRY_S = 5.0
-_LOOK_S = 1.0  # interval at which a loaded context's files are checked for lost bytes, at most
+_CHECK_S = 1.0  # interval at which a loaded context's files are checked for lost bytes, at most
 
 
 class _Unwanted(Exception):
@@ -51,8 +51,8 @@ class Residency:
     """Keeps contexts loaded. For one event loop; it opens, checks and prepares artifacts on other threads, and the
     engine's thread loads them between two steps."""
 
-    def __init__(self, scheduler: Scheduler, engine: StepEngine, usable: Usable, settings: EngineSettings) -> None:
-        self._scheduler, self._engine, self._usable, self._settings = scheduler, engine, usable, settings
+    def __init__(self, scheduler: Scheduler, engine: StepEngine, examiner: Examiner, settings: EngineSettings) -> None:
+        self._scheduler, self._engine, self._examiner, self._settings = scheduler, engine, examiner, settings
         self._reads_in_place = settings.placement == "cpu" and settings.kv_codec is None
         self._maps_rows = settings.placement != "device" and settings.kv_codec is None
         self._residents: dict[Path, Resident] = {}
@@ -86,40 +86,40 @@ class Residency:
     def held(self, store: Path) -> tuple[Held, ...]:
         """The loaded contexts, the largest first."""
         now = time.monotonic()
-        found = [resident.told(str(path.relative_to(store)), now) for path, resident in self._residents.items()]
+        found = [resident.snapshot(str(path.relative_to(store)), now) for path, resident in self._residents.items()]
         return tuple(sorted(found, key=lambda held: (-held.num_bytes, held.path)))
 
     @asynccontextmanager
     async def using(
-        self, path: Path | None, config: SearchConfig, selector: Selector, asked_for: str = ""
+        self, path: Path | None, config: SearchConfig, selector: Selector, routing_key: str = ""
     ) -> AsyncIterator[Resident]:
         """Keep the artifact at that path loaded until the block ends, and prepared for such a request.
 
-        path: None for a request without a context. asked_for: `Ask.asked_for`.
+        path: None for a request without a context. routing_key: `Ask.routing_key`.
         """
         if path is None:
             yield Resident(NO_CONTEXT, None)
             return
         await self._require_whole(path)
         self._forgotten.discard(path)
-        there = (known := self._residents.get(path)) is not None and not known.is_leaving
-        self._scheduler.metrics.context_requests.labels("memory" if there else "store").inc()
+        is_resident = (known := self._residents.get(path)) is not None and not known.is_leaving
+        self._scheduler.metrics.context_requests.labels("memory" if is_resident else "store").inc()
         resident = await self._resident(path)
         resident.last_used = next(self._uses)
-        resident.remember(asked_for)
+        resident.remember(routing_key)
         try:
             await self._prepare(path, resident, config, selector)
             yield resident
         finally:
-            await self._leave(path, resident)
+            await self._release(path, resident)
 
     async def hold(self, path: Path, held: Held) -> None:
         """Load a context ahead of need, if it fits beside those that are loaded or being loaded."""
         if path not in self._residents and path not in self._loading and self._fits(held.num_bytes):
             resident = await self._resident(path)
-            for name in held.asked_for:
+            for name in held.routing_keys:
                 resident.remember(name)
-            await self._leave(path, resident)
+            await self._release(path, resident)
 
     async def forget(self, path: Path) -> None:
         """Unload a context as soon as nobody uses it."""
@@ -154,8 +154,8 @@ class Residency:
         if (resident := self._residents.get(path)) is None:
             return
         now = time.monotonic()
-        if not resident.fault and now - resident.looked_at >= _LOOK_S:
-            resident.looked_at = now
+        if not resident.fault and now - resident.checked_at >= _CHECK_S:
+            resident.checked_at = now
             resident.fault = await asyncio.to_thread(lost_bytes, resident.files)
         if resident.fault:
             await self.forget(path)
@@ -183,7 +183,7 @@ class Residency:
         except asyncio.CancelledError:
             _require_not_closing(loading)
             if loading.done() and not loading.exception():
-                await self._leave(path, loading.result())
+                await self._release(path, loading.result())
             raise
         finally:
             self._wanted[path] -= 1
@@ -213,21 +213,21 @@ class Residency:
     async def _make(self, path: Path, resident: Resident, work: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while not await self._has_found_room(lambda: loop.run_in_executor(self._preparer, work)):
+            while not await self._try_or_make_room(lambda: loop.run_in_executor(self._preparer, work)):
                 pass
         finally:
-            await self._leave(path, resident)
+            await self._release(path, resident)
 
     def _prepared(self, task: "asyncio.Task[None]") -> None:
         self._preparing.discard(task)
         if not task.cancelled():
             task.exception()  # marks it as retrieved; those who still wait get it
 
-    async def _leave(self, path: Path, resident: Resident) -> None:
+    async def _release(self, path: Path, resident: Resident) -> None:
         resident.num_users -= 1
         if resident.num_users:
             return
-        resident.left_at = time.monotonic()
+        resident.released_at = time.monotonic()
         self._left.set()
         if path in self._forgotten:
             await asyncio.shield(self._unload(path))
@@ -256,13 +256,13 @@ class Residency:
         opened: list[Artifact] = []
 
         async def add() -> None:
-            opened.append(await asyncio.to_thread(self._usable.open, path))
+            opened.append(await asyncio.to_thread(self._examiner.open, path))
 
         with suppress(ArtifactRoomError):
             await add()
         if not opened:
             async with self._one_at_a_time:
-                while not await self._has_found_room(add, waits=True):
+                while not await self._try_or_make_room(add, waits=True):
                     self._require_wanted(path)
         return opened[0]
 
@@ -290,12 +290,12 @@ class Residency:
             scheduler.load(context_id, artifact)
 
         try:
-            await asyncio.to_thread(self._usable.require_sound, artifact)
+            await asyncio.to_thread(self._examiner.require_sound, artifact)
             await asyncio.to_thread(read_index, artifact.path)
             files = await asyncio.to_thread(files_of, path) if self._maps_rows else {}
             if not self._reads_in_place:
                 await asyncio.to_thread(read_rows, artifact.path, lambda: False)
-            while not await self._has_found_room(lambda: asyncio.wrap_future(scheduler.inbox.call(add)), waits=True):
+            while not await self._try_or_make_room(lambda: asyncio.wrap_future(scheduler.inbox.call(add)), waits=True):
                 pass
             resident = Resident(context_id, artifact, num_bytes, last_used=next(self._uses), files=files)
             self._residents[path] = resident
@@ -333,7 +333,7 @@ class Residency:
             self._let_stay()
         self._moving_bytes += num_bytes
 
-    async def _has_found_room(self, work: Callable[[], Awaitable[None]], waits: bool = False) -> bool:
+    async def _try_or_make_room(self, work: Callable[[], Awaitable[None]], waits: bool = False) -> bool:
         """Do work that takes memory. False if there was too little, and room has been made since, so try again.
 
         waits: if all contexts are in use, wait for one of them; otherwise that raises OverloadedError.
@@ -405,8 +405,8 @@ def _as_serving_error(error: Exception, done: str) -> ServingError:
     if isinstance(error, ServingError):
         return error
     why = str(error) if isinstance(error, CsattnError) else f"{type(error).__name__}: {error}"
-    told = f"the context could not be {done}"
+    prefix = f"the context could not be {done}"
     if isinstance(error, OSError | ArtifactError | DiskError):  # it names files, which clients should not see
-        hidden = f"{told}: its files cannot be read; the service's operator finds what is wrong in its log"
-        return ServingError(hidden, detail=f"{told}: {why}")
-    return ServingError(f"{told}: {why[:300]}")
+        hidden = f"{prefix}: its files cannot be read; the service's operator finds what is wrong in its log"
+        return ServingError(hidden, detail=f"{prefix}: {why}")
+    return ServingError(f"{prefix}: {why[:300]}")

@@ -10,7 +10,7 @@ from csattn.artifact import Artifact
 from workers.serving.messages import Held
 
 TURN_S, TURN_LOADS = 2.0, 8.0  # a context's turn while others wait: at least TURN_S, TURN_LOADS times its loading time
-MAX_NAMES = 64  # `asked_for` keys that are remembered for each context
+MAX_NAMES = 64  # routing keys that are remembered for each context
 Files = Mapping[Path, tuple[int, int]]  # inode and size
 
 
@@ -23,30 +23,30 @@ class Resident:
     num_bytes: int = 0
     num_users: int = 0
     last_used: int = 0
-    left_at: float = field(default_factory=time.monotonic)  # when its last user left
+    released_at: float = field(default_factory=time.monotonic)  # when its last user left
     stays_until: float = 0.0
     is_leaving: bool = False  # takes no new requests: it has had its turn, and others wait
     is_gone: bool = False
     files: "Files" = field(default_factory=dict)  # the artifact's, if its rows are memory-mapped
-    looked_at: float = field(default_factory=time.monotonic)  # when the files were last checked
+    checked_at: float = field(default_factory=time.monotonic)  # when the files were last checked
     fault: str = ""  # which file has lost bytes since it was loaded
-    asked_for: dict[str, None] = field(default_factory=dict)  # an ordered set, the newest last
+    routing_keys: dict[str, None] = field(default_factory=dict)  # an ordered set, the newest last
 
     def begin_turn(self, now: float, loading_s: float) -> None:
         self.is_leaving = False
         self.stays_until = now + max(TURN_S, TURN_LOADS * loading_s)
 
-    def remember(self, asked_for: str) -> None:
-        """Record the `asked_for` key of a request that uses the context."""
-        self.asked_for.pop(asked_for, None)
-        if asked_for:
-            self.asked_for[asked_for] = None
-        if len(self.asked_for) > MAX_NAMES:
-            del self.asked_for[next(iter(self.asked_for))]
+    def remember(self, routing_key: str) -> None:
+        """Record the routing key of a request that uses the context."""
+        self.routing_keys.pop(routing_key, None)
+        if routing_key:
+            self.routing_keys[routing_key] = None
+        if len(self.routing_keys) > MAX_NAMES:
+            del self.routing_keys[next(iter(self.routing_keys))]
 
-    def told(self, path: str, now: float) -> Held:
-        idle_s = 0.0 if self.num_users else now - self.left_at
-        return Held(path, tuple(self.asked_for), self.num_bytes, self.num_users, idle_s)
+    def snapshot(self, path: str, now: float) -> Held:
+        idle_s = 0.0 if self.num_users else now - self.released_at
+        return Held(path, tuple(self.routing_keys), self.num_bytes, self.num_users, idle_s)
 
 
 def files_of(path: Path) -> Files:

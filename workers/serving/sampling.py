@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from csattn.cpu.jit import readonly
 from workers.serving.draw_kernel import Scratch, draw_kernel, weigh_all
 from workers.serving.messages import Sampling
-from workers.serving.step_engine import Allowed, Draw, Likelihood
+from workers.serving.step_engine import Allowed, DrawSpec, Likelihood
 
 _SCRATCH = Scratch()
 _LEAST_TOP_P = 1e-9  # keeps the most likely token alone
@@ -50,16 +50,16 @@ class TokenCounts:
         return self._places.get(token_id)
 
 
-def how_to_draw(
+def draw_spec(
     sampling: Sampling,
     seed: int,
     position: int,  # of the token in the answer
     token_ids: Sequence[int] = (),  # of the answer so far
     in_prompt: NDArray[np.bool_] | None = None,  # [vocab_size]: context or question has the token; None: no penalty
     ends: Set[int] = frozenset(),  # tokens that may not come now
-    allowed: Callable[[int], Allowed] | None = None,  # as in `Draw`
+    allowed: Callable[[int], Allowed] | None = None,  # as in `DrawSpec`
     counted: TokenCounts | None = None,  # this answer's, kept from step to step
-) -> Draw:
+) -> DrawSpec:
     """Return how to sample the token at a position of the answer.
 
     Temperature 0 takes the argmax. Otherwise candidates are the top_k most likely tokens with at least min_p of the
@@ -74,7 +74,7 @@ def how_to_draw(
         repeated[counts.ids] = True
     added_ids, added = _additions(sampling, counts, ends)
     is_greedy = sampling.temperature == 0
-    return Draw(
+    return DrawSpec(
         temperature=max(sampling.temperature, _COLDEST),
         top_p=max(sampling.top_p, _LEAST_TOP_P),
         top_k=1 if is_greedy else sampling.top_k,
@@ -107,23 +107,23 @@ def _additions(sampling: Sampling, counts: TokenCounts, ends: Set[int]) -> "tupl
     return ids.astype(np.int32), np.concatenate([values, np.fromiter(others.values(), np.float64)]).astype(np.float32)
 
 
-def changed(
+def adjust_logits(
     logits: NDArray[np.float32],  # [vocab_size], not modified
-    how: Draw,
+    spec: DrawSpec,
 ) -> NDArray[np.float32]:
     """Apply the penalty, the additions, and -inf to tokens that may not be drawn, in that order: [vocab_size].
 
     Returns `logits` itself if there is nothing to change. Additions to ids beyond the vocabulary have no effect.
     """
     out = logits
-    if how.repeated is not None:
-        ids, penalty = np.flatnonzero(how.repeated), np.float32(how.penalty)
+    if spec.repeated is not None:
+        ids, penalty = np.flatnonzero(spec.repeated), np.float32(spec.penalty)
         some, out = logits[ids], logits.copy()
         out[ids] = np.where(some > 0, some / penalty, some * penalty)
-    if len(how.added_ids):
-        out, is_there = out.copy(), how.added_ids < len(out)
-        out[how.added_ids[is_there]] += how.added[is_there]
-    return out if how.allowed is None else np.where(how.allowed(len(out))(), out, np.float32(-np.inf))
+    if len(spec.added_ids):
+        out, in_vocab = out.copy(), spec.added_ids < len(out)
+        out[spec.added_ids[in_vocab]] += spec.added[in_vocab]
+    return out if spec.allowed is None else np.where(spec.allowed(len(out))(), out, np.float32(-np.inf))
 
 
 def allowed_without(
@@ -138,8 +138,8 @@ def allowed_without(
 
 
 def draw(
-    logits: NDArray[np.float32],  # [vocab_size], the result of `changed`
-    how: Draw,
+    logits: NDArray[np.float32],  # [vocab_size], the result of `adjust_logits`
+    spec: DrawSpec,
 ) -> int:
     """Sample a token. The same logits, seed and position give the same token, whatever else is in the batch.
 
@@ -149,16 +149,16 @@ def draw(
     greatest = float(logits.max())  # NaN, if there is one
     if not np.isfinite(greatest):
         raise ValueError(f"the greatest is {greatest}")
-    if how.top_k == 1:
+    if spec.top_k == 1:
         return int(logits.argmax())
     token_id = draw_kernel(
         readonly(logits),
         np.float32(greatest),
-        np.float32(how.temperature),
-        np.float32(how.min_p),
-        how.top_k,
-        how.top_p,
-        how.at,
+        np.float32(spec.temperature),
+        np.float32(spec.min_p),
+        spec.top_k,
+        spec.top_p,
+        spec.at,
         *_SCRATCH.of(len(logits)),
     )
     return int(token_id)
@@ -167,7 +167,7 @@ def draw(
 def prepare_draws() -> None:
     """Compile the sampling kernels before a token waits for them."""
     logits = np.zeros(2, np.float32)
-    draw(logits, how_to_draw(Sampling(max_new_tokens=1, temperature=1.0), seed=0, position=0))
+    draw(logits, draw_spec(Sampling(max_new_tokens=1, temperature=1.0), seed=0, position=0))
     log_total(logits)
 
 

@@ -13,6 +13,7 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, CsattnError
 from offload.errors import OffloadError
 from workers.serving.flow import Flow
+from workers.serving.health import EngineHealth
 from workers.serving.inbox import Call, Inbox
 from workers.serving.messages import (
     BadRequestError,
@@ -30,17 +31,16 @@ from workers.serving.outlet import Outlet
 from workers.serving.plan import QuestionRows, plan_step
 from workers.serving.request import Request
 from workers.serving.sampling import prepare_draws
-from workers.serving.soundness import Soundness
-from workers.serving.step_engine import Draw, StepEngine, StepResult, StepRow
+from workers.serving.step_engine import DrawSpec, StepEngine, StepResult, StepRow
 
 _log = logging.getLogger(__name__)
 _Chosen = tuple[int, TokenScore | None] | Exception  # a request's next token, or why there is none
 RESTORED_BLOCKS = 4  # kept blocks of rows written between two steps at most: bounds how long other requests wait
 WATCH_EVERY = 100  # steps: in one of this many, one layer of one row is compared with exact attention
 STALL_S = 30.0  # a request whose reader does not read is paused, and ended after this time
-_MAX_TOLD = 300  # characters of an engine's message that clients get
+_MAX_MESSAGE_CHARS = 300  # characters of an engine's message that clients get
 MANY_TOKENS = 65536  # vocabulary size from which sampling takes some tenths of a millisecond a token
-MOST_DRAWERS = 4  # sampling threads beside the scheduler's own
+MAX_SAMPLERS = 4  # sampling threads beside the scheduler's own
 _ROWS_A_THREAD = 2  # waking a thread takes as long as sampling for one row
 _T = TypeVar("_T")
 
@@ -65,7 +65,7 @@ class Scheduler:
         self.max_running = min(max_running, engine.num_slots, engine.max_rows)
         self.inbox, self.flow = Inbox(), Flow(self.max_running, max_queued, clock)
         self.metrics, self.clock = metrics, clock
-        self.soundness = Soundness(engine)
+        self.health = EngineHealth(engine)
         self._engine, self._stop_ids = engine, stop_ids
         self._queue: deque[Request] = deque()
         self._calls: deque[Call] = deque()
@@ -74,48 +74,48 @@ class Scheduler:
         self._num_steps = self._num_watched = 0
         self._question_rows = QuestionRows()
         self._touched: dict[Outlet, None] = {}
-        self._num_drawers = min(MOST_DRAWERS, available_cpus() - 1)
-        self._drawers = ThreadPoolExecutor(max(1, self._num_drawers), thread_name_prefix="csattn-draw")
-        self._drawers.submit(prepare_draws)
+        self._num_samplers = min(MAX_SAMPLERS, available_cpus() - 1)
+        self._samplers = ThreadPoolExecutor(max(1, self._num_samplers), thread_name_prefix="csattn-draw")
+        self._samplers.submit(prepare_draws)
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)}/{self.max_running} running, {len(self._queue)} queued>"
 
     def turn(self) -> float | None:
         """Process the inbox, and make one step. Returns how long the thread may wait for the inbox; None: no limit."""
-        self._take_in()
+        self._read_inbox()
         self._run_calls()
-        self._go_on()
+        self._advance()
         return self._idle_s()
 
     def load(self, context_id: int, artifact: Artifact) -> None:
         """Load a context that is open, checked and read into memory. Call it on the engine's thread (`Inbox.call`)."""
         self._engine.add_context(context_id, artifact, self._while_loading)
-        self.soundness.contexts.add(context_id)
+        self.health.contexts.add(context_id)
 
     def unload(self, context_id: int) -> None:
         """Unload a context that no request uses or will use. Call it on the engine's thread (`Inbox.call`)."""
-        self.soundness.contexts.discard(context_id)
+        self.health.contexts.discard(context_id)
         self._engine.remove_context(context_id)
 
     def fail_all(self, error: ServingError) -> None:
         """End every request."""
-        self._take_in()
+        self._read_inbox()
         self._run_calls()
         for request in [*self._queue, *self._running.values()]:
             self._end(request, "failed", error)
-        self._tell()
+        self._wake_readers()
 
     def close(self) -> None:
         """Shut the sampling threads down. No turn may follow."""
-        self._drawers.shutdown(wait=False, cancel_futures=True)
+        self._samplers.shutdown(wait=False, cancel_futures=True)
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """End late requests, admit new ones, and make a step if any request can take part."""
         now = self.clock()
         self._end_late(now)
-        if self.soundness.fault is not None:
-            self._fail_while_unsound(now)
+        if self.health.fault is not None:
+            self._fail_while_broken(now)
         else:
             self._admit(now)
             self._restore()
@@ -123,25 +123,25 @@ class Scheduler:
             plan = plan_step(ready, self._engine.max_rows, self._question_rows)
             if plan:
                 self._step(plan)
-        self._tell()
+        self._wake_readers()
 
     def _while_loading(self) -> None:
         """Make a turn without the inbox's calls: they may load and remove contexts, so they wait."""
-        self._take_in()
-        self._go_on()
+        self._read_inbox()
+        self._advance()
 
     def _run_calls(self) -> None:
         while self._calls:
             _run(self._calls.popleft())
 
-    def _take_in(self) -> None:
-        news = self.inbox.take()
-        self._queue.extend(news.arrived)
+    def _read_inbox(self) -> None:
+        batch = self.inbox.take()
+        self._queue.extend(batch.arrived)
         now = self.clock()
-        for request in news.cancelled:
+        for request in batch.cancelled:
             if not request.is_over:  # its deadline may have passed during a long step, before it was cancelled
                 self._end(request, "timeout" if now >= request.deadline else "cancelled", None)
-        self._calls.extend(news.calls)
+        self._calls.extend(batch.calls)
 
     def _end_late(self, now: float) -> None:
         """End requests past their deadline, and those whose reader has stalled."""
@@ -156,16 +156,16 @@ class Scheduler:
                 error = TimedOutError(f"the answer was not read for {STALL_S:.0f} s; read it as it comes")
                 self._end(request, "timeout", error)
 
-    def _fail_while_unsound(self, now: float) -> None:
+    def _fail_while_broken(self, now: float) -> None:
         """End all requests, and probe the engine: nothing can be answered until it works again."""
-        error = self._refuse_if_unsound()
+        error = self._refuse_if_broken()
         for request in [*self._queue, *self._running.values()]:
             self._end(request, "failed", error)
-        self.soundness.probe_if_due(now, self._free_slots[0])
-        self._refuse_if_unsound()
+        self.health.probe_if_due(now, self._free_slots[0])
+        self._refuse_if_broken()
 
-    def _refuse_if_unsound(self) -> WorkerLostError | None:
-        fault = self.soundness.fault
+    def _refuse_if_broken(self) -> WorkerLostError | None:
+        fault = self.health.fault
         self.flow.fault = error = None if fault is None else WorkerLostError(f"{fault}; send the request again")
         return error
 
@@ -208,9 +208,9 @@ class Scheduler:
         for (request, num_rows), gives in zip(plan, gives_token, strict=True):
             assert request.slot is not None, "a request without a slot was planned"
             *others, last = request.next_inputs(num_rows)
-            rows += [StepRow(request.slot, token_id, asks=request.scores_prompt) for token_id in others]
-            draw = self._how_to_draw(request) if gives and self._engine.draws and not request.scores_prompt else None
-            rows.append(StepRow(request.slot, last, asks=request.scores_prompt or gives, draw=draw))
+            rows += [StepRow(request.slot, token_id, wants_token=request.scores_prompt) for token_id in others]
+            draw = self._draw_spec(request) if gives and self._engine.draws and not request.scores_prompt else None
+            rows.append(StepRow(request.slot, last, wants_token=request.scores_prompt or gives, draw=draw))
             last_rows.append(len(rows) - 1)
             want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives and draw is None)
             if gives and request.grammar is not None and draw is None:
@@ -225,13 +225,13 @@ class Scheduler:
             return
         ended = self.clock()
         self._num_steps += 1
-        num_asking = sum(num_rows for request, num_rows in plan if request.question_left)
-        self._question_rows.add(len(rows) - num_asking, num_asking, ended - started)
+        num_question_rows = sum(num_rows for request, num_rows in plan if request.question_left)
+        self._question_rows.add(len(rows) - num_question_rows, num_question_rows, ended - started)
         self.metrics.step_s.observe(ended - started)
         self.metrics.batch_rows.observe(len(rows))
         if watched is not None and result.fidelity is not None:
             seen = plan[watched[0]][0]
-            self.metrics.saw_fidelity(seen.context, seen.arrived_at, result.fidelity)
+            self.metrics.observe_fidelity(seen.context, seen.arrived_at, result.fidelity)
         wanting = [
             (request, row)
             for (request, _), row, gives in zip(plan, last_rows, gives_token, strict=True)
@@ -243,7 +243,7 @@ class Scheduler:
             self._keep(request)
             if request.question_left:
                 if request.scores_prompt and result.logits is not None:
-                    request.hear(result.logits[row + 1 - num_rows : row + 1])
+                    request.add_prompt_scores(result.logits[row + 1 - num_rows : row + 1])
                 request.num_fed += num_rows
                 self.metrics.question_tokens.inc(num_rows)
                 self._put(request, request.take_echo())
@@ -252,10 +252,10 @@ class Scheduler:
             elif gives:
                 self._take_token(request, chosen[request], ended)
 
-    def _how_to_draw(self, request: Request) -> Draw | None:
-        """`Request.how_to_draw`; None also if it raises. `_choose` then meets the error and ends this request alone."""
+    def _draw_spec(self, request: Request) -> DrawSpec | None:
+        """`Request.draw_spec`; None also if it raises. `_choose` then meets the error and ends this request alone."""
         try:
-            return request.how_to_draw(self._stop_ids)
+            return request.draw_spec(self._stop_ids)
         except Exception:
             return None
 
@@ -287,16 +287,16 @@ class Scheduler:
     ) -> dict[Request, _Chosen]:
         """Return the next token of each (request, row). Those sampled from logits are shared out among threads."""
 
-        def is_drawn_here(request: Request, row: int) -> bool:
+        def is_sampled_on_host(request: Request, row: int) -> bool:
             return request.needs_logits and rows[row].draw is None
 
         def choose(request: Request, row: int) -> _Chosen:
             try:
-                if is_drawn_here(request, row):
+                if is_sampled_on_host(request, row):
                     assert result.logits is not None, "the step was asked for logits"
-                    how = request.how_to_draw(self._stop_ids)
-                    assert how is not None
-                    return request.choose(result.logits[row], how)
+                    spec = request.draw_spec(self._stop_ids)
+                    assert spec is not None
+                    return request.choose(result.logits[row], spec)
                 return request.take(int(result.next_ids[row]), result.likelihoods[row] if result.likelihoods else None)
             except Exception as error:  # ends this request alone
                 return error
@@ -305,11 +305,11 @@ class Scheduler:
             return [choose(request, row) for request, row in share]
 
         is_long = result.logits is not None and result.logits.shape[1] >= MANY_TOKENS
-        num_drawn = sum(is_drawn_here(request, row) for request, row in wanting) if is_long else 0
-        first, *others = in_shares(wanting, num_drawn, self._num_drawers)
-        beside = [(share, self._drawers.submit(choose_all, share)) for share in others]
+        num_drawn = sum(is_sampled_on_host(request, row) for request, row in wanting) if is_long else 0
+        first, *others = in_shares(wanting, num_drawn, self._num_samplers)
+        submitted = [(share, self._samplers.submit(choose_all, share)) for share in others]
         chosen = dict(zip([request for request, _ in first], choose_all(first), strict=True))
-        for share, drawn in beside:
+        for share, drawn in submitted:
             chosen |= zip([request for request, _ in share], drawn.result(), strict=True)
         return chosen
 
@@ -338,40 +338,40 @@ class Scheduler:
             if is_end and request.scores_prompt and score is not None:
                 self._put(request, Piece("", (score,)))  # clients that sum up scores expect one for every token
             reason: Finish = "stop" if has_ended or request.writer.has_stopped else "length"
-            if reason == "stop" and request.writer.has_called:
+            if reason == "stop" and request.writer.has_tool_call:
                 reason = "tool_calls"
             self._end(request, reason, request.done(reason))
 
     def _fail_step(self, requests: list[Request], error: Exception) -> None:
         """End the requests of a step that failed. Others continue if the engine still works."""
         for request in requests:
-            self._take_out(request)
-        self.soundness.probe_after(error, requests[0], self.clock(), self._free_slots[0])
-        self._refuse_if_unsound()  # before readers get the error: one that retries at once must be refused
-        told = _refusal(error)
+            self._remove(request)
+        self.health.probe_after(error, requests[0], self.clock(), self._free_slots[0])
+        self._refuse_if_broken()  # before readers get the error: one that retries at once must be refused
+        refusal = _refusal(error)
         for request in requests:
-            self._close(request, "failed", told)
+            self._close(request, "failed", refusal)
 
     def _put(self, request: Request, event: Event | ServingError | None) -> None:
         if event is not None:
-            request.outlet.put(request.told(event) if isinstance(event, Piece) else event)
+            request.outlet.put(request.with_usage(event) if isinstance(event, Piece) else event)
             if request.outlet.is_full and request.paused_at is None:
                 request.paused_at = self.clock()
             self._touched[request.outlet] = None
 
     def _end(self, request: Request, outcome: str, last: Done | ServingError | None) -> None:
         """Remove the request from queue or slot, and send its reader the last event."""
-        self._take_out(request)
+        self._remove(request)
         self._close(request, outcome, last)
 
-    def _take_out(self, request: Request) -> None:
+    def _remove(self, request: Request) -> None:
         request.is_over, request.grammar = True, None
         if request.slot is None:
             self._queue.remove(request)
         else:
             del self._running[request.slot]
             self._free_slots.append(request.slot)
-            self.soundness.close_slot(request.slot, self.clock())
+            self.health.close_slot(request.slot, self.clock())
 
     def _close(self, request: Request, outcome: str, last: Done | ServingError | None) -> None:
         now = self.clock()
@@ -381,7 +381,7 @@ class Scheduler:
         if request.first_token_at is not None and len(request.token_ids) > 1:
             self.metrics.tpot.observe((now - request.first_token_at) / (len(request.token_ids) - 1))
 
-    def _tell(self) -> None:
+    def _wake_readers(self) -> None:
         """Wake the readers of this turn's events."""
         self.metrics.running.set(len(self._running))
         self.metrics.queue_length.set(self.flow.num_in_flight - len(self._running))
@@ -390,8 +390,8 @@ class Scheduler:
 
     def _idle_s(self) -> float | None:
         running = self._running.values()
-        if self.soundness.fault is not None:
-            return 0.0 if self._queue or running else max(0.0, self.soundness.next_probe_at - self.clock())
+        if self.health.fault is not None:
+            return 0.0 if self._queue or running else max(0.0, self.health.next_probe_at - self.clock())
         can_admit = self._queue and len(running) < self.max_running
         if can_admit or any(not request.outlet.is_full for request in running):
             return 0.0
@@ -419,8 +419,8 @@ def _refusal(error: Exception) -> ServingError:
     # a CsattnError that is not about memory or a disk: a process that takes part in decoding is lost
     if isinstance(error, CsattnError) and not isinstance(error, OffloadError):
         return WorkerLostError(f"{error}; send the request again")
-    told = f"{type(error).__name__}: {error}"[:_MAX_TOLD]
-    return ServingError(f"the step that decoded this request failed ({told}); send the request again")
+    message = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
+    return ServingError(f"the step that decoded this request failed ({message}); send the request again")
 
 
 def in_shares(rows: Sequence[_T], num_drawn: int, num_threads: int) -> list[Sequence[_T]]:

@@ -19,7 +19,7 @@ Allowed = Callable[[], NDArray[np.bool_]]  # returns [vocab_size]: whether each 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class DrawSpec:
     """How to sample the token that follows a row; `draw_reference` is the definition."""
 
     temperature: float  # above 0
@@ -43,8 +43,10 @@ class StepRow:
 
     slot: int
     token_id: int
-    asks: bool = True  # the next token is wanted; for other rows, next_ids and logits of the result are undefined
-    draw: Draw | None = None  # for an engine with `draws`; None: take the argmax
+    wants_token: bool = (
+        True  # the next token is wanted; for other rows, next_ids and logits of the result are undefined
+    )
+    draw: DrawSpec | None = None  # for an engine with `draws`; None: take the argmax
 
 
 @dataclass(frozen=True, slots=True)

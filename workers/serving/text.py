@@ -34,7 +34,7 @@ class TextStream:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []  # the first and the last tokens; those between no longer affect new text
-        self._told = 0  # characters of their text that have been passed on
+        self._num_emitted = 0  # characters of their text that have been passed on
         self._skipped = _silent_ids(tokenizer)
 
     def add(self, token_id: int) -> str:
@@ -45,7 +45,7 @@ class TextStream:
             return ""  # decoders convert a run of byte tokens as a whole
         text = decode(self._tokenizer, self._token_ids)
         certain = len(text) - text.endswith(_UNFINISHED)
-        piece, self._told = text[self._told : certain], certain
+        piece, self._num_emitted = text[self._num_emitted : certain], certain
         if len(self._token_ids) >= 3 * _WINDOW:
             self._forget(text)
         return piece
@@ -57,7 +57,7 @@ class TextStream:
     def finish(self) -> str:
         """Return the rest of the text: what incomplete characters are decoded to."""
         text = decode(self._tokenizer, self._token_ids)
-        piece, self._told = text[self._told :], len(text)
+        piece, self._num_emitted = text[self._num_emitted :], len(text)
         return piece
 
     def _forget(self, text: str) -> None:
@@ -67,13 +67,13 @@ class TextStream:
         four successive numbers of last tokens begins with a character.
         """
         first = self._token_ids[:_WINDOW]
-        start, num_untold = decode(self._tokenizer, first), len(text) - self._told
+        start, num_pending = decode(self._tokenizer, first), len(text) - self._num_emitted
         for num_last in range(_WINDOW, _WINDOW + 4):
             token_ids = first + self._token_ids[-num_last:]
             kept = decode(self._tokenizer, token_ids)
             end = kept[len(start) :]
-            if kept.startswith(start) and text.endswith(end) and len(end) >= num_untold:
-                self._token_ids, self._told = token_ids, len(kept) - num_untold
+            if kept.startswith(start) and text.endswith(end) and len(end) >= num_pending:
+                self._token_ids, self._num_emitted = token_ids, len(kept) - num_pending
                 return
 
 
@@ -96,9 +96,9 @@ class StopFinder:
         if ends := [(at + len(stop), at) for stop in self._stops if (at := seen.find(stop)) >= 0]:
             self.found, self._held = True, ""
             return seen[: min(ends)[1]]
-        told = len(seen) - max((overlap(seen, stop) for stop in self._stops), default=0)
-        self._held = seen[told:]
-        return seen[:told]
+        end = len(seen) - max((overlap(seen, stop) for stop in self._stops), default=0)
+        self._held = seen[end:]
+        return seen[:end]
 
     def finish(self) -> str:
         """Return what was held back and did not become a stop string."""

@@ -69,8 +69,8 @@ class ChatForm:
             return self
         form = copy(self)
         if ask.continues:  # the turn may stop within a thought, or after it
-            said = ask.turns[-1].content
-            form.thinks = form.is_thinking = THINK in said and THOUGHT not in said
+            content = ask.turns[-1].content
+            form.thinks = form.is_thinking = THINK in content and THOUGHT not in content
         else:
             form.is_thinking = _begins_thought(self._tokenizer, ask.template_options)
         return form

@@ -18,7 +18,7 @@ from csattn.models.unrotated import unrotated
 from workers.engine.slots import require_token
 from workers.model.rows import ids_of, require_tokens
 from workers.streaming.config import StreamConfig
-from workers.streaming.heavy import HeavyRows
+from workers.streaming.heavy_hitters import HeavyRows
 from workers.streaming.places import Places
 from workers.streaming.window import WindowRows
 
@@ -129,7 +129,9 @@ class StreamCache(AttendingCache):
         attend to these rows; and if an earlier step stopped midway, so that layers have different tokens."""
         if not self._session.is_open:
             raise ConfigError("the session of this stream has ended, or has not begun; go on in an open one")
-        if layer_idx == 0 and (any(rows.is_amid for rows in self.rows) or len({rows.kv_len for rows in self.rows}) > 1):
+        if layer_idx == 0 and (
+            any(rows.is_step_open for rows in self.rows) or len({rows.kv_len for rows in self.rows}) > 1
+        ):
             raise ConfigError("a step of this stream was left before its end; begin a new stream")
         return super().update(k, v, layer_idx, *args, **kwargs)
 

@@ -84,7 +84,7 @@ class StreamRows(ABC):
         self._pending = k, v
 
     @property
-    def is_amid(self) -> bool:
+    def is_step_open(self) -> bool:
         """Whether a step is incomplete: `append` was called, and `attend` has not finished."""
         return self._pending is not None
 

@@ -21,12 +21,12 @@ from workers.serving.messages import (
     Held,
     OverloadedError,
     Piece,
-    Standing,
     TokenizeAsk,
     Tokens,
     TokenScore,
     UnknownModelError,
     Usage,
+    WorkerStatus,
 )
 
 CONTEXT_TOKENS = 1000
@@ -129,8 +129,8 @@ class FakeBackend:
         del self.infos[name]
         self.texts.pop(name, None)
 
-    def standing(self) -> Standing:
-        return Standing(
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(
             since=1.7e9,
             num_running=len(self.running),
             num_slots=self.num_slots,
@@ -138,8 +138,8 @@ class FakeBackend:
             failed_builds=self.failed_builds,
         )
 
-    async def workers(self) -> dict[str, Standing | None]:
-        return {"this process": self.standing()}
+    async def workers(self) -> dict[str, WorkerStatus | None]:
+        return {"this process": self.status()}
 
     async def health(self) -> Health:
         return self.health_now
@@ -156,7 +156,7 @@ async def _said(ask: Ask, script: Script) -> AsyncGenerator[Event, None]:
         if index == script.fail_at and script.error is not None:
             raise script.error
         piece = word if isinstance(word, Piece) else Piece(word, _scores(ask, script, index, word))
-        yield replace(piece, usage=Usage(**PROMPT, new_tokens=index + 1)) if ask.tells_usage else piece
+        yield replace(piece, usage=Usage(**PROMPT, new_tokens=index + 1)) if ask.reports_usage else piece
         await asyncio.sleep(script.pause_s)
     if script.ends_without_done:
         return

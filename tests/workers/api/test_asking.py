@@ -73,7 +73,7 @@ def test_ends_arrive() -> None:
         assert (sampling.stop_token_ids, sampling.min_tokens, sampling.ignore_eos) == ((5, 0), 9, True)
     for usage, continuous in ((True, True), (True, False), (False, True)):
         options = {"include_usage": usage, "continuous_usage_stats": continuous}
-        assert ask_of(chat(stream=True, stream_options=options)).tells_usage == (usage and continuous)
+        assert ask_of(chat(stream=True, stream_options=options)).reports_usage == (usage and continuous)
 
 
 def test_what_the_template_is_given_arrives() -> None:

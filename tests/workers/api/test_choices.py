@@ -199,7 +199,7 @@ def test_offsets_are_of_the_text_with_what_stands_for_lone_bytes(
 
 def test_offsets_pass_over_tokens_that_the_text_has_not(service: Running, client: openai.OpenAI) -> None:
     parts = [("\u4f60", True), ("<|im_end|>", False), ("\n", True), ("x", True)]
-    scores = tuple(TokenScore(i, text, -1.0, is_told=is_told) for i, (text, is_told) in enumerate(parts))
+    scores = tuple(TokenScore(i, text, -1.0, is_visible=is_visible) for i, (text, is_visible) in enumerate(parts))
     service.backend.scripts = {"?": Script((Piece("\u4f60\nx", scores),))}
     told = client.completions.create(model=MODEL, prompt="?", logprobs=0).choices[0].logprobs
     assert told is not None and told.text_offset == [0, 1, 1, 2]

@@ -34,7 +34,7 @@ def browser() -> Iterator[Any]:
 def backend_with_figures() -> FakeBackend:
     decoding = Metrics()
     for _ in range(100):
-        decoding.saw_fidelity("handbook", 0.0, Fidelity(recall=0.8, mass=0.97))
+        decoding.observe_fidelity("handbook", 0.0, Fidelity(recall=0.8, mass=0.97))
         decoding.step_s.observe(0.02)
     decoding.running.set(3)
     decoding.queue_length.set(2)

@@ -18,9 +18,9 @@ from workers.serving.messages import (
     Health,
     Held,
     OverloadedError,
-    Standing,
     TimedOutError,
     WorkerLostError,
+    WorkerStatus,
 )
 from workers.serving.metrics import Metrics
 from workers.serving.step_engine import Fidelity
@@ -28,8 +28,8 @@ from workers.serving.step_engine import Fidelity
 
 def test_all_that_the_page_draws_is_measured() -> None:
     decoding = Metrics()
-    decoding.saw_fidelity("novel", 0.0, Fidelity(recall=0.5, mass=0.75))
-    decoding.saw_fidelity("novel", 0.0, Fidelity(recall=1.0, mass=0.25))
+    decoding.observe_fidelity("novel", 0.0, Fidelity(recall=0.5, mass=0.75))
+    decoding.observe_fidelity("novel", 0.0, Fidelity(recall=1.0, mass=0.25))
     decoding.running.set(3)
     decoding.step_s.observe(0.02)
     http = Measures()
@@ -39,7 +39,7 @@ def test_all_that_the_page_draws_is_measured() -> None:
         ContextInfo(name="new", state="building", progress=0.5),
     ]
     held, failed = (Held("ab", ("novel",), 7, 1),), (FailedBuild(512, 2, "the disk is full", 10.0),)
-    here = Standing(since=1.0, num_running=2, num_slots=4, held=held, failed_builds=failed)
+    here = WorkerStatus(since=1.0, num_running=2, num_slots=4, held=held, failed_builds=failed)
     workers = {"lost": None, "here": here}
     status = status_object("m", Health(True), contexts, [*http.registry.collect(), *decoding.collect()], workers)
     assert set(status["numbers"]) == set(NUMBERS) and set(status["histograms"]) == set(HISTOGRAMS)

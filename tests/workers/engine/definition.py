@@ -92,7 +92,7 @@ class DefinedLayer:
         self.other = prepare(self.selector, layer).selector(self.view) if chooses else None
         self.lists = ListTail(self.index) if not isinstance(self.index, SketchIndex) else None
         self.all_tail_stays = self.selector == "full" or (self.selector == "csattn" and self.lists is None)
-        self.num_left, self.last = 0, None
+        self.num_outside_window, self.last = 0, None
 
     @property
     def kv_len(self) -> int:
@@ -103,12 +103,12 @@ class DefinedLayer:
 
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
         token = self.tail.shape[1] - 1
-        while not self.all_tail_stays and self.num_left <= token - self.view.config.window_len:
-            self.let_go(*self.tail[:, self.num_left].float().unbind(1))
+        while not self.all_tail_stays and self.num_outside_window <= token - self.view.config.window_len:
+            self.let_go(*self.tail[:, self.num_outside_window].float().unbind(1))
         if self.last is None or token % self.view.config.search_period == 0:
             ahead = self.predicted is not None
             by = (self.predicted if ahead else q)[:, 0].float().contiguous().numpy()
-            self.last = self.choose(by, self.tail[:, self.num_left : token + 1 - ahead])
+            self.last = self.choose(by, self.tail[:, self.num_outside_window : token + 1 - ahead])
         chosen = self.last
         if self.rest == "sketch" and self.selector == "csattn":
             self.own, by = self.own_sketch(token + 1), self.predicted if self.predicted is not None else q
@@ -138,7 +138,7 @@ class DefinedLayer:
 
     def let_go(self, k: Tensor, v: Tensor) -> None:
         """The oldest row of the tail's window."""
-        self.num_left += 1
+        self.num_outside_window += 1
         if self.other is not None:
             self.other.append(k.numpy(), v.numpy())
         if self.lists is not None:
@@ -150,7 +150,7 @@ class DefinedLayer:
             return self.other.select(q, recent)
         if self.selector == "csattn":
             out, config = empty_selection(self.index.num_heads, view.top_k), view.config
-            lists = self.lists if self.num_left else None
+            lists = self.lists if self.num_outside_window else None
             search(q, self.index, lists, view.top_k, config.sink_len, config.window_len, view.softmax_scale, out)
             return out
         rows = range(*view.middle.indices(view.context_len)) if self.selector == "full" else range(0)
@@ -161,7 +161,7 @@ class DefinedLayer:
         scale, middle = self.view.softmax_scale, self.view.middle
         kv = torch.cat([self.context, self.tail], dim=1).double().numpy()
         near = [*range(middle.start), *range(middle.stop, self.view.context_len)]
-        num_coded = self.own.context_len if self.own is not None else self.num_left
+        num_coded = self.own.context_len if self.own is not None else self.num_outside_window
         near += range(self.view.context_len + num_coded, self.kv_len)
         rests = [self.attend_rest(q, chosen)]
         if self.own is not None:
@@ -189,7 +189,7 @@ class DefinedLayer:
         if self.rest == "none":
             return np.zeros_like(q), np.full(len(q), -np.inf)
         if self.moments is not None:
-            num_rows = np.array([middle.stop - middle.start + self.num_left])
+            num_rows = np.array([middle.stop - middle.start + self.num_outside_window])
             out, lse = estimate_rest(q[None], self.moments, chosen.valid_len[None], num_rows, scale)
             return out[0], lse[0]
         is_rest = np.zeros((num_kv_heads, context_len), np.bool_)

@@ -97,7 +97,7 @@ def test_every_row_of_a_context_is_attended_to(text: str | None, streamed: bool)
         codec = KvCodec(KvFormat.parse(text), shape.head_dim)
         contexts = [[torch.from_numpy(codec.decode(codec.encode(kv.numpy()))) for kv in layers] for layers in contexts]
     if isinstance(steps.far, StreamedRows):
-        room = steps.far._room
+        room = steps.far._buffers
         assert room.nbytes == streamed_bytes(shape)
         room.view(torch.uint8).fill_(0xFF)  # NaN where nothing has come
     for context_ids in ([2, 0, -1, 2, 1], [1, 1, -1, -1, 0], [-1] * 5):

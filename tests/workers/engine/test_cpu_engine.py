@@ -311,7 +311,7 @@ def test_a_step_tells_what_follows_rows_that_ask(store) -> None:
             """Of each row the next token, and the likeliest by its logits."""
             engine.open(0, 0, CONFIG, "csattn")
             engine.open(1, NO_CONTEXT, CONFIG, "csattn")
-            rows, found = [StepRow(*token, asks=row in asking) for row, token in enumerate(tokens)], []
+            rows, found = [StepRow(*token, wants_token=row in asking) for row, token in enumerate(tokens)], []
             for start in range(0, len(rows), rows_a_step):
                 result = engine.step(rows[start : start + rows_a_step], want_logits=True)
                 assert result.logits is not None

@@ -14,8 +14,8 @@ from workers.engine.draws import MAX_TOP, DrawsOnDevice
 from workers.model.runner import StepOutput
 from workers.serving.draw_reference import draw_reference
 from workers.serving.messages import Sampling
-from workers.serving.sampling import changed, how_to_draw, likelihood_of
-from workers.serving.step_engine import Draw, Likelihood, StepRow
+from workers.serving.sampling import adjust_logits, draw_spec, likelihood_of
+from workers.serving.step_engine import DrawSpec, Likelihood, StepRow
 
 SEED = 5
 ASKED = [
@@ -44,7 +44,7 @@ def how(**asked: Any) -> Sampling:
     return Sampling(**{"max_new_tokens": 1, "temperature": 1.0, **asked})
 
 
-def drawn(logits: np.ndarray, asked: list[Draw | None]) -> tuple[list[int], list[Likelihood | None]]:
+def drawn(logits: np.ndarray, asked: list[DrawSpec | None]) -> tuple[list[int], list[Likelihood | None]]:
     """Tokens of a step whose likeliest ones are known, with rows that nobody asks for behind them."""
     padded = np.concatenate([logits, np.full((1, logits.shape[1]), np.nan, np.float32)])
     there = torch.from_numpy(padded).to(DEVICE)
@@ -65,7 +65,7 @@ def test_tokens_are_those_of_the_definition(vocab_size, rng) -> None:
     logits[::3] = np.round(logits[::3], 1)  # many are equal
     logits[rng.permutation(vocab_size)[: vocab_size // 2]] = -np.inf
     samplings = [how(**asked) for asked in ASKED for _ in range(3)]
-    draws_ = [how_to_draw(sampling, SEED, position) for position, sampling in enumerate(samplings)]
+    draws_ = [draw_spec(sampling, SEED, position) for position, sampling in enumerate(samplings)]
     got, _ = drawn(np.tile(logits, (len(draws_), 1)), draws_)
     for token_id, sampling, draw in zip(got, samplings, draws_, strict=True):
         if sampling.temperature < 1e-9 or sampling.top_p == 0:
@@ -81,7 +81,7 @@ def test_all_masks_are_begun_before_one_is_waited_for() -> None:
         did.append(("begun", number))
         return lambda: did.append(("wanted", number)) or np.arange(vocab_size) == number
 
-    draws_ = [how_to_draw(how(), SEED, 0, allowed=partial(allowed, number)) for number in range(2)]
+    draws_ = [draw_spec(how(), SEED, 0, allowed=partial(allowed, number)) for number in range(2)]
     assert drawn(np.zeros((2, 40), np.float32), draws_)[0] == [0, 1]
     assert did == [("begun", 0), ("begun", 1), ("wanted", 0), ("wanted", 1)]
 
@@ -90,7 +90,7 @@ def test_all_masks_are_begun_before_one_is_waited_for() -> None:
 def test_flat_and_steep_logits(scale, rng) -> None:
     logits = (scale * rng.standard_normal(3000)).astype(np.float32)
     samplings = [how(top_p=top_p, top_k=top_k) for top_p in (0.1, 0.9, 1.0) for top_k in (0, 7, 2000)]
-    draws_ = [how_to_draw(sampling, SEED, position) for position, sampling in enumerate(samplings)]
+    draws_ = [draw_spec(sampling, SEED, position) for position, sampling in enumerate(samplings)]
     got, _ = drawn(np.tile(logits, (len(draws_), 1)), draws_)
     for token_id, sampling, draw in zip(got, samplings, draws_, strict=True):
         assert token_id in draw_reference(logits, sampling, draw.at), (sampling, draw)
@@ -101,7 +101,7 @@ def test_what_has_no_weight_is_never_drawn(at) -> None:
     places, ways = [0, 511, 1024, 8192, 8999], [(0, 1.0), (5, 1.0), (0, 0.5), (5, 0.5), (1, 1.0)]
     logits = np.full((len(places) * len(ways), 9000), -np.inf, np.float32)
     logits[np.arange(len(logits)), np.repeat(places, len(ways))] = 3.0
-    asked = [Draw(temperature=0.5, top_p=p, top_k=k, min_p=0.0, at=at) for _ in places for k, p in ways]
+    asked = [DrawSpec(temperature=0.5, top_p=p, top_k=k, min_p=0.0, at=at) for _ in places for k, p in ways]
     got, _ = drawn(logits, asked)
     assert got == np.repeat(places, len(ways)).tolist()
 
@@ -115,15 +115,15 @@ def test_logits_are_changed_as_asked_and_likelihoods_do_not_know_of_it(rng) -> N
     one = np.arange(vocab_size) == 1999
     greedy = how(temperature=0.0)
     asked = [
-        how_to_draw(how(logit_bias=((3, 100.0), (1999, -2.0), (vocab_size, 100.0)), top_logprobs=0), SEED, 0),
-        how_to_draw(replace(greedy, frequency_penalty=1.0, presence_penalty=0.5, top_logprobs=MAX_TOP), SEED, 0, told),
-        how_to_draw(replace(greedy, top_logprobs=5), SEED, 0, ends={likely[2]}),
-        how_to_draw(greedy, SEED, 0, ends={likely[3], 5}),
-        how_to_draw(replace(greedy, logit_bias=((8, -100.0),)), SEED, 0),
-        how_to_draw(replace(greedy, top_logprobs=3), SEED, 0, allowed=lambda vocab_size: lambda: ~some[:vocab_size]),
-        how_to_draw(how(top_logprobs=0), SEED, 0, allowed=lambda vocab_size: lambda: one),
-        how_to_draw(replace(greedy, repetition_penalty=1.7, top_logprobs=1), SEED, 0, told, in_prompt=some),
-        how_to_draw(
+        draw_spec(how(logit_bias=((3, 100.0), (1999, -2.0), (vocab_size, 100.0)), top_logprobs=0), SEED, 0),
+        draw_spec(replace(greedy, frequency_penalty=1.0, presence_penalty=0.5, top_logprobs=MAX_TOP), SEED, 0, told),
+        draw_spec(replace(greedy, top_logprobs=5), SEED, 0, ends={likely[2]}),
+        draw_spec(greedy, SEED, 0, ends={likely[3], 5}),
+        draw_spec(replace(greedy, logit_bias=((8, -100.0),)), SEED, 0),
+        draw_spec(replace(greedy, top_logprobs=3), SEED, 0, allowed=lambda vocab_size: lambda: ~some[:vocab_size]),
+        draw_spec(how(top_logprobs=0), SEED, 0, allowed=lambda vocab_size: lambda: one),
+        draw_spec(replace(greedy, repetition_penalty=1.7, top_logprobs=1), SEED, 0, told, in_prompt=some),
+        draw_spec(
             replace(greedy, repetition_penalty=0.5, logit_bias=((likely[8], 9.0),), top_logprobs=1),
             SEED,
             0,
@@ -131,10 +131,10 @@ def test_logits_are_changed_as_asked_and_likelihoods_do_not_know_of_it(rng) -> N
             in_prompt=~some,
             allowed=lambda vocab_size: lambda: np.ones(vocab_size, bool),
         ),
-        how_to_draw(how(), SEED, 0, allowed=lambda vocab_size: lambda: np.zeros(vocab_size, bool)),
+        draw_spec(how(), SEED, 0, allowed=lambda vocab_size: lambda: np.zeros(vocab_size, bool)),
     ]
     got, likelihoods = drawn(logits, asked)
-    wanted = [int(changed(row, draw).argmax()) for row, draw in zip(logits, asked, strict=True)]
+    wanted = [int(adjust_logits(row, draw).argmax()) for row, draw in zip(logits, asked, strict=True)]
     assert got == [*wanted[:-1], -1] and got[0] == 3 and got[2] != likely[2] and got[6] == 1999
     for row, token_id, draw, of in zip(logits, got, asked, likelihoods, strict=True):
         if draw.num_top is None:
@@ -148,7 +148,7 @@ def test_logits_are_changed_as_asked_and_likelihoods_do_not_know_of_it(rng) -> N
 def test_rows_that_are_not_drawn_and_what_is_no_distribution(rng) -> None:
     logits = rng.standard_normal((4, 100)).astype(np.float32)
     logits[1, 5], logits[2, 6] = np.nan, np.inf
-    draw = how_to_draw(how(top_p=0.5, top_logprobs=2), SEED, 0)
+    draw = draw_spec(how(top_p=0.5, top_logprobs=2), SEED, 0)
     got, likelihoods = drawn(logits, [None, draw, draw, draw])
     assert got[:3] == [int(logits[0].argmax()), -1, -1] and got[3] in draw_reference(logits[3], how(top_p=0.5), draw.at)
     assert [of is None for of in likelihoods] == [True, True, True, False]
@@ -157,14 +157,14 @@ def test_rows_that_are_not_drawn_and_what_is_no_distribution(rng) -> None:
 def test_what_is_endlessly_far_off_leaves_the_others_in_their_order(rng) -> None:
     logits = rng.standard_normal((2, 3000)).astype(np.float32)
     logits[0, 7], logits[1, 5:9] = -1e30, [-3e38, -1e20, -1e10, -100]
-    draw = how_to_draw(how(top_p=0.9, top_logprobs=MAX_TOP), SEED, 0)
+    draw = draw_spec(how(top_p=0.9, top_logprobs=MAX_TOP), SEED, 0)
     got, likelihoods = drawn(logits, [draw, draw])
     for row, token_id, of in zip(logits, got, likelihoods, strict=True):
         assert token_id in draw_reference(row, how(top_p=0.9), draw.at)
         assert of is not None and of.top == likelihood_of(row, token_id, MAX_TOP).top
     steep = np.full((1, 40), -1e30, np.float32)
     steep[0, [30, 20, 10, 5]] = [0, -1e3, -1e6, -1e9]
-    (_,), (of,) = drawn(steep, [how_to_draw(how(top_logprobs=5), SEED, 0)])
+    (_,), (of,) = drawn(steep, [draw_spec(how(top_logprobs=5), SEED, 0)])
     assert of is not None and [token_id for token_id, _ in of.top] == [30, 20, 10, 5, 0]
 
 
@@ -173,26 +173,24 @@ def test_a_token_that_had_the_penalty_is_told_as_it_was() -> None:
     logits = np.array([[3.0, 9.0, -1.0]], np.float32)
     repeated = np.array([True, True, False])
     for penalty in (1.5, 0.5):
-        draw = how_to_draw(
-            how(temperature=0.0, repetition_penalty=penalty, top_logprobs=1), SEED, 0, in_prompt=repeated
-        )
+        draw = draw_spec(how(temperature=0.0, repetition_penalty=penalty, top_logprobs=1), SEED, 0, in_prompt=repeated)
         got, (of,) = drawn(logits.copy(), [draw])
         assert got == [1] and of is not None and of.logit == pytest.approx(9.0, abs=1e-5)
-    draw = how_to_draw(how(temperature=0.0, repetition_penalty=8.0), SEED, 0, in_prompt=np.array([False, True, False]))
+    draw = draw_spec(how(temperature=0.0, repetition_penalty=8.0), SEED, 0, in_prompt=np.array([False, True, False]))
     assert drawn(logits.copy(), [draw])[0] == [0]
 
 
 def test_a_token_does_not_depend_on_the_rows_beside_it(rng) -> None:
     logits = rng.standard_normal((6, 5000)).astype(np.float32)
-    asked: list[Draw | None] = [how_to_draw(how(top_p=0.9, top_k=50 * i), SEED, i) for i in range(6)]
+    asked: list[DrawSpec | None] = [draw_spec(how(top_p=0.9, top_k=50 * i), SEED, i) for i in range(6)]
     together, _ = drawn(logits, asked)
     assert together == [drawn(logits[i : i + 1], asked[i : i + 1])[0][0] for i in range(6)]
-    assert together != drawn(logits, [how_to_draw(how(top_p=0.9, top_k=50 * i), SEED + 1, i) for i in range(6)])[0]
+    assert together != drawn(logits, [draw_spec(how(top_p=0.9, top_k=50 * i), SEED + 1, i) for i in range(6)])[0]
 
 
 def test_more_may_be_added_than_there_was_room_for() -> None:
     ids = np.arange(3000, dtype=np.int32)
-    draw = Draw(
+    draw = DrawSpec(
         temperature=1.0, top_p=1.0, top_k=1, min_p=0.0, at=0.0, added_ids=ids, added=np.linspace(0, 1, 3000, dtype="f4")
     )
     assert drawn(np.zeros((1, 3000), np.float32), [draw])[0] == [2999]

@@ -31,7 +31,7 @@ from workers.engine.memory import PLACEMENTS, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.messages import Sampling, Selector
-from workers.serving.sampling import changed, draw, how_to_draw, likelihood_of
+from workers.serving.sampling import adjust_logits, draw, draw_spec, likelihood_of
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 from workers.session import csattn_session
 
@@ -225,9 +225,9 @@ def test_tokens_are_drawn_where_rows_ask_also_of_a_step_that_is_made_as_two(arti
     sampling = Sampling(max_new_tokens=9, temperature=1.0, top_p=0.9, logit_bias=((7, 2.0),), top_logprobs=2)
     mask = np.arange(loaded().geometry.vocab_size) % 3 == 0
     hows = [
-        how_to_draw(sampling, 5, 0),
-        how_to_draw(sampling, 5, 1, token_ids=[7, 9], ends={11}),
-        how_to_draw(sampling, 5, 2, allowed=lambda vocab_size: lambda: mask),
+        draw_spec(sampling, 5, 0),
+        draw_spec(sampling, 5, 1, token_ids=[7, 9], ends={11}),
+        draw_spec(sampling, 5, 2, allowed=lambda vocab_size: lambda: mask),
     ]
     with make_engine("hybrid") as engine:
         engine.add_context(0, artifacts[0])
@@ -246,7 +246,7 @@ def test_tokens_are_drawn_where_rows_ask_also_of_a_step_that_is_made_as_two(arti
     assert none == [None] * 4
     for next_ids, others, likelihoods in drawn:
         for row, (token_id, how, of) in enumerate(zip(next_ids, hows, likelihoods, strict=False)):
-            assert token_id == draw(changed(logits[row], how), how)
+            assert token_id == draw(adjust_logits(logits[row], how), how)
             want = likelihood_of(logits[row], int(token_id), 2)
             assert of is not None and of.logit == pytest.approx(want.logit, abs=1e-4)
             assert [top_id for top_id, _ in of.top] == [top_id for top_id, _ in want.top]

@@ -143,7 +143,7 @@ def test_making_a_segment_is_spread_over_the_rows_that_come_before_it_is_read() 
     """So that no step waits for all of it; and requests whose rows come at the same time take turns."""
     num_layers, made = 6, list[tuple[int, int]]()
     tails = torch.randn(num_layers, 2, 300, 2, 16, generator=torch.Generator().manual_seed(0))
-    with ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(1) as executor:
 
         def own_segments(slot: int) -> OwnSegments:
             def rows(start: int, stop: int) -> Iterator[Tensor]:
@@ -152,13 +152,13 @@ def test_making_a_segment_is_spread_over_the_rows_that_come_before_it_is_read() 
                     yield layer[:, start:stop]
 
             growth = Growth(segment_len=64, least_near=48)
-            return OwnSegments(slot, num_layers, rows, CONFIG, SketchConfig(), growth, beside)
+            return OwnSegments(slot, num_layers, rows, CONFIG, SketchConfig(), growth, executor)
 
         requests = [own_segments(slot) for slot in range(2)]
         for tail_len in range(1, 64 + 48 + 1):
             for request in requests:
                 request.grow(tail_len)
-            beside.submit(int).result()
+            executor.submit(int).result()
         before_read = list(made)
         together = requests[0].sketches(1), requests[1].sketches(1)
         at_once = own_segments(2)
@@ -185,8 +185,8 @@ def test_closing_waits_for_the_layer_under_way_and_makes_no_other() -> None:
             assert may_go_on.wait(timeout=30)
             yield torch.randn(2, stop - start, 2, 16)
 
-    with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(1) as closing:
-        own = OwnSegments(0, 4, rows, CONFIG, SketchConfig(), GROWTH, beside)
+    with ThreadPoolExecutor(1) as executor, ThreadPoolExecutor(1) as closing:
+        own = OwnSegments(0, 4, rows, CONFIG, SketchConfig(), GROWTH, executor)
         own.grow(64 + 15)  # all four are due
         assert under_way.wait(timeout=30)
         closed = closing.submit(own.close)

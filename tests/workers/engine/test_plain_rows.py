@@ -117,23 +117,23 @@ def test_a_row_attends_to_exactly_the_resident_and_chosen_rows(
     artifacts, num_index_heads, num_chosen, tail_len, rng
 ) -> None:
     """With weights and the rest; what must not be read is poisoned."""
-    scale, tail, num_left = 0.25, torch.randn(2, tail_len, 2, 16), max(0, tail_len - 8)
+    scale, tail, num_outside_window = 0.25, torch.randn(2, tail_len, 2, 16), max(0, tail_len - 8)
     with make_engine(artifacts) as engine:
         engine.open(0, 0, SearchConfig(keep=0.05, window_len=8), "sparq")
         request = engine.request(0)
     first, second = request.near
-    may_be_chosen = np.concatenate([np.arange(first, second), 700 + np.arange(num_left)])
+    may_be_chosen = np.concatenate([np.arange(first, second), 700 + np.arange(num_outside_window)])
     kv_indices = np.full((num_index_heads, 6), -1, np.int32)
     for rows in kv_indices:
         rows[:num_chosen] = np.sort(rng.choice(may_be_chosen, num_chosen, replace=False))
-        if num_chosen and num_left:
-            rows[num_chosen - 1] = 700 + num_left - 1
+        if num_chosen and num_outside_window:
+            rows[num_chosen - 1] = 700 + num_outside_window - 1
     valid_len = np.full(num_index_heads, num_chosen, np.int32)
     weights = np.where(kv_indices >= 0, rng.standard_normal(kv_indices.shape), 0).astype(np.float32)
     rest = Rest(rng.standard_normal((4, 16), np.float32), rng.random(4, np.float32))
     context, q = request.context.kv[1], torch.randn(4, 16)
     poisoned, read = torch.full_like(context, torch.nan), torch.full_like(tail, torch.nan)
-    read[:, num_left:] = tail[:, num_left:]
+    read[:, num_outside_window:] = tail[:, num_outside_window:]
     for kv_head in range(2):
         group = kv_indices[kv_head * num_index_heads // 2 : (kv_head + 1) * num_index_heads // 2]
         rows = group[(group >= 0) & (group < 700)].tolist()
@@ -147,7 +147,7 @@ def test_a_row_attends_to_exactly_the_resident_and_chosen_rows(
     kv = torch.cat([context, tail], dim=1)
     for head in range(4):
         far = kv_indices[head * num_index_heads // 4, :num_chosen].tolist()
-        near = [*range(first), *range(second, 700), *range(700 + num_left, 700 + tail_len)]
+        near = [*range(first), *range(second, 700), *range(700 + num_outside_window, 700 + tail_len)]
         rows = kv[head // 2, [*far, *near]][None, None]
         log_weights = torch.zeros(rows.shape[2])
         log_weights[:num_chosen] = torch.from_numpy(weights[head * num_index_heads // 4, :num_chosen])

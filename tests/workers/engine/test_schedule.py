@@ -39,7 +39,7 @@ def test_every_row_reads_the_last_search_of_its_request(period: int, rng: np.ran
                 if row in searched:
                     mark = chosen[layer_idx, tail, token] = next(marks)
                     selection.kv_indices[row], selection.valid_len[row] = mark, mark
-            schedule.share_out(layer_idx, selection, rows)
+            schedule.distribute_choices(layer_idx, selection, rows)
             for row, tail, token in places:
                 mark = chosen[layer_idx, tail, token - token % period]
                 assert (selection.kv_indices[row] == mark).all() and (selection.valid_len[row] == mark).all()

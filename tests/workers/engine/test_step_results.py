@@ -15,7 +15,7 @@ def test_logits_of_rows_that_ask_are_those_of_the_step(device) -> None:
     on_host = LogitsOnHost(max_rows=5)
     for asking in ([True] * 5, [False, True, False], [True]):
         logits = torch.randn(5, 33, device=device)
-        got = on_host.take([StepRow(0, 1, asks=asks) for asks in asking], logits)
+        got = on_host.take([StepRow(0, 1, wants_token=wants_token) for wants_token in asking], logits)
         assert got.shape == (len(asking), 33)
         np.testing.assert_array_equal(got[asking], logits.cpu().numpy()[: len(asking)][asking])
 

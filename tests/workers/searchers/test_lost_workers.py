@@ -146,7 +146,7 @@ def test_a_worker_that_has_searched_but_does_not_say_so_is_replaced(
         searcher.load(0, artifact)
         search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 0)
         with monkeypatch.context() as patch:
-            patch.setattr(SearchWorker, "_answer", lambda self: self._obey(self._mail))
+            patch.setattr(SearchWorker, "_answer", lambda self: self._execute(self._mail))
             search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 1)
         assert searcher.health().num_searched_here == 1
         monkeypatch.setattr(worker_searcher, "HUNG_S", 60.0)  # for what a busy machine does with the next
@@ -356,7 +356,7 @@ def test_a_number_that_serves_another_context_is_not_searched_in_the_old_one(
 ) -> None:
     """Nor where this process searches in the worker's place, with the same shapes."""
     first, second = make_artifact(tmp_path), make_artifact(tmp_path, fingerprint="model-b")
-    monkeypatch.setattr(SearchWorker, "_obey", lambda self, mail: 1 / 0 if mail.words[KIND] == STEP else None)
+    monkeypatch.setattr(SearchWorker, "_execute", lambda self, mail: 1 / 0 if mail.words[KIND] == STEP else None)
     with WorkerSearcher(1, launch=Threads()) as searcher:
         for artifact in (first, second, first):
             searcher.load(0, artifact)

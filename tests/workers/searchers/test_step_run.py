@@ -171,7 +171,7 @@ def test_what_not_even_this_process_can_search_is_an_error(
     device = Device(artifacts, [0], 90)
     with WorkerSearcher(2, launch=Threads()) as searcher:
         load(searcher, device)
-        monkeypatch.setattr(SearchWorker, "_obey", fail)
+        monkeypatch.setattr(SearchWorker, "_execute", fail)
         device.take_step(searcher.run_step, 1)  # the workers fail, and this process searches
         assert "the disk is gone" in searcher.health().fault
         monkeypatch.setattr(step_run.StepSearches, "run_records", fail)

@@ -23,9 +23,9 @@ from workers.serving.messages import (
     Piece,
     Sampling,
     ServingError,
-    Standing,
     UnknownModelError,
     WorkerLostError,
+    WorkerStatus,
 )
 from workers.settings import Settings
 
@@ -72,7 +72,7 @@ def test_events_and_errors_cross_as_values(backend: Startable) -> None:
         assert told[:-1] == [Piece(word) for word in Script().words] and isinstance(told[-1], Done)
         [error] = [event async for events in actor.generate("2", "i", ask("quick", "none")) for event in events]
         assert isinstance(error, UnknownModelError)
-        assert await actor.beat("i") == backend.standing()
+        assert await actor.beat("i") == backend.status()
         assert await actor.health() == Health(True) and await actor.failure() is None
 
     asyncio.run(run())
@@ -106,8 +106,8 @@ def test_it_holds_and_drops_what_it_is_told_to(backend: Startable) -> None:
         actor = AttentionActor(Settings())
         assert await actor.call("hold", [book, verse]) is None
         assert await actor.call("drop", [verse]) is None
-        standing = await actor.beat("i")
-        assert isinstance(standing, Standing) and standing.held == (book,) and standing.held_bytes == 5
+        status = await actor.beat("i")
+        assert isinstance(status, WorkerStatus) and status.held == (book,) and status.held_bytes == 5
         await actor.call("drop", [book])
         assert isinstance(await actor.call("drop", [book]), ServingError)
 
@@ -133,8 +133,8 @@ def test_a_request_that_nobody_waits_for_is_ended(backend: Startable) -> None:
         actor = AttentionActor(Settings())
         events = actor.generate("1", "i", ask("slow"))
         await anext(events)
-        standing = await actor.beat("i")
-        assert isinstance(standing, Standing) and standing.num_running == len(backend.running) == 1
+        status = await actor.beat("i")
+        assert isinstance(status, WorkerStatus) and status.num_running == len(backend.running) == 1
         await actor.end("1")
         await until(lambda: not backend.running)
         assert backend.num_ended_early == 1

@@ -14,7 +14,7 @@ from workers.settings import Settings
 
 def backend_with(num_running: int, **builds: BuildCounts) -> Any:
     counts = ContextCounts(builds=builds)
-    return SimpleNamespace(standing=lambda: SimpleNamespace(num_running=num_running), context_counts=lambda: counts)
+    return SimpleNamespace(status=lambda: SimpleNamespace(num_running=num_running), context_counts=lambda: counts)
 
 
 def server() -> Server:

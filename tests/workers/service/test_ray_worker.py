@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 
 from workers.service import ray_worker
 from workers.service.ray_worker import RayWorker
-from workers.serving.messages import Standing, WorkerLostError
+from workers.serving.messages import WorkerLostError, WorkerStatus
 
 
 async def never(*arguments: object) -> None:
@@ -25,20 +25,20 @@ async def dead(*arguments: object) -> None:
 def test_a_worker_that_is_busy_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that takes long, to load contexts say: its context's requests go to it as before."""
     monkeypatch.setattr(ray_worker, "_HEALTH_S", 0.01)
-    standing = Standing(since=1.0, num_running=0, num_slots=4)
+    status = WorkerStatus(since=1.0, num_running=0, num_slots=4)
     worker = RayWorker("attention-0", "csattn-0123")
 
     async def run() -> None:
-        worker.standing = standing
+        worker.status = status
         worker._actor = SimpleNamespace(**{name: SimpleNamespace(remote=never) for name in ("call", "beat")})
         with pytest.raises(WorkerLostError, match=r"has not answered within 0\.01 s"):
             await worker._ask("call", "hold", timeout_s=0.01)
-        assert worker.standing is standing
+        assert worker.status is status
         await worker.beat("i")
-        assert worker.standing is None, "it does not even hear that this process lives"
-        worker.standing, worker._actor = standing, SimpleNamespace(call=SimpleNamespace(remote=dead))
+        assert worker.status is None, "it does not even hear that this process lives"
+        worker.status, worker._actor = status, SimpleNamespace(call=SimpleNamespace(remote=dead))
         with pytest.raises(WorkerLostError, match="ended and is being started again"):
             await worker.call("hold")
-        assert worker.standing is None
+        assert worker.status is None
 
     asyncio.run(run())

@@ -23,10 +23,10 @@ from workers.serving.messages import (
     Piece,
     Sampling,
     ServingError,
-    Standing,
     Turn,
     UnknownModelError,
     WorkerLostError,
+    WorkerStatus,
 )
 
 DONE = Done(reason="stop", context_tokens=1, question_tokens=1, new_tokens=1, cached_tokens=1)
@@ -39,7 +39,7 @@ class Here:
 
     name: str
     num_running: int = 0
-    standing: Standing | None = None
+    status: WorkerStatus | None = None
     error: ServingError | None = None
     fails_after: int = 0  # pieces
     answers: dict[str, Any] = field(default_factory=dict)  # by method
@@ -250,8 +250,8 @@ def test_the_turns_of_a_conversation_go_to_one_worker_and_conversations_to_all()
     asyncio.run(main())
 
 
-def standing(*held: Held, num_running: int = 0, since: float = 1.0, has_room: bool = True) -> Standing:
-    return Standing(since=since, num_running=num_running, num_slots=8, held=held, has_room=has_room)
+def status(*held: Held, num_running: int = 0, since: float = 1.0, has_room: bool = True) -> WorkerStatus:
+    return WorkerStatus(since=since, num_running=num_running, num_slots=8, held=held, has_room=has_room)
 
 
 def holding(*names: str, num_users: int = 0, idle_s: float = 0.0) -> Held:
@@ -260,38 +260,38 @@ def holding(*names: str, num_users: int = 0, idle_s: float = 0.0) -> Held:
 
 def test_a_request_goes_where_its_context_is() -> None:
     for number in range(20):
-        given = workers(standing=standing())
-        given[number % 4].standing = standing(holding("book"))
+        given = workers(status=status())
+        given[number % 4].status = status(holding("book"))
         assert choose(given, "book") is given[number % 4]
 
 
 def test_what_nobody_holds_goes_where_there_is_room() -> None:
-    given = workers(standing=standing(holding("x"), has_room=False))
+    given = workers(status=status(holding("x"), has_room=False))
     own = choose(given, "book")
     roomy = next(worker for worker in given if worker is not own)
-    roomy.standing = standing(holding("y"))
+    roomy.status = status(holding("y"))
     assert choose(given, "book") is roomy
     assert choose(given, "x") is not roomy, "which it would have to load"
 
 
 def test_a_hot_context_is_loaded_elsewhere_too_and_cold_ones_are_dropped() -> None:
-    given = workers(2, standing=standing())
+    given = workers(2, status=status())
     hot, other = given
-    hot.standing = standing(holding("book", num_users=3))
+    hot.status = status(holding("book", num_users=3))
     hot.num_running = 3
     assert choose(given, "book") is hot
     hot.num_running = 4  # half of its slots more than the other
     assert choose(given, "book") is other
     other.num_running = 4
     assert choose(given, "book") is hot
-    both = standing(holding("book", idle_s=COLD_S))
-    hot.standing, other.standing, hot.num_running, other.num_running = both, both, 0, 0
+    both = status(holding("book", idle_s=COLD_S))
+    hot.status, other.status, hot.num_running, other.num_running = both, both, 0, 0
     [(worker, surplus)] = cold(given)
     assert surplus == [both.held[0]] and worker is not choose(given, "book")
     for idle in (holding("book", idle_s=COLD_S - 1), holding("book", num_users=1)):
-        worker.standing = standing(idle)
+        worker.status = status(idle)
         assert cold(given) == []
-    worker.standing = None
+    worker.status = None
     assert cold(given) == []
 
 
@@ -302,16 +302,16 @@ def test_a_context_of_two_names_is_never_dropped_by_all(first: str) -> None:
         names = f"a{number}", f"b{number}"
         given = workers(3)
         for worker, order in zip(given, (names, names[::-1], names[:1] if first == "a" else names[1:]), strict=True):
-            worker.standing = standing(Held("path", order, 10, 0, COLD_S))
+            worker.status = status(Held("path", order, 10, 0, COLD_S))
         assert len(cold(given)) == 2
 
 
 def test_a_worker_that_does_not_answer_is_asked_last() -> None:
-    given = workers(3, standing=standing())
-    choose(given, "book").standing = None
-    assert choose(given, "book").standing is not None
+    given = workers(3, status=status())
+    choose(given, "book").status = None
+    assert choose(given, "book").status is not None
     for worker in given:
-        worker.standing = None
+        worker.status = None
     assert choose(given, "book").name == choose(workers(3), "book").name
 
 
@@ -324,20 +324,20 @@ async def until(is_so: Callable[[], Any]) -> None:
 def test_a_worker_that_comes_back_is_told_what_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread_backend, "BEAT_S", 0.001)
     held = holding("book"), holding("verse")
-    given = workers(2, standing=standing())
+    given = workers(2, status=status())
     lost, other = given
-    lost.standing = standing(*held)
+    lost.status = status(*held)
 
     async def main() -> None:
         backend = SpreadBackend(given)
-        assert await backend.workers() == {"attention-0": lost.standing, "attention-1": standing()}
+        assert await backend.workers() == {"attention-0": lost.status, "attention-1": status()}
         await asyncio.sleep(0.01)
         assert lost.asked == []
-        lost.standing = None
+        lost.status = None
         await asyncio.sleep(0.01)
-        lost.standing = standing(since=2.0)
+        lost.status = status(since=2.0)
         await until(lambda: lost.asked)
-        lost.standing = standing(*held, since=2.0)
+        lost.status = status(*held, since=2.0)
         await asyncio.sleep(0.01)
         assert lost.asked == [("hold", held)] and other.asked == []
 
@@ -357,13 +357,13 @@ def test_while_workers_load_and_unload_all_are_sent_beats(monkeypatch: pytest.Mo
 
     async def main() -> None:
         for worker in given:
-            worker.standing = standing(*held)
+            worker.status = status(*held)
         [(slow, _)] = cold(given)
         slow.may_answer = asyncio.Event()
         await SpreadBackend(given).workers()
         await beats(5)
         assert slow.asked == [("drop", held)]
-        slow.standing = standing(since=2.0)  # started again, while it is still to answer
+        slow.status = status(since=2.0)  # started again, while it is still to answer
         await beats(5)
         assert slow.asked == [("drop", held)]
         slow.may_answer.set()
@@ -393,7 +393,7 @@ def test_beats_go_on_after_one_that_failed(monkeypatch: pytest.MonkeyPatch, capl
 
 
 def test_what_is_deleted_is_unloaded_everywhere() -> None:
-    given = workers(3, standing=standing(holding("book"), holding("verse")))
+    given = workers(3, status=status(holding("book"), holding("verse")))
     asyncio.run(SpreadBackend(given).delete("book"))
     assert all(("drop", [holding("book")]) in worker.asked for worker in given)
     assert sum(("delete", "book") in worker.asked for worker in given) == 1

@@ -11,8 +11,8 @@ from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from workers.serving.messages import Selector
-from workers.serving.sampling import changed, draw, likelihood_of
-from workers.serving.step_engine import NO_CONTEXT, Draw, EngineCounts, Fidelity, Likelihood, StepResult, StepRow
+from workers.serving.sampling import adjust_logits, draw, likelihood_of
+from workers.serving.step_engine import NO_CONTEXT, DrawSpec, EngineCounts, Fidelity, Likelihood, StepResult, StepRow
 
 
 @dataclass
@@ -147,8 +147,8 @@ class FullEngine:
         return normed
 
 
-def _drawn(logits: NDArray[np.float32], how: Draw | None) -> tuple[int, Likelihood | None]:
+def _drawn(logits: NDArray[np.float32], how: DrawSpec | None) -> tuple[int, Likelihood | None]:
     if how is None:
         return int(logits.argmax()), None
-    token_id = draw(changed(logits, how), how)
+    token_id = draw(adjust_logits(logits, how), how)
     return token_id, None if how.num_top is None else likelihood_of(logits, token_id, how.num_top)

@@ -49,7 +49,7 @@ async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:
     async with aclosing(backend.generate(asked)) as events:
         async for event in events:
             if isinstance(event, Done):
-                await asyncio.to_thread(backend._beginnings.kept.flush)
+                await asyncio.to_thread(backend._prefixes.kept.flush)
                 return text, event
             text += event.text
     raise AssertionError("events end with Done")

@@ -7,7 +7,7 @@ from csattn.artifact import Artifact
 from workers.serving.context_build import Builder
 from workers.serving.context_texts import ContextTexts
 from workers.serving.contexts import Contexts
-from workers.serving.usable import Known
+from workers.serving.examiner import Examination
 from workers.settings import BuildSettings, ModelSettings, Settings, StoreSettings
 
 
@@ -32,4 +32,4 @@ class AnyText(ContextTexts):
 
 def registry(place: Path, **options: Any) -> Contexts:
     builder = Builder(settings_of(place, **options))
-    return Contexts(place / "store", builder, AnyText(), lambda path: Known(is_lost=not path.exists()))
+    return Contexts(place / "store", builder, AnyText(), lambda path: Examination(is_lost=not path.exists()))

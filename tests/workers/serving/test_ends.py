@@ -101,7 +101,7 @@ def test_where_a_grammar_allows_nothing_but_an_end_it_comes(store: Path, more: d
 
 
 def test_pieces_say_what_was_used_so_far_where_that_is_asked_for(store: Path) -> None:
-    pieces, done = saying(store, "hermes", "No.", tells_usage=True)
+    pieces, done = saying(store, "hermes", "No.", reports_usage=True)
     assert [piece.usage and piece.usage.new_tokens for piece in pieces] == [1, 2, 3]
     used = pieces[0].usage
     assert isinstance(used, Usage) and (used.context_tokens, used.question_tokens) == (

@@ -13,10 +13,10 @@ from tokenizers import decoders
 
 from tests.chat_models import TEMPLATES, chat_model
 from tests.tiny import loaded
+from workers.serving.answer_parser import answer_parser_for
 from workers.serving.grammar import Grammar, Grammars, _require_moderate
 from workers.serving.messages import Ask, BadRequestError, Sampling, Tool, Turn
 from workers.serving.request import Writer
-from workers.serving.speech import speech_of
 from workers.serving.tools import ChatForm
 
 INT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -53,7 +53,7 @@ def walk(
     model = chat_model(kind, own_tokens)
     form, rng = ChatForm(model.tokenizer), np.random.default_rng(seed)
     grammar = Grammars(model).make_now(asked, form)
-    writer = Writer(model.tokenizer, (), speech_of(asked, form), form.hidden)
+    writer = Writer(model.tokenizer, (), answer_parser_for(asked, form), form.hidden)
     likely = [*model.tokenizer('"}],<').input_ids, *model.tokenizer("0123456789").input_ids, *form.marker_ids.values()]
     [end] = model.stop_ids
     pieces, given = [], list(model.tokenizer(begins).input_ids)

@@ -59,7 +59,7 @@ def test_a_conversation_in_one_service_finds_its_turns_in_memory(tmp_path) -> No
             for (said, done), branch in zip(together, (one, other), strict=True):
                 assert computed(done) <= len(SECOND) + 50 + BLOCK_ROWS and done.cached_tokens > len(FIRST)
                 assert said == (await asyncio.to_thread(afresh, tmp_path, branch))
-            counts = backend._beginnings.kept.counts
+            counts = backend._prefixes.kept.counts
             assert counts.disk_blocks == 0 and counts.memory_blocks < 12, "branches share what they have in common"
 
     asyncio.run(main())
@@ -244,10 +244,10 @@ def test_rows_of_one_who_left_are_kept(tmp_path) -> None:
             for _ in range(60):
                 await anext(events)
             await events.aclose()
-            await asyncio.to_thread(backend._beginnings.kept.flush)
+            await asyncio.to_thread(backend._prefixes.kept.flush)
             _, done = await answer(backend, ask(FIRST))
             assert computed(done) <= BLOCK_ROWS
-            backend._beginnings.kept.flush()
+            backend._prefixes.kept.flush()
             assert len(files_of(tmp_path)) >= (len(FIRST) + 50) // BLOCK_ROWS
 
     asyncio.run(main())

@@ -19,7 +19,7 @@ from tests.tiny import loaded
 from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
 from workers.api import make_app
-from workers.serving import beginnings
+from workers.serving import prefixes
 from workers.serving.context_build import Builder
 from workers.serving.local import LocalBackend
 from workers.serving.messages import (
@@ -211,7 +211,7 @@ def test_whoever_waits_too_long_over_http_is_told_in_time_and_counted(built: Pat
         await asyncio.Future()
 
     if waits_for == "context":
-        monkeypatch.setattr(beginnings.Beginnings, "find", never)
+        monkeypatch.setattr(prefixes.Prefixes, "find", never)
 
     async def main() -> None:
         engine, limits = FullEngine(loaded(), tail_capacity=900), {"request_timeout_s": 0.3}
@@ -382,14 +382,14 @@ def test_closing_ends_requests_that_no_step_has_seen(built: Path) -> None:
 
         backend = LocalBackend(FullEngine(loaded()), loaded(), settings_of(built))
         await backend.start()
-        find = backend._beginnings.find
+        find = backend._prefixes.find
 
         async def late(*arguments: Any) -> Any:
             found = await find(*arguments)
             await backend.close(drain_s=0.0)
             return found
 
-        backend._beginnings.find = late  # type: ignore[method-assign]
+        backend._prefixes.find = late  # type: ignore[method-assign]
         async with asyncio.timeout(10):
             with pytest.raises(WorkerLostError, match="shutting down"):
                 await answer(backend, ask())
@@ -403,7 +403,7 @@ def test_a_token_without_an_embedding_is_the_requests_fault(built: Path, monkeyp
         vocab_size = loaded().geometry.vocab_size
         async with running(built) as backend:
             with monkeypatch.context() as patch:
-                patch.setattr(beginnings, "prompt_ids", lambda *_: [1, vocab_size])
+                patch.setattr(prefixes, "prompt_ids", lambda *_: [1, vocab_size])
                 with pytest.raises(BadRequestError, match=f"the token {vocab_size}"):
                     await answer(backend, ask(repetition_penalty=1.5))
             assert isinstance((await answer(backend, ask()))[1], Done)

@@ -51,13 +51,13 @@ def test_contexts_that_are_built_and_held_have_gauges_beside_their_budgets() -> 
 def test_deleted_contexts_leave_room_for_new_ones_whatever_still_runs() -> None:
     metrics, first_at = Metrics(), time.monotonic()
     for number in range(MAX_CONTEXTS + 5):
-        metrics.saw_fidelity(f"c{number}", first_at, SEEN)
+        metrics.observe_fidelity(f"c{number}", first_at, SEEN)
         metrics.forget_context(f"c{number}")
-        metrics.saw_fidelity(f"c{number}", first_at, SEEN)
+        metrics.observe_fidelity(f"c{number}", first_at, SEEN)
     assert labels_of(metrics) == {"other"}
-    metrics.saw_fidelity("new", first_at, SEEN)
-    metrics.saw_fidelity("c0", time.monotonic(), SEEN)  # a new context of that name
-    metrics.saw_fidelity("c0", first_at, SEEN)
+    metrics.observe_fidelity("new", first_at, SEEN)
+    metrics.observe_fidelity("c0", time.monotonic(), SEEN)  # a new context of that name
+    metrics.observe_fidelity("c0", first_at, SEEN)
     assert labels_of(metrics) == {"other", "new", "c0"}
     assert metrics.registry.get_sample_value("csattn_fidelity_recall_count", {"context": "c0"}) == 1
 

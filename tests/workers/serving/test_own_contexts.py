@@ -20,7 +20,8 @@ from csattn.errors import ArtifactError, ArtifactRoomError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
 from tests.workers.serving.requests import Clock
-from workers.serving import kept_store, own_contexts, residency, usable
+from workers.serving import examiner, kept_store, own_contexts, residency
+from workers.serving.backoff import FIRST_WAIT_S, LONGEST_WAIT_S, BuildBackoff
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts, ContextCounts
 from workers.serving.contexts import name_artifact
@@ -29,7 +30,6 @@ from workers.serving.kept_store import DIRECTORY
 from workers.serving.messages import ContextNotReadyError, ContextTooLongError, ServingError, Turn, WorkerLostError
 from workers.serving.own_contexts import Found, OwnContexts
 from workers.serving.residency import Residency
-from workers.serving.setbacks import FIRST_WAIT_S, LONGEST_WAIT_S, Setbacks
 
 pytestmark = pytest.mark.usefixtures("builds")  # no process builds
 
@@ -72,7 +72,7 @@ def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, m
 
     async def main() -> None:
         async with make_backend(tmp_path) as backend:
-            own, salts = backend._beginnings.own_contexts, ["left", "left", "left", "back", "stayed", "stayed"]
+            own, salts = backend._prefixes.own_contexts, ["left", "left", "left", "back", "stayed", "stayed"]
             coming = [asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt="first")))]
             await begun.wait()
             for salt in salts:
@@ -173,7 +173,7 @@ def test_a_context_that_the_process_may_not_map_stays(tmp_path, builds, monkeypa
         async with make_backend(tmp_path) as backend:
             with monkeypatch.context() as patch:
                 patch.setattr(own_contexts, "open_artifact", refuse)
-                assert not await backend._beginnings.own_contexts._is_sound(made)
+                assert not await backend._prefixes.own_contexts._is_intact(made)
             assert made.stat().st_ino == inode
             assert (await answer(backend, asked))[0] == want and len(builds) == 1
 
@@ -207,7 +207,7 @@ def test_a_registered_context_that_cannot_be_loaded_any_more_is_done_without(tmp
         async with make_backend(store) as backend:
             said, done = await answer(backend, asked)
             assert said == want and done.cached_tokens == done.context_tokens == 512 and not builds
-            await backend.drop(backend.standing().held)
+            await backend.drop(backend.status().held)
             if damage == "gone":
                 shutil.rmtree(store / made.name)
             else:
@@ -258,7 +258,7 @@ def test_why_a_build_failed_does_not_tell_of_its_salt(tmp_path, monkeypatch, cap
         async with make_backend(tmp_path) as backend:
             with pytest.raises(ContextNotReadyError, match=r"cannot write kept/\.\.\./x: the disk is full") as refused:
                 await answer(backend, replace(ask(DOCUMENT), cache_salt="red"))
-            [failed] = backend.standing().failed_builds
+            [failed] = backend.status().failed_builds
             assert places[0].name not in failed.why + refused.value.message and "the disk is full" in failed.why
             assert f"cannot write {places[0]}/x: " in refused.value.detail and refused.value.detail in caplog.text
 
@@ -304,7 +304,7 @@ def test_a_build_that_keeps_failing_is_tried_again_after_waits_that_grow(tmp_pat
     async def main() -> None:
         nonlocal is_full
         async with make_backend(tmp_path) as backend:
-            backend._beginnings.own_contexts.setbacks = Setbacks(clock)
+            backend._prefixes.own_contexts.backoff = BuildBackoff(clock)
             for _ in range(100):
                 with pytest.raises(ContextNotReadyError, match="not tried again for") as refused:
                     await answer(backend, ask(DOCUMENT + "Which are red?"))
@@ -313,13 +313,13 @@ def test_a_build_that_keeps_failing_is_tried_again_after_waits_that_grow(tmp_pat
             waits = [after - before for before, after in itertools.pairwise(tries)]
             assert waits == [FIRST_WAIT_S * 2**n for n in range(len(waits))] and len(waits) == 4
             assert caplog.text.count("tried again") == len(tries)
-            [failed] = backend.standing().failed_builds
+            [failed] = backend.status().failed_builds
             assert (failed.num_tokens, failed.num_tries, failed.why) == (512, 5, "the disk is full")
             is_full = False
             await answer(backend, ask("Another. " + DOCUMENT))
             clock.now += failed.retry_in_s
             await answer(backend, ask(DOCUMENT + "Which are red?"))
-            assert backend.standing().failed_builds == () and len(builds) == 2
+            assert backend.status().failed_builds == () and len(builds) == 2
 
     monkeypatch.setattr(Builder, "build", build)
     asyncio.run(main())
@@ -327,16 +327,16 @@ def test_a_build_that_keeps_failing_is_tried_again_after_waits_that_grow(tmp_pat
 
 def test_waits_are_bounded_and_so_are_those_that_wait() -> None:
     clock = Clock()
-    setbacks = Setbacks(clock)
-    waits = [setbacks.add("a", 256, "no").retry_in_s for _ in range(2000)]
+    backoff = BuildBackoff(clock)
+    waits = [backoff.add("a", 256, "no").retry_in_s for _ in range(2000)]
     assert waits[:3] == [FIRST_WAIT_S, 2 * FIRST_WAIT_S, 4 * FIRST_WAIT_S] and waits[-1] == LONGEST_WAIT_S
-    assert setbacks.of("b") is None
+    assert backoff.of("b") is None
     clock.now += LONGEST_WAIT_S
-    assert setbacks.of("a") is None and setbacks.told()[0].retry_in_s == 0.0
+    assert backoff.of("a") is None and backoff.report()[0].retry_in_s == 0.0
     for number in range(5000):
-        setbacks.add(number, 256, "no")
-    assert len(setbacks._known) <= 1000 and setbacks.of(4999) is not None and setbacks.of("a") is None
-    assert [failed.num_tries for failed in setbacks.told()] == [1] * 5
+        backoff.add(number, 256, "no")
+    assert len(backoff._known) <= 1000 and backoff.of(4999) is not None and backoff.of("a") is None
+    assert [failed.num_tries for failed in backoff.report()] == [1] * 5
 
 
 def test_a_prompt_that_fits_is_answered_without_the_context_that_cannot_be_built(tmp_path, monkeypatch) -> None:
@@ -363,7 +363,7 @@ def test_contexts_keep_to_their_budget(tmp_path, builds) -> None:
         async with make_backend(tmp_path, context_bytes=0) as backend:
             for document in documents:
                 await answer(backend, document)
-            own = backend._beginnings.own_contexts
+            own = backend._prefixes.own_contexts
             return sum(own._sizes().values()), backend.context_counts()
 
     num_bytes, counts = asyncio.run(main())
@@ -374,7 +374,7 @@ def test_contexts_keep_to_their_budget(tmp_path, builds) -> None:
 
 def test_salts_and_contexts_that_went_leave_nothing(tmp_path, builds, monkeypatch) -> None:
     """On the disk and in memory, also of another service on that store, which removed none of them."""
-    monkeypatch.setattr(usable, "_FEW", 1)
+    monkeypatch.setattr(examiner, "_FEW", 1)
 
     async def main() -> None:
         async with make_backend(tmp_path, context_bytes=0) as one, make_backend(tmp_path) as two:
@@ -384,8 +384,8 @@ def test_salts_and_contexts_that_went_leave_nothing(tmp_path, builds, monkeypatc
             left = [path for path in (tmp_path / DIRECTORY).iterdir() if path.is_dir()]
             assert len(builds) == 6 and len(left) <= 2, "the newest, and one that it was made room with"
             for backend in (one, two):
-                assert not backend._residency._wanted and len(backend._usable._known) <= 3
-            assert len(one._beginnings.own_contexts._checked) == 1
+                assert not backend._residency._wanted and len(backend._examiner._known) <= 3
+            assert len(one._prefixes.own_contexts._checked) == 1
             await answer(two, ask("And now: " + DOCUMENT))
             loaded = two._residency.loaded_below(tmp_path)
             assert len(loaded) == 2 and all(path.exists() for path in loaded), "nothing that is gone is still mapped"

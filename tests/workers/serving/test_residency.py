@@ -25,7 +25,7 @@ from tests.workers.serving.soundness import check
 from tests.workers.serving.test_local import answer, ask, running, settings_of, until
 from tests.workers.serving.test_preparation import path_of
 from workers.capacity import context_bytes, room_for_contexts
-from workers.serving import moving, resident
+from workers.serving import page_cache, resident
 from workers.serving.local import LocalBackend
 from workers.serving.messages import ContextTooLongError, Held
 from workers.settings import EngineSettings
@@ -87,8 +87,8 @@ def test_the_budget_is_kept_to_the_byte(built: Path, monkeypatch: pytest.MonkeyP
             told = await asyncio.gather(*(answer(backend, ask(name)) for name in names))
             assert told == [want[name] for name in names]
             assert len(engine.contexts) == (2 if spare == 0 else 1)
-            standing = backend.standing()
-            assert standing.held_bytes <= budget == standing.budget_bytes and not standing.has_room
+            status = backend.status()
+            assert status.held_bytes <= budget == status.budget_bytes and not status.has_room
             [requests] = [metric for metric in await backend.metrics() if metric.name == "csattn_context_requests"]
             assert sum(sample.value for sample in requests.samples if sample.name.endswith("_total")) == len(names)
 
@@ -297,10 +297,10 @@ def test_what_is_held_ahead_of_need_never_costs_another_its_place(built: Path) -
             ]
             await backend.hold([Held("none", ("none",), 1, 0), *held])
             assert len(engine.contexts) == 2
-            standing = backend.standing()
-            assert standing.has("heron") and standing.has("walnut") and not standing.has("quartz")
+            status = backend.status()
+            assert status.has("heron") and status.has("walnut") and not status.has("quartz")
             await backend.drop(held[:1])
-            assert not backend.standing().has("heron") and len(engine.contexts) == 1
+            assert not backend.status().has("heron") and len(engine.contexts) == 1
             assert (await answer(backend, ask("walnut")))[1].reason == "length"
             assert sum(engine.loads.values()) == 2
 
@@ -312,38 +312,41 @@ def test_files_are_read_until_they_are_no_longer_wanted(tmp_path: Path, monkeypa
     for name in ("layer-000.kv.safetensors", "layer-000.index.safetensors", "tokens.safetensors"):
         (tmp_path / name).write_bytes(bytes(1000))
     (tmp_path / "._layer-000").mkdir()  # nobody's
-    monkeypatch.setattr(moving, "_is_told", lambda path: False)
+    monkeypatch.setattr(page_cache, "_reports_residency", lambda path: False)
     read = count_reads(tmp_path, monkeypatch)
-    moving.read_index(tmp_path)
+    page_cache.read_index(tmp_path)
     assert read == {"layer-000.index.safetensors": 1000, "tokens.safetensors": 1000}
-    moving.read_rows(tmp_path, lambda: True)
+    page_cache.read_rows(tmp_path, lambda: True)
     assert len(read) == 2
     never: Callable[[], bool] = lambda: False  # noqa: E731
-    moving.read_rows(tmp_path, never)
+    page_cache.read_rows(tmp_path, never)
     assert read["layer-000.kv.safetensors"] == 1000
-    moving.drop_pages(tmp_path)
-    for work in (lambda: moving.read_rows(tmp_path / "none", never), lambda: moving.read_index(tmp_path / "none")):
+    page_cache.drop_pages(tmp_path)
+    for work in (
+        lambda: page_cache.read_rows(tmp_path / "none", never),
+        lambda: page_cache.read_index(tmp_path / "none"),
+    ):
         work()
-    moving.drop_pages(tmp_path / "none")
+    page_cache.drop_pages(tmp_path / "none")
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing drops pages here")
 def test_what_is_in_memory_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    piece = moving._PIECE_BYTES
+    piece = page_cache._PIECE_BYTES
     path, never = tmp_path / "layer-000.kv.safetensors", lambda: False
     path.write_bytes(bytes(2 * piece + 100))
     (tmp_path / "layer-001.kv.safetensors").touch()
     read = count_reads(tmp_path, monkeypatch)
-    moving.read_rows(tmp_path, never)
+    page_cache.read_rows(tmp_path, never)
     assert not read
     with path.open("rb+") as file:
         os.fsync(file.fileno())  # pages that are not on the disk stay
         os.posix_fadvise(file.fileno(), piece, piece, os.POSIX_FADV_DONTNEED)
-    if moving._missing(path, 2 * piece + 100) != [piece]:
+    if page_cache._missing(path, 2 * piece + 100) != [piece]:
         pytest.skip("this file system does not drop pages")
-    moving.read_rows(tmp_path, never)
+    page_cache.read_rows(tmp_path, never)
     assert read == {path.name: piece}
-    moving.read_rows(tmp_path, never)
+    page_cache.read_rows(tmp_path, never)
     assert read == {path.name: piece}, "now it is"
 
 
@@ -357,7 +360,7 @@ def count_reads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str
         read[names[os.fstat(file).st_ino]] += len(data)
         return data
 
-    monkeypatch.setattr(moving.os, "pread", count)
+    monkeypatch.setattr(page_cache.os, "pread", count)
     return read
 
 

@@ -13,11 +13,11 @@ from csattn.cpu.jit import readonly
 from workers.serving.draw_kernel import Scratch, draw_kernel
 from workers.serving.draw_reference import draw_reference, kept_reference
 from workers.serving.messages import Sampling
-from workers.serving.sampling import TokenCounts, changed, draw, how_to_draw, log_total, top_ids
+from workers.serving.sampling import TokenCounts, adjust_logits, draw, draw_spec, log_total, top_ids
 
 
 def draw_at(logits: np.ndarray, sampling: Sampling, seed: int, position: int) -> int:
-    return draw(logits, how_to_draw(sampling, seed, position))
+    return draw(logits, draw_spec(sampling, seed, position))
 
 
 def how(temperature: float, top_p: float = 1.0, **more: Any) -> Sampling:
@@ -194,7 +194,7 @@ def test_logits_are_adjusted_by_the_definition(penalty, allowed, answer) -> None
     in_prompt = np.array([False, True, False, False, False]) if penalty != 1.0 else None
     mask = None if allowed is None else np.array(allowed)
     allows = None if mask is None else lambda vocab_size: lambda: mask[:vocab_size]
-    got = changed(logits, how_to_draw(asked, 0, 0, answer, in_prompt, allowed=allows))
+    got = adjust_logits(logits, draw_spec(asked, 0, 0, answer, in_prompt, allowed=allows))
     np.testing.assert_allclose(got, adjusted_by_definition(logits, asked, answer, in_prompt, mask), rtol=1e-6)
     np.testing.assert_array_equal(logits, before)
 
@@ -219,12 +219,12 @@ def test_a_long_answer_is_not_counted_anew_for_every_token(rng) -> None:
     logits, in_prompt, counted, answer = np.ones(200, np.float32), np.zeros(200, bool), TokenCounts(), Answer()
     for position, token_id in enumerate(rng.integers(0, 200, 300).tolist()):
         answer.append(token_id)
-        how_to = how_to_draw(asked, 0, position, answer, in_prompt, counted=counted)
+        how_to = draw_spec(asked, 0, position, answer, in_prompt, counted=counted)
         assert answer.num_read == len(answer)
     want = adjusted_by_definition(logits, asked, list(answer), in_prompt, None)
-    np.testing.assert_allclose(changed(logits, how_to), want, rtol=1e-5)
+    np.testing.assert_allclose(adjust_logits(logits, how_to), want, rtol=1e-5)
 
 
 def test_nothing_asked_for_changes_nothing() -> None:
     logits = np.ones(3, np.float32)
-    assert changed(logits, how_to_draw(how(1.0), 0, 0, [1, 2])) is logits
+    assert adjust_logits(logits, draw_spec(how(1.0), 0, 0, [1, 2])) is logits

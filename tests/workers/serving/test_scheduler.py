@@ -14,7 +14,7 @@ from tests.workers.serving.soundness import check
 from tests.workers.serving.test_preparation import path_of
 from workers.serving import scheduler as scheduling
 from workers.serving.messages import Done, Piece
-from workers.serving.plan import QuestionRows, plan_step, share_out
+from workers.serving.plan import QuestionRows, divide_rows, plan_step
 from workers.serving.request import Request
 
 ASKED = [
@@ -97,7 +97,7 @@ def test_requests_are_admitted_as_they_came(built: Path) -> None:
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 7, 100])
 @pytest.mark.parametrize("wants", [[], [5], [1, 50, 2], [3, 3, 3, 3]])
 def test_sharing_out_uses_the_room_and_nobody_gets_more_than_wanted(room, wants) -> None:
-    parts = share_out(room, wants)
+    parts = divide_rows(room, wants)
     assert sum(parts) == min(room, sum(wants))
     assert all(part <= want for part, want in zip(parts, wants, strict=True))
     hungry = [part for part, want in zip(parts, wants, strict=True) if part < want]
@@ -129,7 +129,7 @@ def test_how_many_rows_questions_have_follows_from_what_steps_took(steps, room) 
     rows = QuestionRows()
     for num_decoding, num_asking, ms in steps:
         rows.add(num_decoding, num_asking, ms / 1e3)
-    assert rows.room == room
+    assert rows.limit == room
 
 
 def test_what_rows_take_alone_is_asked_again_in_time() -> None:

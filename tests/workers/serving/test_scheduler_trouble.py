@@ -118,7 +118,7 @@ def test_a_failed_step_fails_its_requests_and_no_other(built: Path) -> None:
     for request in (first, second):
         error = read(request)[1]
         assert isinstance(error, ServingError) and "a lost row" in error.message and "again" in error.message
-    assert scheduler.soundness.fault is None
+    assert scheduler.health.fault is None
     run(scheduler)
     assert (queued.token_ids, read(queued)[0]) == alone(built, {"max_new_tokens": 6})
     check(scheduler)
@@ -130,8 +130,8 @@ def test_a_failed_step_fails_its_requests_and_no_other(built: Path) -> None:
         ({}, "take", False),
         ({"temperature": 0.8}, "choose", False),
         ({"temperature": 0.8}, "take", True),
-        ({"temperature": 0.8}, "how_to_draw", True),
-        ({"temperature": 0.8}, "how_to_draw", False),
+        ({"temperature": 0.8}, "draw_spec", True),
+        ({"temperature": 0.8}, "draw_spec", False),
     ],
 )
 def test_a_fault_in_one_requests_choice_ends_no_other(
@@ -179,7 +179,7 @@ def test_a_mask_is_begun_when_it_is_asked_for_and_waited_for_when_it_is_used(bui
     request = make_request(scheduler, max_new_tokens=6)
     request.grammar = Mock()
     request.grammar.allowed.return_value = np.arange(5) == 3
-    found = request.how_to_draw(set()).allowed(5)
+    found = request.draw_spec(set()).allowed(5)
     assert [call[0] for call in request.grammar.method_calls] == ["begin"]
     assert found().tolist() == [False, False, False, True, False]
 
@@ -230,7 +230,7 @@ def test_an_engine_that_stays_broken_is_told_of_and_asked_again(built: Path) -> 
         make_request(scheduler)
     clock.now += 1
     scheduler.turn()
-    assert scheduler.soundness.fault is not None
+    assert scheduler.health.fault is not None
     engine.step = real
     clock.now += 1
     scheduler.turn()

@@ -178,7 +178,7 @@ def test_scores_know_of_which_tokens_the_text_has_nothing() -> None:
     for shown in ({}, {262: "<s>"}):
         writer = Writer(METASPACE, shown=shown)
         pieces = [writer.add(token_id, TokenScore(token_id, "", 0.0)) for token_id in (256, 262, 257)]
-        told = [score.is_told for piece in (*pieces, writer.finish()) if piece for score in piece.scores]
+        told = [score.is_visible for piece in (*pieces, writer.finish()) if piece for score in piece.scores]
         assert told == [True, bool(shown), True]
 
 

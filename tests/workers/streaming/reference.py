@@ -42,12 +42,12 @@ def heavy_attention(
 ) -> tuple[Tensor, list[list[list[int]]]]:
     """Attention to heavy hitters and the last window_len rows, of all tokens: out, like q, and what each token saw.
 
-    A row's worth is the attention it has had since it came, summed over tokens and the group's query heads. Where a
-    token finds heavy_len + window_len rows, the one of least worth that is not among the last window_len - 1 leaves
+    A row's mass is the attention it has had since it came, summed over tokens and the group's query heads. Where a
+    token finds heavy_len + window_len rows, the one of least mass that is not among the last window_len - 1 leaves
     first; of equals, the oldest. The rows seen are [token][KV head], ascending.
     """
     num_kv_heads = k.shape[0]
-    worth = torch.zeros(num_kv_heads, k.shape[1], dtype=torch.float64)
+    mass = torch.zeros(num_kv_heads, k.shape[1], dtype=torch.float64)
     kept: list[list[int]] = [[] for _ in range(num_kv_heads)]
     outs, all_seen = [], []
     for token in range(q.shape[1]):
@@ -55,11 +55,11 @@ def heavy_attention(
         for head, group_q in enumerate(q[:, token].chunk(num_kv_heads)):
             if len(kept[head]) == heavy_len + window_len:
                 candidates = kept[head][: heavy_len + 1]
-                kept[head].remove(min(candidates, key=lambda row: (float(worth[head, row]), row)))
+                kept[head].remove(min(candidates, key=lambda row: (float(mass[head, row]), row)))
             kept[head].append(token)
             seen = kept[head]
             out, weights = _attend_from(group_q, k[head, seen], v[head, seen], frequencies, softmax_scale)
-            worth[head, seen] += weights.double().sum(0)
+            mass[head, seen] += weights.double().sum(0)
             heads.append(out)
         outs.append(torch.cat(heads))
         all_seen.append([list(rows) for rows in kept])

@@ -3,7 +3,7 @@
 from functools import singledispatch
 from typing import Any
 
-from workers.streaming.heavy import HeavyRows
+from workers.streaming.heavy_hitters import HeavyRows
 from workers.streaming.window import WindowRows
 
 
@@ -24,4 +24,4 @@ def _(rows: HeavyRows) -> None:
     """Raise AssertionError if a row is lost, or attention is counted where no row is."""
     num_rows = rows._num_heavy + min(rows._window.end, rows._window_len)
     assert num_rows == min(rows.kv_len, rows._heavy_len + rows._window_len), f"{rows!r} keeps {num_rows} rows"
-    assert not rows._heavy_worth[:, rows._num_heavy :].any(), f"{rows!r} counts attention where no row is"
+    assert not rows._heavy_mass[:, rows._num_heavy :].any(), f"{rows!r} counts attention where no row is"

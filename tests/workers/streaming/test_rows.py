@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.workers.streaming import reference
 from tests.workers.streaming.soundness import check
-from workers.streaming.heavy import HeavyRows
+from workers.streaming.heavy_hitters import HeavyRows
 from workers.streaming.places import Places
 from workers.streaming.window import WindowRows
 
@@ -127,9 +127,9 @@ def test_attention_still_counts_after_millions_of_tokens() -> None:
     q, k, v = make_rows(5, 1, 1)
     rows = heavy_rows(3, 1, k)
     attend_in_parts(rows, torch.zeros_like(q)[:, :4], k[:, :4], v[:, :4], [4])
-    rows._heavy_worth[:] = rows._window_worth[:] = 2.0**24
+    rows._heavy_mass[:] = rows._window_mass[:] = 2.0**24
     attend_in_parts(rows, torch.zeros_like(q)[:, 4:], k[:, 4:], v[:, 4:], [1])
-    assert rows._heavy_worth.tolist() == [3 * [2.0**24 + 0.25]]
+    assert rows._heavy_mass.tolist() == [3 * [2.0**24 + 0.25]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -29,7 +29,7 @@ class Parts:
     calls: list[CallPart] = field(default_factory=list)
 
 
-class Speech:
+class AnswerParser:
     """A state machine over the text. Its output, joined, does not depend on how the text is cut into pieces.
 
     What only looks like a call (it is no JSON, or names a tool that was not offered) is passed on as text.
@@ -51,7 +51,7 @@ class Speech:
         self._parallel_calls = parallel_calls
         self.has_ended = False  # the only call that the answer may have is complete
         self._request_id, self._format, self._tools = request_id, format, tools
-        self._rest, self._parts = "", Parts()
+        self._pending, self._parts = "", Parts()
         self._is_final = False
         self._drops_space = (thinks or format is not None) and not continues  # strip what comes next on the left
         self._lead = ""  # the marker that announced a call, until the call is certain
@@ -59,14 +59,14 @@ class Speech:
         self.num_calls = 0
         self._state: Callable[[], bool]
         if is_thinking:
-            self._state = self._think
+            self._state = self._read_thought
         elif continues:
-            self._state = self._say
+            self._state = self._read_text
         else:
             self._state = self._begin if thinks else self._open_calls()
 
     def add(self, text: str) -> Parts:
-        self._rest += text
+        self._pending += text
         while self._state():
             pass
         parts, self._parts = self._parts, Parts()
@@ -77,21 +77,21 @@ class Speech:
         self._is_final = True
         return self.add("")
 
-    # Each state consumes what it can of `_rest`, and returns whether the (next) state should be called again.
+    # Each state consumes what it can of `_pending`, and returns whether the (next) state should be called again.
 
     def _begin(self) -> bool:
-        begun = self._rest.lstrip()
+        begun = self._pending.lstrip()
         if begun.startswith(THINK):
-            self._rest, self._state = begun.removeprefix(THINK), self._think
+            self._pending, self._state = begun.removeprefix(THINK), self._read_thought
             return True
         if not self._is_final and THINK.startswith(begun):
             return False
         self._state = self._open_calls()
         return True
 
-    def _think(self) -> bool:
-        told, found = self._until(THOUGHT)
-        self._parts.reasoning += told
+    def _read_thought(self) -> bool:
+        text, found = self._until(THOUGHT)
+        self._parts.reasoning += text
         if found:
             self._state, self._drops_space = self._open_calls(), True
         return found
@@ -99,35 +99,35 @@ class Speech:
     def _open_calls(self) -> Callable[[], bool]:
         """The state in which the text after reasoning begins."""
         if self._format is None:
-            return self._say
+            return self._read_text
         return self._read_unannounced if self._format.is_announced else self._between_calls
 
     def _read_unannounced(self) -> bool:
         """Read an answer that consists only of calls without their marker, which Qwen2.5-Coder, for one, leaves out."""
-        begun = "".join(self._rest.lstrip()[:64].split())
-        looks_so, named = begun.startswith(_UNANNOUNCED), _NAMED.match(self._rest)
+        begun = "".join(self._pending.lstrip()[:64].split())
+        looks_like_call, named = begun.startswith(_UNANNOUNCED), _NAMED.match(self._pending)
         if named is not None and _name(named[1]) not in self._tools:
-            self._state = self._say  # not a call: from here on, text is streamed as it comes
+            self._state = self._read_text  # not a call: from here on, text is streamed as it comes
             return True
         is_over = self._is_final
-        if looks_so and not self._parallel_calls:  # the answer ends with the first call, whatever would follow
-            self._call.scan(self._rest[self._rest.index("{") :])
+        if looks_like_call and not self._parallel_calls:  # the answer ends with the first call, whatever would follow
+            self._call.scan(self._pending[self._pending.index("{") :])
             is_over = is_over or self._call.end is not None
-        if not is_over and (looks_so or any(start.startswith(begun) for start in _UNANNOUNCED)):
+        if not is_over and (looks_like_call or any(start.startswith(begun) for start in _UNANNOUNCED)):
             return False
-        calls, cut_off = self._calls_alone() if looks_so else ([], "")
+        calls, cut_off = self._unmarked_calls() if looks_like_call else ([], "")
         if calls:
-            self._rest, self.has_ended = cut_off, not self._parallel_calls
+            self._pending, self.has_ended = cut_off, not self._parallel_calls
             for name, arguments in calls:
                 self._begin_call(name)
                 self._add_arguments(arguments)
-        self._state = self._say
+        self._state = self._read_text
         return True
 
-    def _calls_alone(self) -> tuple[list[tuple[str, str]], str]:
+    def _unmarked_calls(self) -> tuple[list[tuple[str, str]], str]:
         """The calls that the answer consists of, and the text of a truncated last one; no calls if there is any other
         text."""
-        text, calls = _FENCED.sub(r"\1", self._rest).strip(), list[tuple[str, str]]()
+        text, calls = _FENCED.sub(r"\1", self._pending).strip(), list[tuple[str, str]]()
         while text:
             call = _Call()
             call.scan(text)
@@ -139,10 +139,10 @@ class Speech:
             text = text[call.end or 0 :].lstrip() if self._parallel_calls else ""
         return calls, text
 
-    def _say(self) -> bool:
+    def _read_text(self) -> bool:
         opening = self._format.opening if self._format is not None else None
-        told, found = self._until(opening)
-        self._parts.text += told
+        text, found = self._until(opening)
+        self._parts.text += text
         if found:
             self._lead, self._state = opening or "", self._between_calls
         return found
@@ -151,13 +151,13 @@ class Speech:
         """Read what stands before a call, between two, or after the last."""
         format = self._format
         assert format is not None
-        rest = self._rest.lstrip(format.filler if self.num_calls or self._lead else _SPACE)
+        rest = self._pending.lstrip(format.filler if self.num_calls or self._lead else _SPACE)
         if self._lead:
-            self._lead += self._rest[: len(self._rest) - len(rest)]
-        self._rest = rest
+            self._lead += self._pending[: len(self._pending) - len(rest)]
+        self._pending = rest
         for marker in filter(None, (format.opening, format.closing)):
             if rest.startswith(marker):
-                self._rest = rest.removeprefix(marker)
+                self._pending = rest.removeprefix(marker)
                 if marker == format.opening:
                     self._lead += marker
                 return True
@@ -166,40 +166,40 @@ class Speech:
         if rest.startswith("{"):
             self._call, self._state = _Call(), self._read_call
             return True
-        self._say_lead()
+        self._emit_lead()
         return bool(rest)
 
-    def _say_lead(self) -> None:
+    def _emit_lead(self) -> None:
         """Pass the marker on as text: no call has followed it."""
         self._parts.text += self._lead
         self._drops_space = self._drops_space and not self._lead
-        self._lead, self._state = "", self._say
+        self._lead, self._state = "", self._read_text
 
     def _read_call(self) -> bool:
         call = self._call
-        call.scan(self._rest)
-        if call.told is None and (head := _HEAD.match(self._rest)) and _name(head[1]) in self._tools:
+        call.scan(self._pending)
+        if call.emitted_len is None and (head := _HEAD.match(self._pending)) and _name(head[1]) in self._tools:
             self._begin_call(_name(head[1]))
-            call.told = head.end()
-        if call.told is not None:
-            upto = call.arguments_end(call.told)
-            self._add_arguments(self._rest[call.told : upto])
-            call.told = max(call.told, upto)
+            call.emitted_len = head.end()
+        if call.emitted_len is not None:
+            upto = call.arguments_end(call.emitted_len)
+            self._add_arguments(self._pending[call.emitted_len : upto])
+            call.emitted_len = max(call.emitted_len, upto)
         if call.end is None and not self._is_final:
             return False
-        whole = self._rest[: call.end]
-        self._rest = self._rest[len(whole) :]
-        if call.told is None and not self._tell_whole(whole):
+        whole = self._pending[: call.end]
+        self._pending = self._pending[len(whole) :]
+        if call.emitted_len is None and not self._emit_whole(whole):
             self._drops_space = False
-            self._say_lead()
+            self._emit_lead()
             self._parts.text += whole
-            return bool(self._rest)
+            return bool(self._pending)
         self._lead, self._state, self._drops_space = "", self._between_calls, True
         if not self._parallel_calls and call.end is not None:
-            self.has_ended, self._rest = True, ""
-        return bool(self._rest)
+            self.has_ended, self._pending = True, ""
+        return bool(self._pending)
 
-    def _tell_whole(self, text: str) -> bool:
+    def _emit_whole(self, text: str) -> bool:
         """Emit a complete call; false if the text is not one."""
         if (call := self._call_of(text)) is None:
             return False
@@ -242,16 +242,16 @@ class Speech:
         """Consume the text before the marker, as far as it is certain, and the marker. Returns that text, and whether
         the marker has come."""
         if self._drops_space:
-            self._rest = self._rest.lstrip(_SPACE)
-            self._drops_space = not self._rest
+            self._pending = self._pending.lstrip(_SPACE)
+            self._drops_space = not self._pending
         if marker is None:
-            told, self._rest = self._rest, ""
-            return told, False
-        told, found, after = self._rest.partition(marker)
+            text, self._pending = self._pending, ""
+            return text, False
+        text, found, after = self._pending.partition(marker)
         if not found and not self._is_final:
-            told = told[: len(told) - overlap(told, marker)]
-        self._rest = after if found else self._rest[len(told) :]
-        return told, bool(found)
+            text = text[: len(text) - overlap(text, marker)]
+        self._pending = after if found else self._pending[len(text) :]
+        return text, bool(found)
 
 
 class _Call:
@@ -259,7 +259,8 @@ class _Call:
 
     def __init__(self) -> None:
         self.end: int | None = None
-        self.told: int | None = None  # up to where its arguments have been emitted; None: its name is not known yet
+        # up to where its arguments have been emitted; None: its name is not known yet
+        self.emitted_len: int | None = None
         self._seen = self._depth = 0
         self._in_string = self._is_escaped = False
         self._ends_inside: list[int] = []  # ends of objects and lists one level down
@@ -286,12 +287,12 @@ class _Call:
         return next((end for end in self._ends_inside if end >= start), self._seen)
 
 
-def speech_of(ask: Ask, form: ChatForm) -> Speech | None:
+def answer_parser_for(ask: Ask, form: ChatForm) -> AnswerParser | None:
     """Return the parser for a request's answer; None if it has neither reasoning nor calls to look for."""
     format = form.calls if ask.tools else None
     if not ask.turns or not (form.thinks or format):
         return None
-    return Speech(
+    return AnswerParser(
         ask.request_id,
         format,
         {tool.name for tool in ask.tools},

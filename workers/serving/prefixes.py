@@ -13,21 +13,21 @@ from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from workers.serving.context_build import Builder
 from workers.serving.contexts import Contexts
+from workers.serving.examiner import Examiner
 from workers.serving.kept_rows import OwnRows, is_keepable, open_kept_rows, row_identity
 from workers.serving.messages import Ask, ContextNotReadyError, Selector
-from workers.serving.own_contexts import Found, OwnContexts, cut_of
+from workers.serving.own_contexts import Found, OwnContexts, prefix_len
 from workers.serving.prompts import prompt_ids, require_embedded, room_for, whole_ids
 from workers.serving.residency import Residency
 from workers.serving.resident import Resident
 from workers.serving.step_engine import StepEngine
-from workers.serving.usable import Usable
 from workers.settings import Settings
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class Prefix:
     """A request's context and kept rows, which stay loaded until `leave`."""
 
     resident: Resident
@@ -55,7 +55,7 @@ class Beginning:
         await self._using.__aexit__(None, None, None)
 
 
-class Beginnings:
+class Prefixes:
     """Finds or makes what requests begin with. For one event loop."""
 
     def __init__(
@@ -64,23 +64,23 @@ class Beginnings:
         settings: Settings,
         engine: StepEngine,
         contexts: Contexts,
-        usable: Usable,
+        examiner: Examiner,
         residency: Residency,
         builder: Builder,
         threads: Executor,
     ) -> None:
         self._loaded, self._settings, self._engine, self._threads = loaded, settings, engine, threads
         self._contexts, self._residency = contexts, residency
-        self.own_contexts = OwnContexts(loaded, settings, usable, residency, builder)
+        self.own_contexts = OwnContexts(loaded, settings, examiner, residency, builder)
         self.kept = open_kept_rows(loaded, settings)
 
-    async def find(self, ask: Ask, config: SearchConfig, selector: Selector) -> Beginning:
+    async def find(self, ask: Ask, config: SearchConfig, selector: Selector) -> Prefix:
         """Return the request's beginning, with its context loaded. Raises a ServingError if that is impossible."""
         whole = None if ask.context else await self._whole_ids(ask)
         without: set[Path] = set()
         while True:
             found = await self._find(ask, config, selector, whole, without)
-            using = self._residency.using(found.path, config, selector, ask.asked_for)
+            using = self._residency.using(found.path, config, selector, ask.routing_key)
             try:
                 resident = await using.__aenter__()
                 break
@@ -96,7 +96,7 @@ class Beginnings:
                 without.add(found.path)
         try:
             if whole is None:
-                ids = await self._beside(prompt_ids, self._loaded.tokenizer, resident.artifact, ask)
+                ids = await self._in_thread(prompt_ids, self._loaded.tokenizer, resident.artifact, ask)
                 self._require_embedded(ask, ids)
             else:
                 ids = whole[found.num_tokens :]
@@ -106,7 +106,7 @@ class Beginnings:
         except BaseException:
             await using.__aexit__(None, None, None)
             raise
-        return Beginning(resident, ids, found.is_new, own, using)
+        return Prefix(resident, ids, found.is_new, own, using)
 
     async def close(self) -> None:
         """Cancel builds of contexts. Rows are still kept, until `flush`."""
@@ -134,10 +134,10 @@ class Beginnings:
             found = await self.own_contexts.find(whole, ask.cache_salt, registered, without)
             own, answer = whole[found.num_tokens :], min(ask.sampling.max_new_tokens, engine.tail_capacity // 2)
             identity = self._identity(ask, config, selector, None if found.path is None else found.path.name)
-            num_kept = 0 if identity is None else await self._beside(self.kept.num_kept, identity, own)
+            num_kept = 0 if identity is None else await self._in_thread(self.kept.num_kept, identity, own)
             is_much = len(own) - num_kept > self._settings.kept.context_tokens
             fits = len(own) <= engine.tail_capacity - answer
-            if (is_much or not fits) and cut_of(len(whole)) > found.num_tokens:
+            if (is_much or not fits) and prefix_len(len(whole)) > found.num_tokens:
                 try:
                     return await self.own_contexts.make(whole, ask.cache_salt)
                 except ContextNotReadyError:  # a full disk, say
@@ -146,14 +146,14 @@ class Beginnings:
         return found
 
     async def _whole_ids(self, ask: Ask) -> list[int]:
-        ids = await self._beside(whole_ids, self._loaded.tokenizer, ask)
+        ids = await self._in_thread(whole_ids, self._loaded.tokenizer, ask)
         self._require_embedded(ask, ids)
         max_positions = self._engine.max_positions
         room_for(ask, 0, len(ids), max_positions, max_positions)  # raises if the prompt is too long with any context
         return ids
 
     async def _own_rows(self, identity: bytes, ids: list[int]) -> OwnRows:
-        finding = asyncio.ensure_future(self._beside(self.kept.find, identity, ids))
+        finding = asyncio.ensure_future(self._in_thread(self.kept.find, identity, ids))
         try:
             return await asyncio.shield(finding)
         except asyncio.CancelledError:  # nobody takes the result
@@ -170,7 +170,7 @@ class Beginnings:
     def _require_embedded(self, ask: Ask, ids: list[int]) -> None:
         require_embedded(ids, self._loaded.geometry.vocab_size, ask.field)
 
-    def _beside(self, work: Callable[..., T], *arguments: Any) -> Awaitable[T]:
+    def _in_thread(self, work: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
 

@@ -13,19 +13,19 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models.spec import ModelSpec
 from offload.codecs.formats import KvFormat
-from workers.engine.own_choice import chooses_itself, kept_instead
+from workers.engine.own_choice import cached_row_kind, model_selects_rows
 from workers.engine.shape import EngineShape
 from workers.model.attention import StepAttention
 
 # Measured on an H100 over `default`, 2 %, four query heads to a KV head (bench/log.md, "Many requests on one context"):
 # the time of a layer's selection, as the bytes of a context's rows that are read in that time. Lists take about as
 # long. With more query heads per KV head, reading all rows takes longer, because it takes several passes.
-CHOOSING_BYTES = 54 << 20
-CHOOSING_BYTES_EACH = 6 << 20  # for each row of the step
-HEADS_LIKE_ALL = 38  # selecting for so many query heads of a KV head takes as long as reading all rows once
+SELECTION_BYTES = 54 << 20
+SELECTION_BYTES_PER_ROW = 6 << 20  # for each row of the step
+HEADS_LIKE_FULL = 38  # selecting for so many query heads of a KV head takes as long as reading all rows once
 
 
-class SomeOrAll(StepAttention):
+class SparseOrFull(StepAttention):
     """Both kinds of steps, over the same tails. `rows.reads_all` says which kind is captured."""
 
     def __init__(self, some: StepAttention, every: StepAttention) -> None:
@@ -34,7 +34,7 @@ class SomeOrAll(StepAttention):
         self.tails = some.tails
 
     def __repr__(self) -> str:
-        return f"<SomeOrAll {self._some!r}, {self._every!r}>"
+        return f"<SparseOrFull {self._some!r}, {self._every!r}>"
 
     def begin_step(self, rows: StepRows) -> None:
         self._of(rows).begin_step(rows)
@@ -49,7 +49,7 @@ class SomeOrAll(StepAttention):
         return self._every if rows.reads_all else self._some
 
 
-def of_all(shape: EngineShape) -> EngineShape:
+def full_attention_shape(shape: EngineShape) -> EngineShape:
     """Return the shape of the steps that attend to all rows, beside those of `shape`."""
     heads = shape.num_kv_heads
     return replace(shape, attends_all=True, rest="none", growth=None, reads_keys=False, num_index_heads=heads)
@@ -66,8 +66,8 @@ def all_are_faster(shape: EngineShape, contexts: Sequence[tuple[int, int]], own_
     row_bytes, group_size = shape.num_kv_heads * shape.context_row_bytes, shape.num_q_heads // shape.num_kv_heads
     more = float(sum(own_lens) * row_bytes)
     for (_, context_len), number in Counter(contexts).items():
-        more += context_len * row_bytes * (1 - number * group_size / HEADS_LIKE_ALL) - number * CHOOSING_BYTES_EACH
-    return more < CHOOSING_BYTES
+        more += context_len * row_bytes * (1 - number * group_size / HEADS_LIKE_FULL) - number * SELECTION_BYTES_PER_ROW
+    return more < SELECTION_BYTES
 
 
 def require_both(placement: str, selector: str, search: SearchConfig, kv_format: KvFormat | None) -> None:
@@ -88,9 +88,9 @@ def require_both(placement: str, selector: str, search: SearchConfig, kv_format:
 
 def require_model(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raise ConfigError for models whose heads the kernel that reads all rows does not support."""
-    heads, has_heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim), not chooses_itself(spec)
+    heads, has_heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim), not model_selects_rows(spec)
     if not has_heads or not takes_heads(*heads, dtype):
-        kind = f"{heads[0]} over {heads[1]} heads of {heads[2]} in {dtype}" if has_heads else kept_instead(spec)
+        kind = f"{heads[0]} over {heads[1]} heads of {heads[2]} in {dtype}" if has_heads else cached_row_kind(spec)
         raise ConfigError(
             "all_where_faster reads a context once for all requests, in 16 bits, with heads of up to "
             f"{MAX_HEAD_DIM} dimensions and {MAX_GROUP} of them to a KV head, which are {kind} here; leave it out"

@@ -30,8 +30,8 @@ class HeavyRows(StreamRows):
         self._heavy_len = heavy_len
         shape = (num_kv_heads, self._window.k.shape[1])
         # Accumulated attention of each row. In float32, adding 0.01 to a million would change nothing.
-        self._window_worth = torch.zeros(shape, dtype=torch.float64, device=like.device)
-        self._heavy_worth = torch.zeros(num_kv_heads, heavy_len, dtype=torch.float64, device=like.device)
+        self._window_mass = torch.zeros(shape, dtype=torch.float64, device=like.device)
+        self._heavy_mass = torch.zeros(num_kv_heads, heavy_len, dtype=torch.float64, device=like.device)
         self._before_rope = like.new_empty(num_kv_heads, heavy_len, head_dim)  # heavy rows' keys, by place
         self._heavy_k = like.new_empty(num_kv_heads, heavy_len, head_dim)
         self._heavy_v = like.new_empty(num_kv_heads, heavy_len, head_dim)
@@ -40,7 +40,7 @@ class HeavyRows(StreamRows):
     @property
     def num_bytes(self) -> int:
         """Bytes of memory allocated, whether filled yet or not."""
-        heavy = (self._before_rope, self._heavy_k, self._heavy_v, self._heavy_worth, self._window_worth)
+        heavy = (self._before_rope, self._heavy_k, self._heavy_v, self._heavy_mass, self._window_mass)
         return self._window.num_bytes + sum(tensor.nbytes for tensor in heavy)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
@@ -60,8 +60,8 @@ class HeavyRows(StreamRows):
         end = self._window.end
         if moved:
             old = end - num_new
-            self._window_worth[:, :old] = self._window_worth[:, moved : moved + old].clone()
-        self._window_worth[:, end - num_new : end] = 0.0
+            self._window_mass[:, :old] = self._window_mass[:, moved : moved + old].clone()
+        self._window_mass[:, end - num_new : end] = 0.0
         self.kv_len += num_new
 
     def _retire(self, slot: int) -> None:
@@ -70,20 +70,20 @@ class HeavyRows(StreamRows):
         if self._num_heavy < self._heavy_len:
             self._num_heavy += 1
             for head in range(len(self._heavy_k)):
-                self._take_in(head, self._num_heavy - 1, slot)
+                self._insert(head, self._num_heavy - 1, slot)
         elif self._heavy_len:
-            least = self._heavy_worth.argmin(1)  # of equal ones the first, which is the oldest
-            enters = self._heavy_worth.gather(1, least[:, None])[:, 0] <= self._window_worth[:, slot]
+            least = self._heavy_mass.argmin(1)  # of equal ones the first, which is the oldest
+            enters = self._heavy_mass.gather(1, least[:, None])[:, 0] <= self._window_mass[:, slot]
             for head in enters.nonzero()[:, 0].tolist():
-                self._take_in(head, int(least[head]), slot)
+                self._insert(head, int(least[head]), slot)
 
-    def _take_in(self, head: int, place: int, slot: int) -> None:
+    def _insert(self, head: int, place: int, slot: int) -> None:
         """Evict the heavy row at that place, move those after it up, and append the window's row."""
         heavy = slice(place, self._num_heavy)
         for rows, new in (
             (self._before_rope, self._window.before_rope),
             (self._heavy_v, self._window.v),
-            (self._heavy_worth, self._window_worth),
+            (self._heavy_mass, self._window_mass),
         ):
             rows[head, heavy] = torch.cat([rows[head, place + 1 : self._num_heavy], new[head, slot : slot + 1]])
         self._heavy_k[head, heavy] = self._places.rotate(self._before_rope[head, heavy], heavy)
@@ -106,9 +106,9 @@ class HeavyRows(StreamRows):
             unseen = tokens > tokens[slots, None]
             scores = scores.masked_fill(unseen.repeat(scores.shape[1] // num_tokens, 1), -torch.inf)
         weights = (scores * softmax_scale).softmax(-1)
-        worth = weights.sum(1, dtype=torch.float64)
-        self._heavy_worth[:, heavy] += worth[:, heavy]
-        self._window_worth[:, window] += worth[:, self._num_heavy :]
+        mass = weights.sum(1, dtype=torch.float64)
+        self._heavy_mass[:, heavy] += mass[:, heavy]
+        self._window_mass[:, window] += mass[:, self._num_heavy :]
         shares = weights.to(q.dtype)
         out = shares[:, :, : self._num_heavy] @ self._heavy_v[:, heavy]
         out += shares[:, :, self._num_heavy :] @ self._window.v[:, window]

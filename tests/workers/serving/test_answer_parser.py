@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.api.answers import gathered
+from workers.serving.answer_parser import AnswerParser
 from workers.serving.messages import Piece
-from workers.serving.speech import Speech
 from workers.serving.tools import HERMES, LLAMA, MISTRAL, CallFormat
 
 TOOLS = {"look_up", "add"}
@@ -18,10 +18,10 @@ FORMATS = {"none": None, "hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
 
 def told(pieces: list[str], form: CallFormat | None, thinks: bool = False, is_thinking: bool = False) -> Any:
     """Text, reasoning, and calls as (name, arguments)."""
-    speech = Speech("id", form, TOOLS, thinks=thinks, is_thinking=is_thinking)
-    parts = [*map(speech.add, pieces), speech.finish()]
+    parser = AnswerParser("id", form, TOOLS, thinks=thinks, is_thinking=is_thinking)
+    parts = [*map(parser.add, pieces), parser.finish()]
     calls = gathered([Piece("", calls=tuple(part.calls)) for part in parts])
-    assert len({call.call_id for call in calls}) == len(calls) == speech.num_calls
+    assert len({call.call_id for call in calls}) == len(calls) == parser.num_calls
     text, reasoning = ("".join(getattr(part, name) for part in parts) for name in ("text", "reasoning"))
     return text, reasoning, [(call.name, call.arguments) for call in calls]
 
@@ -81,10 +81,10 @@ def test_calls_and_what_only_looks_like_them(form: str, text: str, want: tuple[s
 
 @pytest.mark.parametrize("parallel_calls", [True, False])
 def test_an_object_that_is_no_call_is_told_as_it_comes(parallel_calls: bool) -> None:
-    speech = Speech("id", HERMES, TOOLS, thinks=False, is_thinking=False, parallel_calls=parallel_calls)
-    assert speech.add('{"name": "An').text == ""
-    assert speech.add('n", "age": ').text == '{"name": "Ann", "age": '
-    assert speech.add("3}").text == "3}"
+    parser = AnswerParser("id", HERMES, TOOLS, thinks=False, is_thinking=False, parallel_calls=parallel_calls)
+    assert parser.add('{"name": "An').text == ""
+    assert parser.add('n", "age": ').text == '{"name": "Ann", "age": '
+    assert parser.add("3}").text == "3}"
 
 
 @given(st.sampled_from(CASES), st.data())
@@ -127,19 +127,19 @@ def test_a_thought_then_a_call() -> None:
 
 
 def test_a_call_is_told_while_it_comes() -> None:
-    speech = Speech("id", HERMES, TOOLS, thinks=False, is_thinking=False)
-    assert not speech.add('<tool_call>{"name": "add"').calls
-    [first] = speech.add(', "arguments": {"a": [1').calls
+    parser = AnswerParser("id", HERMES, TOOLS, thinks=False, is_thinking=False)
+    assert not parser.add('<tool_call>{"name": "add"').calls
+    [first] = parser.add(', "arguments": {"a": [1').calls
     assert (first.name, first.arguments) == ("add", '{"a": [1') and len(first.call_id) == 9 and first.call_id.isalnum()
-    assert [part.arguments for part in speech.add(', {"b": 2}]').calls] == [', {"b": 2}]']
-    assert [part.arguments for part in speech.add("}}</tool_call>").calls] == ["}"]
+    assert [part.arguments for part in parser.add(', {"b": 2}]').calls] == [', {"b": 2}]']
+    assert [part.arguments for part in parser.add("}}</tool_call>").calls] == ["}"]
 
 
 @pytest.mark.parametrize("before", ["See: <tool_call>", "", "```json\n"])
 def test_the_only_call_that_may_be_ends_the_answer(before: str) -> None:
-    speech = Speech("id", HERMES, TOOLS, thinks=False, is_thinking=False, parallel_calls=False)
-    parts = [speech.add(piece) for piece in (before, ADD[:9], ADD[9:-1])]
-    assert not speech.has_ended
-    parts += [speech.add("}" + ADD), speech.finish()]
-    assert speech.has_ended and speech.num_calls == 1
+    parser = AnswerParser("id", HERMES, TOOLS, thinks=False, is_thinking=False, parallel_calls=False)
+    parts = [parser.add(piece) for piece in (before, ADD[:9], ADD[9:-1])]
+    assert not parser.has_ended
+    parts += [parser.add("}" + ADD), parser.finish()]
+    assert parser.has_ended and parser.num_calls == 1
     assert "".join(call.arguments for part in parts for call in part.calls) == '{"a": 1}'

@@ -59,17 +59,17 @@ def _read(path: Path, is_over: Callable[[], bool]) -> None:
 def _missing(path: Path, num_bytes: int) -> list[int]:
     """Offsets of the pieces with pages that are not in memory; of all pieces if mincore cannot be relied on."""
     starts = range(0, num_bytes, _PIECE_BYTES)
-    if not num_bytes or not _is_told(path):
+    if not num_bytes or not _reports_residency(path):
         return list(starts)
-    is_there = np.zeros(-(-num_bytes // mmap.PAGESIZE), np.uint8)
+    is_resident = np.zeros(-(-num_bytes // mmap.PAGESIZE), np.uint8)
     mapped = np.memmap(path, np.uint8, "r", shape=num_bytes)
     mincore = ctypes.CDLL(None, use_errno=True).mincore
-    if mincore(*map(ctypes.c_void_p, (mapped.ctypes.data, num_bytes, is_there.ctypes.data))):
+    if mincore(*map(ctypes.c_void_p, (mapped.ctypes.data, num_bytes, is_resident.ctypes.data))):
         return list(starts)
     in_piece = _PIECE_BYTES // mmap.PAGESIZE
-    return [start for number, start in enumerate(starts) if not (is_there[number * in_piece :][:in_piece] & 1).all()]
+    return [start for number, start in enumerate(starts) if not (is_resident[number * in_piece :][:in_piece] & 1).all()]
 
 
-def _is_told(path: Path) -> bool:
+def _reports_residency(path: Path) -> bool:
     """Whether mincore reports truthfully: Linux does so for a file's owner and writers; to others, all is resident."""
     return path.stat().st_uid == os.geteuid() or os.access(path, os.W_OK)

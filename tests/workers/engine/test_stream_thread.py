@@ -8,12 +8,12 @@ from time import sleep
 import pytest
 import torch
 
-from workers.engine.beside import run_beside, thread_beside
+from workers.engine.stream_thread import run_in_thread, stream_thread
 
 
 @pytest.fixture
 def thread() -> Iterator[ThreadPoolExecutor]:
-    with thread_beside(torch.device("cpu"), "beside") as executor:
+    with stream_thread(torch.device("cpu"), "beside") as executor:
         yield executor
 
 
@@ -28,7 +28,7 @@ def test_steps_go_on_beside_it(thread: ThreadPoolExecutor) -> None:
         steps.append(1)
         stepped.set()
 
-    assert run_beside(thread, work, step) == 7 and steps
+    assert run_in_thread(thread, work, step) == 7 and steps
 
 
 def test_what_it_raises_is_raised(thread: ThreadPoolExecutor) -> None:
@@ -36,7 +36,7 @@ def test_what_it_raises_is_raised(thread: ThreadPoolExecutor) -> None:
         raise ValueError("no room")
 
     with pytest.raises(ValueError, match="no room"):
-        run_beside(thread, work, lambda: None)
+        run_in_thread(thread, work, lambda: None)
 
 
 def test_a_step_that_fails_waits_for_it(thread: ThreadPoolExecutor) -> None:
@@ -52,5 +52,5 @@ def test_a_step_that_fails_waits_for_it(thread: ThreadPoolExecutor) -> None:
         raise RuntimeError("a step failed")
 
     with pytest.raises(RuntimeError, match="a step failed"):
-        run_beside(thread, work, fails)
+        run_in_thread(thread, work, fails)
     assert ended

@@ -9,10 +9,10 @@ from workers.serving.messages import FailedBuild
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 600.0
 _MAX_KNOWN = 1000  # beyond, those that failed longest ago are forgotten
-_MAX_TOLD = 5
+_MAX_REPORTED = 5
 
 
-class Setbacks:
+class BuildBackoff:
     """Failed builds by their key (what is built). For one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,9 +38,9 @@ class Setbacks:
         failed = self._now(*self._known[key]) if key in self._known else None
         return failed if failed and failed.retry_in_s else None
 
-    def told(self) -> tuple[FailedBuild, ...]:
+    def report(self) -> tuple[FailedBuild, ...]:
         """The last _MAX_TOLD failures, the newest first."""
-        return tuple(self._now(*known) for known in list(reversed(self._known.values()))[:_MAX_TOLD])
+        return tuple(self._now(*known) for known in list(reversed(self._known.values()))[:_MAX_REPORTED])
 
     def _now(self, failed: FailedBuild, until: float) -> FailedBuild:
         return replace(failed, retry_in_s=max(0.0, until - self._clock()))

@@ -17,7 +17,7 @@ from tests.tiny import byte_tokenizer, loaded, make_model
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.test_local import answer, ask, settings_of, until
-from workers.serving import residency, resident, usable
+from workers.serving import examiner, residency, resident
 from workers.serving.context_file import FILE_NAME
 from workers.serving.contexts import name_artifact
 from workers.serving.local import LocalBackend
@@ -49,7 +49,7 @@ async def only(backend: LocalBackend) -> ContextInfo:
 
 def test_what_another_model_built_is_not_ready_here(store: Path, other: LoadedModel, monkeypatch) -> None:
     opened: Counter[Path] = Counter()
-    real = usable.open_artifact
+    real = examiner.open_artifact
 
     def count(path: Path):
         opened[path] += 1
@@ -60,7 +60,7 @@ def test_what_another_model_built_is_not_ready_here(store: Path, other: LoadedMo
         async with backend_of(store, other) as theirs, backend_of(store, loaded()) as ours:
             assert (await only(ours)).state == "ready"
             with monkeypatch.context() as patch:
-                patch.setattr(usable, "open_artifact", count)
+                patch.setattr(examiner, "open_artifact", count)
                 for _ in range(3):
                     info = await only(theirs)
                     assert info.state == "failed" and "tiny-llama" in info.what and "built with" in info.what
@@ -82,13 +82,13 @@ def test_what_another_model_built_is_not_ready_here(store: Path, other: LoadedMo
 def test_one_context_is_told_of_without_a_look_at_the_others(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name_artifact(store, "otter", build(store, text_of("otter")), "float32")
     looked: list[Path] = []
-    real = usable.Usable.look
+    real = examiner.Examiner.examine
 
-    def look(self: usable.Usable, path: Path) -> usable.Known:
+    def examine(self: examiner.Examiner, path: Path) -> examiner.Examination:
         looked.append(path)
         return real(self, path)
 
-    monkeypatch.setattr(usable.Usable, "look", look)
+    monkeypatch.setattr(examiner.Examiner, "examine", examine)
 
     async def main() -> None:
         async with backend_of(store, loaded()) as backend:
@@ -143,7 +143,7 @@ class Copying(FullEngine):
 def test_a_loaded_context_that_lost_bytes_is_refused_before_a_row_is_read(store: Path, monkeypatch) -> None:
     """Its rows are mapped: to read one that is gone ends the process. Who uses it already does not keep it for others,
     and the one that is loaded then is another, for the bytes may lie in other files."""
-    monkeypatch.setattr(residency, "_LOOK_S", 0.0)
+    monkeypatch.setattr(residency, "_CHECK_S", 0.0)
     rows = next(store.glob("*/layer-001.kv.safetensors"))
     whole = rows.read_bytes()
     rows.chmod(0o644)
@@ -173,7 +173,7 @@ def test_a_loaded_context_that_lost_bytes_is_refused_before_a_row_is_read(store:
 
 def test_a_loaded_context_whose_files_cannot_be_asked_is_answered_from(store: Path, monkeypatch) -> None:
     """What is mapped of a file that is gone is there."""
-    monkeypatch.setattr(residency, "_LOOK_S", 0.0)
+    monkeypatch.setattr(residency, "_CHECK_S", 0.0)
     rows = next(store.glob("*/layer-001.kv.safetensors"))
 
     async def main() -> None:
@@ -199,13 +199,13 @@ def test_damage_that_a_load_found_is_told_of_until_the_file_is_another(store: Pa
     damaged[8 + header_len + start : 8 + header_len + stop] = b"\xff" * (stop - start)
     index.chmod(0o644)
     index.write_bytes(damaged)
-    loads, real = [], usable.Usable.require_sound
+    loads, real = [], examiner.Examiner.require_sound
 
-    def count(self: usable.Usable, artifact: Artifact) -> None:
+    def count(self: examiner.Examiner, artifact: Artifact) -> None:
         loads.append(artifact)
         real(self, artifact)
 
-    monkeypatch.setattr(usable.Usable, "require_sound", count)
+    monkeypatch.setattr(examiner.Examiner, "require_sound", count)
 
     async def main() -> None:
         async with backend_of(store, loaded()) as backend:
@@ -231,7 +231,7 @@ def test_what_layers_without_an_index_keep_is_looked_at(tmp_path: Path, file: st
     """Of layers of linear attention: NaN there would be every answer's."""
     model = loaded("qwen3_5_text")
     path = tmp_path / build(tmp_path, text_of("heron"), model=model)
-    found = usable.Usable(model)
+    found = examiner.Examiner(model)
     with found.open(path) as artifact:
         found.require_sound(artifact)
         [(spec, offset)] = [of for of in plan(artifact.spec, file).tensors if of[0].name == name]
@@ -242,4 +242,4 @@ def test_what_layers_without_an_index_keep_is_looked_at(tmp_path: Path, file: st
         pytest.raises(ContextNotReadyError, match="holds NaN"),
     ):
         found.require_sound(artifact)
-    assert "holds NaN" in found.look(path).fault
+    assert "holds NaN" in found.examine(path).fault

@@ -11,7 +11,7 @@ PROBE_EVERY_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Soundness:
+class EngineHealth:
     """Probes an engine that failed by decoding one token. If that succeeds, only the one step was at fault; if not,
     the engine counts as broken (`fault`) and is probed again and again."""
 

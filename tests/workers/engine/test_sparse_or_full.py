@@ -21,12 +21,12 @@ from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import byte_tokenizer, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate
-from workers.engine import some_or_all
+from workers.engine import sparse_or_full
 from workers.engine.attend_all import attend_all_bytes
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.memory import plan_memory
 from workers.engine.shape import EngineShape
-from workers.engine.some_or_all import all_are_faster
+from workers.engine.sparse_or_full import all_are_faster
 from workers.serving.step_engine import NO_CONTEXT, StepRow
 
 CONTEXT_LEN = 300
@@ -38,9 +38,9 @@ ROW_BYTES = 2 * 2 * 16 * 2  # of two KV heads
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(emulator, monkeypatch)
     # two requests of the tiny model on one context read it whole, one does not; two query heads to a KV head
-    monkeypatch.setattr(some_or_all, "CHOOSING_BYTES", 100 * ROW_BYTES)
-    monkeypatch.setattr(some_or_all, "CHOOSING_BYTES_EACH", 10 * ROW_BYTES)
-    monkeypatch.setattr(some_or_all, "HEADS_LIKE_ALL", 5)
+    monkeypatch.setattr(sparse_or_full, "SELECTION_BYTES", 100 * ROW_BYTES)
+    monkeypatch.setattr(sparse_or_full, "SELECTION_BYTES_PER_ROW", 10 * ROW_BYTES)
+    monkeypatch.setattr(sparse_or_full, "HEADS_LIKE_FULL", 5)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_own_segments_are_read_with_the_others(half, artifact, monkeypatch) -> N
         ({"all_where_faster": True}, 0),
         ({"selector": "full"}, 0),
     ):
-        monkeypatch.setattr(some_or_all, "CHOOSING_BYTES", choosing * ROW_BYTES)
+        monkeypatch.setattr(sparse_or_full, "SELECTION_BYTES", choosing * ROW_BYTES)
         with make_engine(half, growth=growth, tail_capacity=1300, **changes) as engine:
             engine.add_context(0, artifact)
             for slot in (0, 1):

@@ -12,7 +12,7 @@ from workers.model.cpu.cpu_model import CpuModel
 from workers.serving.step_engine import Fidelity
 
 
-class Looks:
+class Observers:
     """Shows requests' observers all layers of their rows, and measures the fidelity of one watched row and layer."""
 
     def __init__(
@@ -27,7 +27,7 @@ class Looks:
         self._watched = None if watch is None else (int(np.flatnonzero(plan.order == watch[0])[0]), watch[1])
         self.fidelity: Fidelity | None = None  # of the row and layer that are watched
 
-    def look(self, layer_idx: int) -> None:
+    def show(self, layer_idx: int) -> None:
         """Show a layer to the observers, once the step's rows have attended in it."""
         for row, request in enumerate(self._plan.requests):
             if request.observer is not None:
@@ -46,7 +46,7 @@ class Looks:
             request.view,
             q,
             self._model.indexed_tails[layer_idx][request.slot, :, :tail_len],
-            own.num_rows if own is not None else request.num_left(tail_len),
+            own.num_rows if own is not None else request.num_outside_window(tail_len),
             chosen,
             torch.from_numpy(self._model.attended[row]).view_as(q),
             self._model.sinks[self._model.shape.indexed_layers[layer_idx]],

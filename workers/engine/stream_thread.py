@@ -10,24 +10,24 @@ _T = TypeVar("_T")
 _PAUSE_S = 0.001  # between two checks whether the work is done, when `meanwhile` has nothing to do
 
 
-def thread_beside(device: torch.device, name: str) -> ThreadPoolExecutor:
+def stream_thread(device: torch.device, name: str) -> ThreadPoolExecutor:
     """Return an executor of one thread with its own stream: its work on the device and steps do not wait for each
     other."""
 
-    def take_a_stream() -> None:
+    def use_own_stream() -> None:
         if device.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
-    return ThreadPoolExecutor(1, name, take_a_stream)
+    return ThreadPoolExecutor(1, name, use_own_stream)
 
 
-def finish_beside(device: torch.device) -> None:
+def synchronize_stream(device: torch.device) -> None:
     """Wait for what the calling thread has enqueued on its stream; then any stream may read the results."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
-def run_beside(thread: Executor, work: Callable[[], _T], meanwhile: Callable[[], None]) -> _T:
+def run_in_thread(thread: Executor, work: Callable[[], _T], meanwhile: Callable[[], None]) -> _T:
     """Run `work` in that thread, and call `meanwhile` until it is done. Raises what either raises, once `work` ends."""
     running = thread.submit(work)
     try:

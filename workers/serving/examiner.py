@@ -18,7 +18,7 @@ _FEW = 64  # removed artifacts that may be remembered, beside as many as are kno
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Examination:
     """The result of examining an artifact's path."""
 
     fault: str = ""  # why this service cannot answer from it
@@ -28,33 +28,33 @@ class Known:
     stamp: int = 0  # `_stamp` of its files when they were examined
 
 
-class Usable:
+class Examiner:
     """Examines artifacts, on any thread. A result is remembered as long as none of the artifact's files changes."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._fingerprint, self._geometry = loaded.fingerprint, loaded.geometry
         self._tokenizer_hash = loaded.tokenizer_hash
-        self._known: dict[Path, Known] = {}
-        self._most_known = _FEW  # entries from which removed artifacts are looked for
+        self._known: dict[Path, Examination] = {}
+        self._max_remembered = _FEW  # entries from which removed artifacts are looked for
 
-    def look(self, path: Path) -> Known:
+    def examine(self, path: Path) -> Examination:
         """Examine the artifact at that path. If its files have not changed, this costs only a `stat` of each."""
         try:
-            return self._look(path)
+            return self._examine(path)
         except ArtifactRoomError as error:
-            return Known(f"{_CANNOT}: {error}")
+            return Examination(f"{_CANNOT}: {error}")
 
-    def _look(self, path: Path) -> Known:
+    def _examine(self, path: Path) -> Examination:
         stamp = _stamp(path)
         known = self._known.get(path)
         if known is None or known.stamp != stamp:
-            known = self._examine(path, stamp)
+            known = self._examine_files(path, stamp)
         return known
 
-    def recall(self, path: Path) -> Known:
-        """`look`, but without touching the disk if the artifact was usable when it was last examined."""
+    def recall(self, path: Path) -> Examination:
+        """`examine`, but without touching the disk if the artifact was usable when it was last examined."""
         known = self._known.get(path)
-        return self.look(path) if known is None or known.fault else known
+        return self.examine(path) if known is None or known.fault else known
 
     def forget(self, path: Path) -> None:
         """Forget an artifact that has been removed."""
@@ -65,7 +65,7 @@ class Usable:
 
         Raises ContextNotReadyError if it cannot be used, ArtifactRoomError if others have to be closed first.
         """
-        fault = self._look(path).fault
+        fault = self._examine(path).fault
         try:
             if not fault:
                 return open_artifact(path)
@@ -81,10 +81,10 @@ class Usable:
             artifact.require_sound()
         except ArtifactError as error:
             fault = f"{_CANNOT}: {error}"
-            self._known[artifact.path] = replace(self.look(artifact.path), fault=fault, token_ids=None)
+            self._known[artifact.path] = replace(self.examine(artifact.path), fault=fault, token_ids=None)
             raise ContextNotReadyError(fault) from error
 
-    def _examine(self, path: Path, stamp: int) -> Known:
+    def _examine_files(self, path: Path, stamp: int) -> Examination:
         self._known.pop(path, None)
         try:
             with open_artifact(path) as artifact:
@@ -92,29 +92,29 @@ class Usable:
         except ArtifactRoomError:
             raise
         except ArtifactError as error:
-            known = Known(f"{_CANNOT}: {error}", is_lost=True, stamp=stamp)
+            known = Examination(f"{_CANNOT}: {error}", is_lost=True, stamp=stamp)
             if not isinstance(error, ArtifactCorruptError | ArtifactMismatchError):
                 return known  # not remembered: its path may come back with the same files
-        if len(self._known) >= self._most_known:
-            self._forget_gone()
+        if len(self._known) >= self._max_remembered:
+            self._forget_removed()
         self._known[path] = known
         return known
 
-    def _forget_gone(self) -> None:
-        """Forget artifacts that other services have removed. `_most_known` doubles, so the cost is amortised."""
+    def _forget_removed(self) -> None:
+        """Forget artifacts that other services have removed. `_max_remembered` doubles, so the cost is amortised."""
         for path in list(self._known):
             if not path.exists():
                 self.forget(path)
-        self._most_known = 2 * len(self._known) + _FEW
+        self._max_remembered = 2 * len(self._known) + _FEW
 
-    def _of(self, artifact: Artifact, stamp: int) -> Known:
+    def _of(self, artifact: Artifact, stamp: int) -> Examination:
         spec = artifact.spec
         try:
             artifact.require_model(self._fingerprint, self._geometry)
             artifact.require_tokenizer(self._tokenizer_hash)
         except ArtifactMismatchError as error:
-            return Known(f"{_CANNOT}: {error}", stamp=stamp)
-        return Known("", False, np.array(artifact.token_ids), spec, stamp)
+            return Examination(f"{_CANNOT}: {error}", stamp=stamp)
+        return Examination("", False, np.array(artifact.token_ids), spec, stamp)
 
 
 def _stamp(path: Path) -> int:

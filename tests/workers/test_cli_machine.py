@@ -21,7 +21,7 @@ from rich.console import Console
 
 from csattn import __version__
 from tests.workers.test_cli import csattn, in_process, last_line
-from workers.cli import asking, examining, serving, shelf, terminal, version
+from workers.cli import doctor_command, generating, serving, store_commands, terminal, version
 from workers.doctor import Facts, examine, gather_facts
 from workers.settings import example
 from workers.settings.parts import KEYS, suited_lookahead
@@ -82,7 +82,7 @@ def test_doctor_finds_this_machine_usable(tmp_path: Path, capsys, monkeypatch) -
         assert "error" not in found.probes[name], found.probes[name]
     assert found.probes["memory"]["available_bytes"] <= found.probes["memory"]["total_bytes"]
     assert found.openmp_waits == os.environ["OMP_WAIT_POLICY"]
-    monkeypatch.setattr(examining, "gather_facts", lambda store: found)
+    monkeypatch.setattr(doctor_command, "gather_facts", lambda store: found)
     result = last_line(in_process("doctor", "--store", tmp_path / "store", "--json", capsys=capsys))
     assert result["healthy"] and result["problems"] == 0
     assert {"python", "torch", "device", "cupy", "faiss", "numba", "ray", "store"} <= {
@@ -96,7 +96,7 @@ def test_doctor_exits_with_1_where_there_is_a_problem(capsys, monkeypatch) -> No
         name: {"error": "it is broken"} for name in ("torch", "numba", "memory", "store", "kept", "faiss", "ray")
     }
     sick = Facts(python=(3, 11), packages={}, probes={**answers, "cupy": {"error": ""}, "triton": {"error": ""}})
-    monkeypatch.setattr(examining, "gather_facts", lambda store: sick)
+    monkeypatch.setattr(doctor_command, "gather_facts", lambda store: sick)
     done = in_process("doctor", "--json", capsys=capsys)
     assert done.returncode == 1
     result = json.loads(done.stdout.strip().splitlines()[-1])
@@ -177,8 +177,8 @@ def test_an_answer_is_written_as_the_model_said_it(monkeypatch, capsys) -> None:
         for piece in said:
             given[6](piece)
 
-    monkeypatch.setattr(asking, "answer", answer)
-    asking.speak(*[cast(Any, None)] * 7, "csattn")
+    monkeypatch.setattr(generating, "answer", answer)
+    generating.speak(*[cast(Any, None)] * 7, "csattn")
     assert capsys.readouterr().out == f"csattn: {said}\n"
 
 
@@ -244,7 +244,7 @@ def test_an_interrupt_is_no_success(capsys, monkeypatch) -> None:
     def interrupted(store):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shelf, "listing", interrupted)
+    monkeypatch.setattr(store_commands, "listing", interrupted)
     done = in_process("ls", "--json", capsys=capsys)
     assert done.returncode == 130 and "interrupted" in done.stderr and "build" not in done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["error"]["type"] == "Interrupted"
@@ -268,7 +268,7 @@ def test_memory_that_cannot_be_had_is_a_sentence(capsys, monkeypatch, error, wor
             raise error
         error.zeros(1 << 62, dtype=error.uint8)
 
-    monkeypatch.setattr(shelf, "listing", listing)
+    monkeypatch.setattr(store_commands, "listing", listing)
     done = in_process("ls", "--json", capsys=capsys)
     assert done.returncode == 1
     assert "not enough memory (" in done.stderr and words in done.stderr and "`csattn doctor`" in done.stderr
@@ -279,7 +279,7 @@ def test_another_error_of_a_library_keeps_its_traceback(capsys, monkeypatch) -> 
     def listing(store):
         raise RuntimeError("sizes of tensors must match")
 
-    monkeypatch.setattr(shelf, "listing", listing)
+    monkeypatch.setattr(store_commands, "listing", listing)
     with pytest.raises(RuntimeError, match="sizes of tensors"):
         in_process("ls", capsys=capsys)
 
@@ -309,7 +309,7 @@ def test_help_tells_where_layers_are_searched_ahead(capsys, monkeypatch) -> None
 
 def test_neither_loads_a_heavy_library() -> None:
     program = (
-        "import sys; import workers.cli.app, workers.cli.examining, workers.settings, workers.doctor.facts; "
+        "import sys; import workers.cli.app, workers.cli.doctor_command, workers.settings, workers.doctor.facts; "
         "print([name for name in ('torch', 'numba', 'faiss', 'numpy', 'ray') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

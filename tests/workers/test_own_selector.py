@@ -23,7 +23,7 @@ from csattn.selectors import About, register
 from index_build.pipeline import build_artifact
 from tests.selections import check_selection
 from tests.tiny import loaded, token_ids
-from workers.api.asking import read_chat
+from workers.api.parsing import read_chat
 from workers.cli import comparing
 from workers.cli.app import app
 from workers.engine.fidelity import Seen

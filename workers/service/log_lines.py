@@ -10,7 +10,7 @@ from typing import Any
 from workers.words import harmless
 
 FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_OURS = ("csattn", "offload", "workers")
+_OWN_PACKAGES = ("csattn", "offload", "workers")
 
 
 def log_to_stderr() -> None:
@@ -23,7 +23,7 @@ def log_to_stderr() -> None:
             faulthandler.enable(sys.__stderr__)
     _clean_records()
     logging.basicConfig(stream=sys.__stderr__, format=FORM, level=logging.WARNING)
-    for name in _OURS:
+    for name in _OWN_PACKAGES:
         logging.getLogger(name).setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # else it warns of every client that has left
 

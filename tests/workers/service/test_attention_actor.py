@@ -72,7 +72,7 @@ def test_events_and_errors_cross_as_values(backend: Startable) -> None:
         assert told[:-1] == [Piece(word) for word in Script().words] and isinstance(told[-1], Done)
         [error] = [event async for events in actor.generate("2", "i", ask("quick", "none")) for event in events]
         assert isinstance(error, UnknownModelError)
-        assert await actor.beat("i") == backend.standing()
+        assert await actor.heartbeat("i") == backend.standing()
         assert await actor.health() == Health(True) and await actor.failure() is None
 
     asyncio.run(run())
@@ -106,7 +106,7 @@ def test_it_holds_and_drops_what_it_is_told_to(backend: Startable) -> None:
         actor = AttentionActor(Settings())
         assert await actor.call("hold", [book, verse]) is None
         assert await actor.call("drop", [verse]) is None
-        standing = await actor.beat("i")
+        standing = await actor.heartbeat("i")
         assert isinstance(standing, Standing) and standing.held == (book,) and standing.held_bytes == 5
         await actor.call("drop", [book])
         assert isinstance(await actor.call("drop", [book]), ServingError)
@@ -133,7 +133,7 @@ def test_a_request_that_nobody_waits_for_is_ended(backend: Startable) -> None:
         actor = AttentionActor(Settings())
         events = actor.generate("1", "i", ask("slow"))
         await anext(events)
-        standing = await actor.beat("i")
+        standing = await actor.heartbeat("i")
         assert isinstance(standing, Standing) and standing.num_running == len(backend.running) == 1
         await actor.end("1")
         await until(lambda: not backend.running)
@@ -150,7 +150,7 @@ def test_requests_of_a_process_that_is_silent_are_ended_and_no_others(backend: S
         await anext(silent)
         await anext(heard)
         for _ in range(20):
-            await actor.beat("here")
+            await actor.heartbeat("here")
             await asyncio.sleep(0.02)
         assert len(backend.running) == 1 and backend.num_ended_early == 1
         await heard.aclose()
@@ -182,7 +182,7 @@ def test_a_worker_that_cannot_start_says_why_and_ends(
     monkeypatch.setattr(making, "make_backend", refuse)
     if error is None:
         monkeypatch.setitem(sys.modules, "workers.service.making", None)  # type: ignore[arg-type]
-    monkeypatch.setattr(attention_actor, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(attention_actor, "_RESTART_S", 0.01)
     monkeypatch.setattr(attention_actor.os, "_exit", ended.append)
 
     async def run() -> None:
@@ -190,7 +190,7 @@ def test_a_worker_that_cannot_start_says_why_and_ends(
         assert await actor.failure() == why
         assert await actor.health() == Health(False, why)
         [told] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
-        for lost in (told, await actor.beat("i"), await actor.call("contexts")):  # others are asked in its place
+        for lost in (told, await actor.heartbeat("i"), await actor.call("contexts")):  # others are asked in its place
             assert isinstance(lost, WorkerLostError) and why in lost.detail and why not in lost.message
         await until(lambda: ended == [1])
 

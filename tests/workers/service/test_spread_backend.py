@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily
 
 from workers.service import spread_backend
-from workers.service.spread_backend import COLD_S, SpreadBackend, choose, cold
+from workers.service.spread_backend import IDLE_S, SpreadBackend, choose, surplus_contexts
 from workers.serving.messages import (
     Ask,
     BadRequestError,
@@ -70,7 +70,7 @@ class Here:
     async def health(self) -> Health:
         return Health(self.error is None, "" if self.error is None else f"{self.name} is not there")
 
-    async def beat(self, ingress: str) -> None:
+    async def heartbeat(self, ingress: str) -> None:
         self.num_beats += 1
 
 
@@ -284,15 +284,15 @@ def test_a_hot_context_is_loaded_elsewhere_too_and_cold_ones_are_dropped() -> No
     assert choose(given, "book") is other
     other.num_running = 4
     assert choose(given, "book") is hot
-    both = standing(holding("book", idle_s=COLD_S))
+    both = standing(holding("book", idle_s=IDLE_S))
     hot.standing, other.standing, hot.num_running, other.num_running = both, both, 0, 0
-    [(worker, surplus)] = cold(given)
+    [(worker, surplus)] = surplus_contexts(given)
     assert surplus == [both.held[0]] and worker is not choose(given, "book")
-    for idle in (holding("book", idle_s=COLD_S - 1), holding("book", num_users=1)):
+    for idle in (holding("book", idle_s=IDLE_S - 1), holding("book", num_users=1)):
         worker.standing = standing(idle)
-        assert cold(given) == []
+        assert surplus_contexts(given) == []
     worker.standing = None
-    assert cold(given) == []
+    assert surplus_contexts(given) == []
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
@@ -302,8 +302,8 @@ def test_a_context_of_two_names_is_never_dropped_by_all(first: str) -> None:
         names = f"a{number}", f"b{number}"
         given = workers(3)
         for worker, order in zip(given, (names, names[::-1], names[:1] if first == "a" else names[1:]), strict=True):
-            worker.standing = standing(Held("path", order, 10, 0, COLD_S))
-        assert len(cold(given)) == 2
+            worker.standing = standing(Held("path", order, 10, 0, IDLE_S))
+        assert len(surplus_contexts(given)) == 2
 
 
 def test_a_worker_that_does_not_answer_is_asked_last() -> None:
@@ -322,7 +322,7 @@ async def until(is_so: Callable[[], Any]) -> None:
 
 
 def test_a_worker_that_comes_back_is_told_what_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread_backend, "BEAT_S", 0.001)
+    monkeypatch.setattr(spread_backend, "HEARTBEAT_S", 0.001)
     held = holding("book"), holding("verse")
     given = workers(2, standing=standing())
     lost, other = given
@@ -346,9 +346,9 @@ def test_a_worker_that_comes_back_is_told_what_it_held(monkeypatch: pytest.Monke
 
 def test_while_workers_load_and_unload_all_are_sent_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is told one thing at a time, and nothing that it held is forgotten."""
-    monkeypatch.setattr(spread_backend, "BEAT_S", 0.001)
+    monkeypatch.setattr(spread_backend, "HEARTBEAT_S", 0.001)
     given = workers(2)
-    held = [holding("book", idle_s=COLD_S)]
+    held = [holding("book", idle_s=IDLE_S)]
 
     async def beats(count: int) -> None:
         for worker in given:
@@ -358,7 +358,7 @@ def test_while_workers_load_and_unload_all_are_sent_beats(monkeypatch: pytest.Mo
     async def main() -> None:
         for worker in given:
             worker.standing = standing(*held)
-        [(slow, _)] = cold(given)
+        [(slow, _)] = surplus_contexts(given)
         slow.may_answer = asyncio.Event()
         await SpreadBackend(given).workers()
         await beats(5)
@@ -376,12 +376,12 @@ def test_while_workers_load_and_unload_all_are_sent_beats(monkeypatch: pytest.Mo
 
 def test_beats_go_on_after_one_that_failed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     class FailsOnce(Here):
-        async def beat(self, ingress: str) -> None:
-            await super().beat(ingress)
+        async def heartbeat(self, ingress: str) -> None:
+            await super().heartbeat(ingress)
             if self.num_beats == 1:
                 raise RuntimeError("what nobody expected")
 
-    monkeypatch.setattr(spread_backend, "BEAT_S", 0.001)
+    monkeypatch.setattr(spread_backend, "HEARTBEAT_S", 0.001)
     given = [FailsOnce("attention-0"), Here("attention-1")]
 
     async def main() -> None:

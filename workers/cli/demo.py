@@ -18,8 +18,8 @@ from csattn.models.prompt import context_ids
 from csattn.selector_names import SelectorName
 from index_build.inputs import read_text
 from index_build.plan import plan_text
-from workers.cli.asking import speak
 from workers.cli.building import run_build, show_loading, use_threads
+from workers.cli.generating import speak
 from workers.cli.terminal import counting, out, table
 from workers.engine.answer import Answer, answer, question_tokens
 from workers.engine.opening import open_engine

@@ -48,17 +48,17 @@ class LatentLayer:
         if weights.queries:
             projected = _products(query_latents(inputs, weights, spec), weights.queries)
         self._rows[tokens] = latent_rows(inputs, weights, spec, turn, self._rows.shape[1]).to(self._rows.dtype)
-        asked, seen = latent_queries(inputs, projected, weights, spec, turn), self._rows[: tokens.stop]
+        queries, seen = latent_queries(inputs, projected, weights, spec, turn), self._rows[: tokens.stop]
         chosen = None
         if self._chosen is not None:
             if spec.indexer is not None:
                 lens = torch.arange(tokens.start + 1, tokens.stop + 1, dtype=torch.int32, device=seen.device)
-                self._chosen[tokens] = choose_rows(asked, seen, lens, spec)
+                self._chosen[tokens] = choose_rows(queries, seen, lens, spec)
             chosen = self._chosen[tokens]
-        attended = attend_latents(asked.q.to(seen.dtype), seen, chosen, spec, self._scale)
+        attended = attend_latents(queries.q.to(seen.dtype), seen, chosen, spec, self._scale)
         hidden = hidden + layer.self_attn.o_proj(latent_values(attended, weights).to(hidden.dtype))
-        leaving: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
-        return leaving
+        hidden_out: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
+        return hidden_out
 
 
 def _products(x: Tensor, linears: tuple[Linear, ...]) -> Tensor:

@@ -143,7 +143,7 @@ class Channel:
 
     def _send_memory(self, num_bytes: int) -> None:
         """Replace the memory of messages by a new one; no request may be under way."""
-        with told_of_room(num_bytes):
+        with shared_memory_errors(num_bytes):
             fd = create_memory(num_bytes)
         try:
             self.mail = Mail(map_memory(fd))
@@ -154,7 +154,7 @@ class Channel:
 
 
 @contextlib.contextmanager
-def told_of_room(num_bytes: int) -> Iterator[None]:
+def shared_memory_errors(num_bytes: int) -> Iterator[None]:
     """Convert an OSError while shared memory is made into a SearchLostError that says how much was needed."""
     try:
         yield

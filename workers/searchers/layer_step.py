@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from offload.shared_memory import ALIGNMENT, SharedMemory, array_in
 from workers.engine.pool_searcher import RowSearch
-from workers.searchers.channel import told_of_room
+from workers.searchers.channel import shared_memory_errors
 from workers.searchers.shares import Share, shares_of
 from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan, arrays_of
 
@@ -84,7 +84,7 @@ class LayerStep:
 def layer_memory(num_bytes: int) -> SharedMemory:
     """Make memory for steps of one layer, at least num_bytes."""
     num_bytes = max(num_bytes, LEAST_BYTES)
-    with told_of_room(num_bytes):
+    with shared_memory_errors(num_bytes):
         memory = SharedMemory(num_bytes, torch.device("cpu"))
     memory.array[READY : READY + 8].view(np.int64)[0] = 1
     return memory

@@ -102,8 +102,8 @@ def read_context(loaded: LoadedModel, context: NDArray[np.int32], following: NDA
     ids = torch.from_numpy(np.concatenate([context, following[:-1]])).long()
     layers: list[ContextLayer] = []
     predictor: Tensor | None = None
-    leaving = torch.empty(0)
-    for capture, leaving in prefill(model, ids):
+    hidden_out = torch.empty(0)
+    for capture, hidden_out in prefill(model, ids):
         grouped = capture.q[:, :rows].float().unflatten(0, (geometry.num_kv_heads, -1))
         k, v = capture.kv[:, :rows].float().unbind(2)
         scale = body.layers[capture.layer_idx].self_attn.scaling
@@ -111,11 +111,13 @@ def read_context(loaded: LoadedModel, context: NDArray[np.int32], following: NDA
         if capture.layer_idx + 1 < geometry.num_layers:
             following_layer = body.layers[capture.layer_idx + 1]
             sampled = sample_rows(rows, geometry.head_dim)
-            early, own = (queries_before_rope(following_layer, h[:rows][sampled]) for h in (capture.hidden_in, leaving))
+            early, own = (
+                queries_before_rope(following_layer, h[:rows][sampled]) for h in (capture.hidden_in, hidden_out)
+            )
             stored = take_next_query(next_query_arrays(fit_predictor(early, own).cpu().numpy()))
             assert stored is not None
             predictor = torch.from_numpy(stored).to(loaded.device)
-    log_probs = model.lm_head(body.norm(leaving[-num_tokens:])).float().log_softmax(-1)
+    log_probs = model.lm_head(body.norm(hidden_out[-num_tokens:])).float().log_softmax(-1)
     return RealContext(loaded, layers, following, log_probs)
 
 

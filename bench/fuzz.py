@@ -88,20 +88,20 @@ def attempt(
 
 
 def attempts(
-    loaded: LoadedModel, artifacts: list[tuple[Path, list[int]]], scratch: Path, seed: int, numbers: range, told: int
+    loaded: LoadedModel, artifacts: list[tuple[Path, list[int]]], scratch: Path, seed: int, numbers: range, pipe: int
 ) -> None:
     """In a child: a line for each try before it begins, and one with its outcome, in JSON."""
     for number in numbers:
-        tell(told, number)
+        write_line(pipe, number)
         try:
-            kinds, came = attempt(loaded, artifacts, scratch, seed, number)
+            kinds, outcome_text = attempt(loaded, artifacts, scratch, seed, number)
         except BaseException:
-            kinds, came = [], FAULT + traceback.format_exc()[-700:]
-        tell(told, number, kinds, came)
+            kinds, outcome_text = [], FAULT + traceback.format_exc()[-700:]
+        write_line(pipe, number, kinds, outcome_text)
 
 
-def tell(told: int, *what: Any) -> None:
-    os.write(told, json.dumps(what).encode() + b"\n")
+def write_line(pipe: int, *what: Any) -> None:
+    os.write(pipe, json.dumps(what).encode() + b"\n")
 
 
 def watch(child: int, lines: int, until: float) -> Iterator[tuple[int, list[str], str]]:
@@ -144,18 +144,18 @@ def main() -> None:
         scratch = Path(directory)
         artifacts = [(path, ask(loaded, path, True)) for path in build_all(loaded, scratch / "store")]
         while first < end and time.monotonic() < until:
-            lines, told = os.pipe()
+            lines, pipe = os.pipe()
             if (child := os.fork()) == 0:
-                attempts(loaded, artifacts, scratch, options.seed, range(first, end), told)
+                attempts(loaded, artifacts, scratch, options.seed, range(first, end), pipe)
                 os._exit(0)
-            os.close(told)
-            for number, kinds, came in watch(child, lines, until):
+            os.close(pipe)
+            for number, kinds, outcome_text in watch(child, lines, until):
                 first = number + 1
-                is_fault = came.startswith(FAULT)
-                outcomes["fault" if is_fault else came] += 1
+                is_fault = outcome_text.startswith(FAULT)
+                outcomes["fault" if is_fault else outcome_text] += 1
                 tries.update(set(kinds))
                 if is_fault:
-                    faults.append(f"--seed {options.seed} --only {number}: {came}")
+                    faults.append(f"--seed {options.seed} --only {number}: {outcome_text}")
                     print(faults[-1], flush=True)
             os.close(lines)
         for path, _ in artifacts:

@@ -80,16 +80,16 @@ def judged(reply: bytes | None) -> tuple[str, str]:
         return status, f"status {status}: {body[:200]!r}"
     if status[0] in "45" and body_bytes(reply) > MAX_REFUSAL_BYTES:
         return status, f"a refusal of {body_bytes(reply)} bytes"
-    tells_its_end = re.search(rb"\r\n(content-length|transfer-encoding):", head.lower())  # else closing is its end
-    is_broken = tells_its_end and not _is_whole(reply)
+    has_declared_end = re.search(rb"\r\n(content-length|transfer-encoding):", head.lower())  # else closing is its end
+    is_broken = has_declared_end and not _is_whole(reply)
     return status, f"a reply that broke off: {reply[-60:]!r}" if is_broken else ""
 
 
 def body_bytes(reply: bytes) -> int:
     """Of the first reply: those to requests that were sent with it may stand behind."""
     head, _, rest = reply.partition(b"\r\n\r\n")
-    told = re.search(rb"\r\ncontent-length: (\d+)", head.lower())
-    return int(told[1]) if told else len(rest)
+    declared = re.search(rb"\r\ncontent-length: (\d+)", head.lower())
+    return int(declared[1]) if declared else len(rest)
 
 
 async def attack(

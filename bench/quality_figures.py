@@ -287,7 +287,7 @@ def needles() -> list[str]:
     for length, stretch in sorted({(case["length"], case["stretch"]) for case in cases}):
         of_length = [case for case in cases if case["length"] == length]
         asked = len({case["sample"] for case in of_length})
-        cells = [", ".join(f"{found(of_length, who, depth)}" for who in FINDERS) for depth in depths]
+        cells = [", ".join(f"{found(of_length, method, depth)}" for method in FINDERS) for depth in depths]
         lines.append(f"| {length / 1024:.0f}K (× {stretch:g}) | {asked} | {' | '.join(cells)} |")
     return lines
 

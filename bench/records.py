@@ -20,13 +20,13 @@ class Records:
     """The cases of one file. Cases that are there already are not measured again."""
 
     def __init__(
-        self, path: Path | None, header: dict[str, Any], key: tuple[str, ...], alike: tuple[str, ...] = ()
+        self, path: Path | None, header: dict[str, Any], key: tuple[str, ...], fixed_fields: tuple[str, ...] = ()
     ) -> None:
         """header: what holds for the whole run; a file that exists keeps its cases and gets the new header.
 
         key: the fields that tell one case from another; whatever else a case holds was measured. A case that is added
         has its run's commit, for the header's is that of the last run.
-        alike: fields of the header that no case tells. Raises GateError for a file in which one of them is another.
+        fixed_fields: of the header, which no case has. Raises GateError for a file in which one of them is another.
         """
         self._path = path
         self._key = key
@@ -34,7 +34,7 @@ class Records:
         self.content: dict[str, Any] = {**header, "cases": []}
         if path is not None and path.exists():
             before = json.loads(path.read_text())
-            for name in alike:
+            for name in fixed_fields:
                 gate(
                     name not in before or before[name] == json.loads(json.dumps(header[name])),
                     f"{path} was measured with {name} {before.get(name)}, not {header[name]}; name another file",

@@ -41,7 +41,7 @@ from bench.load import (
     model_name,
     replay,
     stop,
-    told,
+    trace_report,
 )
 from bench.served_model import saved_model
 from bench.timing import end_as_interrupted, gate
@@ -58,7 +58,7 @@ from workers.serving.contexts import name_artifact
 HUNG_S = 240.0
 POLL_S = 0.1
 NODE_AWAY_S = 3.0  # until another is added
-AGAIN_S = 60.0  # that a worker is given to hold what it held, once it is back
+RECOVERY_S = 60.0  # that a worker is given to hold what it held, once it is back
 NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 
 
@@ -174,7 +174,7 @@ class Chaos:
             worker = (await self.workers())[name]
             if worker["since"] not in (None, before["since"]):
                 since = since or time.monotonic()
-                if worker["held"] >= before["held"] or time.monotonic() > since + AGAIN_S:
+                if worker["held"] >= before["held"] or time.monotonic() > since + RECOVERY_S:
                     return set(worker["held"])
             await asyncio.sleep(POLL_S)
 
@@ -210,7 +210,7 @@ async def run(service: Service, cluster: Any, options: argparse.Namespace, answe
         model = await model_name(client)
         await replay(client, model, first_questions(options), options, answers)
         watch, chaos = Watch(options), Chaos(service, cluster, options)
-        await watch.look()
+        await watch.sample()
         beside = [asyncio.create_task(watch.run())]
         if options.every_s:
             beside.append(asyncio.create_task(chaos.run()))
@@ -229,7 +229,7 @@ async def run(service: Service, cluster: Any, options: argparse.Namespace, answe
             for task in beside:
                 stop(task)
     return {
-        **told(said, num_replays * trace, started, ended, options),
+        **trace_report(said, num_replays * trace, started, ended, options),
         **watch.found(sum(of.new_tokens for of in said)),
         "killed": chaos.num_killed,
         "back_after_s": spread(chaos.back_s),

@@ -181,9 +181,9 @@ def beside_llama_cpp() -> list[str]:
     """Prefill and decoding on a CPU."""
     lines = ["| tokens of context | | prefill, s | ms a token | MB stored |", "|---:|---|---:|---:|---:|"]
     for of in measured("llama-cpp.json"):
-        who = f"llama.cpp, {of['weights']}" if of["by"] == "llama.cpp" else f"csattn, {of['by']}, {of['keep']:.0%}"
+        name = f"llama.cpp, {of['weights']}" if of["by"] == "llama.cpp" else f"csattn, {of['by']}, {of['keep']:.0%}"
         figures = f"{of['prefill_s']:.0f} | {of['step_p50_ms']:.0f} | {of['stored_bytes'] / 1e6:.0f}"
-        lines.append(f"| {of['context_len']:,} | {who} | {figures} |")
+        lines.append(f"| {of['context_len']:,} | {name} | {figures} |")
     kl = rounding_kl()
     told = f"KL {kl['fp8']:.3f} in `fp8`, {kl['int4']:.3f} in `int4` (Python, `python -m bench.rounding`)"
     return [*lines, "", f"Rounding changes the predictions of the file's model: {told}."]

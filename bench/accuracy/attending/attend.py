@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bench.accuracy.attending.context import ContextLayer, Step, heads_apart, step_apart
+from bench.accuracy.attending.context import ContextLayer, Step, split_heads, split_step
 
 _ELEMENTS, _ELEMENTS_ON_GPU = 1 << 25, 1 << 28  # logits that are held at a time
 
@@ -78,7 +78,7 @@ class Reading:
     window_len: int
     rest: Literal["none", "codes", "moments"]
     own_window: int | None = None  # of the tokens' own rows the last, which are not searched for; None: all of them
-    per_query_head: bool = False  # each chooses for itself; codes are then of a layer with its `heads_apart`
+    per_query_head: bool = False  # each chooses for itself; codes are then of a layer with its `split_heads`
 
     def near(self, context_len: int, num_own: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Which rows of the context and the tokens' own each token reads unasked, and which it sees: [n, num_rows]."""
@@ -97,8 +97,8 @@ def attend(
 ) -> Tensor:
     """out like step.q. codes: rows are chosen by them; None: by the rows themselves."""
     if reading.per_query_head:
-        alone = replace(reading, per_query_head=False)
-        return attend(heads_apart(layer), step_apart(step), codes, alone, on_chosen).view_as(step.q)
+        shared = replace(reading, per_query_head=False)
+        return attend(split_heads(layer), split_step(step), codes, shared, on_chosen).view_as(step.q)
     num_heads, group_size, num_tokens, _ = step.q.shape
     most = _ELEMENTS_ON_GPU if step.q.is_cuda else _ELEMENTS
     at_once = max(1, most // (num_heads * group_size * layer.context_len))

@@ -45,13 +45,13 @@ class Step:
     v: Tensor
 
 
-def heads_apart(layer: ContextLayer) -> ContextLayer:
+def split_heads(layer: ContextLayer) -> ContextLayer:
     """The layer as if every query head had its KV head for itself, as methods see it that choose for each alone."""
     k, v = (rows.repeat_interleave(layer.q.shape[1], 0) for rows in (layer.k, layer.v))
     return replace(layer, q=layer.q.flatten(0, 1)[:, None], k=k, v=v)
 
 
-def step_apart(step: Step) -> Step:
+def split_step(step: Step) -> Step:
     """What the tokens bring to it."""
     k, v = (rows.repeat_interleave(step.q.shape[1], 0) for rows in (step.k, step.v))
     q, early = (of.flatten(0, 1)[:, None] for of in (step.q, step.early))

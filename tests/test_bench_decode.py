@@ -18,7 +18,7 @@ from bench.decode.other_layers import other_bytes, with_other_layers
 from bench.decode.recording import Recording, load_recording, save_recording
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, layer_bytes, row_bytes, weight_bytes
 from bench.decode.sparse_op import SparseOp
-from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries, apart, together
+from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries, split_requests, merge_requests
 from bench.decode.variants import INDEXES, of_variant
 from bench.decode.widened import (
     NUM_WIDE_LAYERS,
@@ -362,7 +362,7 @@ def test_a_variant_names_an_index_and_what_is_done_about_the_rest():
 def test_full_attention_reads_a_shared_context_once_for_all_requests(num_contexts):
     q = torch.randn(3, 8, 16)
     k, v = (torch.randn(num_contexts, 2, 33, 16) for _ in range(2))
-    out = apart(full_attention_ways()["math, packed"](together(q, k), k, v), 3, k)
+    out = split_requests(full_attention_ways()["math, packed"](merge_requests(q, k), k, v), 3, k)
     want = reference_attention(q[:, :, None], *(x.expand(3, -1, -1, -1) for x in (k, v)))[:, :, 0]
     assert relative_error(out, want) < 1e-5
 

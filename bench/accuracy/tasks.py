@@ -154,7 +154,7 @@ def _ask_all(arguments: argparse.Namespace) -> dict[str, Any]:
     header = {"bench": "tasks", "model": loaded.name, "machine": machine(), "dtype": arguments.dtype}
     if loaded.device.type == "cuda":
         header["gpu"] = torch.cuda.get_device_name(loaded.device)
-    records = Records(arguments.json, header, KEY, alike=("dtype",))
+    records = Records(arguments.json, header, KEY, fixed_fields=("dtype",))
     for length in arguments.lengths:
         for name in names:
             for sample in range(arguments.samples):

@@ -77,7 +77,7 @@ def prefill_seconds(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexCo
                 fit = make_fit(loaded, capture, hidden_out)
                 outbox.send(capture.kv, partial(index_and_fit, fit, capture, config, threads), lambda arrays: None)
                 if capture.is_single_buffered:
-                    outbox.settle()
+                    outbox.wait_until_read()
     return time.perf_counter() - started
 
 

@@ -125,7 +125,7 @@ def time_parts(
         for _ in range(3):  # the first two lock host memory
             started = time.perf_counter()
             outbox.send(kv, lambda: arrays, lambda arrays: None)
-            outbox.settle()  # comes back when that was made
+            outbox.wait_until_read()  # comes back when that was made
             wait(q.device)
             seconds["copy"] = time.perf_counter() - started
     return seconds
@@ -163,7 +163,7 @@ def run_case(shape_name: str, context_len: int, num_layers: int | None, device: 
                 started = time.perf_counter()
                 fit_predictor(*samples)
                 outbox.send(kv, partial(index_arrays, q, kv, config, threads), lambda arrays: None)
-                outbox.settle()
+                outbox.wait_until_read()
                 wait_for_stream(device)  # the last copies go on beside what follows, as beside a prefill
                 layer_s.append(time.perf_counter() - started)
     return {

@@ -62,9 +62,9 @@ def replies(hostile: dict[str, Any], kinds: tuple[str, ...]) -> tuple[int, str]:
     """How many there were of these kinds, and how many of them had a reply."""
     came = sum((Counter(hostile["by_kind"][kind]) for kind in kinds), Counter())
     num_left = came["left"] + came["closed"]
-    told = [f"{came.total() - num_left} replies with a status"] * (came.total() > num_left)
-    told += [f"{num_left} clients left before one"] * bool(num_left)
-    return came.total(), "; ".join(told)
+    parts = [f"{came.total() - num_left} replies with a status"] * (came.total() > num_left)
+    parts += [f"{num_left} clients left before one"] * bool(num_left)
+    return came.total(), "; ".join(parts)
 
 
 def gpu_kills() -> dict[str, tuple[int, str]]:
@@ -72,9 +72,9 @@ def gpu_kills() -> dict[str, tuple[int, str]]:
     runs, rows = json.loads((RESULTS / "faults-h200.json").read_text()), {}
     for name in ("search worker", "attention worker", "ingress replica"):
         streams = sum((outcomes(run[name]) for run in runs), Counter())
-        answered, told, ended = (streams.pop(outcome, 0) for outcome in ("answered", "told", "ended before"))
+        answered, num_errors, ended = (streams.pop(outcome, 0) for outcome in ("answered", "told", "ended before"))
         require_none(*streams.values())
-        came = [f"{answered} answers, all right"] * bool(answered) + [f"{told} error events"] * bool(told)
+        came = [f"{answered} answers, all right"] * bool(answered) + [f"{num_errors} error events"] * bool(num_errors)
         came += [f"{ended} answers had ended before"] * bool(ended)
         rows[name] = sum(run[name]["kills"] for run in runs), "; ".join(came)
     return rows

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench.fuzz_kinds import hurt
+from bench.fuzz_kinds import damage
 from bench.timing import finish, gate
 from csattn.artifact import open_artifact, verify_artifact
 from csattn.build_options import BuildOptions
@@ -81,7 +81,7 @@ def attempt(
     victim = scratch / source.name
     shutil.rmtree(victim, ignore_errors=True)
     shutil.copytree(source, victim)
-    kinds, is_forged = hurt(victim, [path for path, _ in artifacts if path != source], rng)
+    kinds, is_forged = damage(victim, [path for path, _ in artifacts if path != source], rng)
     verified, opened = (outcome(loaded, victim, verify, right) for verify in (True, False))
     gate(is_forged or verified != "other", f"{kinds}: verified, and answers otherwise")
     return kinds, f"{'forged' if is_forged else 'damaged'}: {verified} when verified, {opened} when not"

@@ -35,7 +35,7 @@ from bench.turns.service import MODEL, serving
 MAX_REFUSAL_BYTES = 4096
 PATIENCE_S = 180.0  # a reply that takes longer has hung: a prompt may have a thousand tokens, the machine others
 PROBE_EVERY_S = 0.02
-ALONE_S = 3.0
+BASELINE_S = 3.0
 LEFT = b"left"  # in place of a reply
 OWN_KEY = "the-key-of-a-bench"
 
@@ -81,7 +81,7 @@ def judged(reply: bytes | None) -> tuple[str, str]:
     if status[0] in "45" and body_bytes(reply) > MAX_REFUSAL_BYTES:
         return status, f"a refusal of {body_bytes(reply)} bytes"
     has_declared_end = re.search(rb"\r\n(content-length|transfer-encoding):", head.lower())  # else closing is its end
-    is_broken = has_declared_end and not _is_whole(reply)
+    is_broken = has_declared_end and not _is_complete(reply)
     return status, f"a reply that broke off: {reply[-60:]!r}" if is_broken else ""
 
 
@@ -155,7 +155,7 @@ async def _received(reader: asyncio.StreamReader) -> bytes:
     """One reply, or all until the other side closes."""
     parts = b""
     try:
-        while not _is_whole(parts):
+        while not _is_complete(parts):
             part = await reader.read(1 << 16)
             if not part:
                 break
@@ -165,7 +165,7 @@ async def _received(reader: asyncio.StreamReader) -> bytes:
     return parts
 
 
-def _is_whole(reply: bytes) -> bool:
+def _is_complete(reply: bytes) -> bool:
     head, gap, body = reply.partition(b"\r\n\r\n")
     if not gap:
         return False
@@ -235,7 +235,7 @@ def measured(
     prober.start()
     begun.wait()
     # what /health takes while nobody else asks, on this machine as busy as it is
-    time.sleep(ALONE_S)
+    time.sleep(BASELINE_S)
     started_at = time.perf_counter()
     outcome = asyncio.run(attack(target, num_requests, concurrency, num_slow, seed, seconds))
     took_s = time.perf_counter() - started_at

@@ -62,8 +62,8 @@ class InMemoryContext:
         """like: of the dtype, on the device that draws them."""
         self.spec = SimpleNamespace(context_len=context_len, index_config=SketchConfig())
         generator, size = torch.Generator(like.device).manual_seed(seed), (1, context_len, 2, spec.head_dim)
-        made: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": generator}
-        self._layers = [torch.randn(size, **made).cpu() for _ in range(spec.num_layers)]
+        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": generator}
+        self._layers = [torch.randn(size, **options).cpu() for _ in range(spec.num_layers)]
 
     def local_kv(self) -> list[Tensor]:
         return self._layers
@@ -83,12 +83,12 @@ class InMemoryCompressed(InMemoryContext):
         about = {"context_len": context_len, "index_config": SketchConfig(), "kv_dtype": "bfloat16"}
         self.spec = SimpleNamespace(model=geometry, **about)
 
-        def made(name: str, shape: tuple[int, int]) -> Any:
+        def make(name: str, shape: tuple[int, int]) -> Any:
             drawn = torch.randn(shape, generator=generator, device=like.device).cpu()
             return drawn.numpy() if name == "pending" else drawn.bfloat16().view(torch.uint16).numpy()
 
         self._states = [
-            {name: made(name, shape) for name, shape in geometry.compressed_sizes(layer_idx, context_len).items()}
+            {name: make(name, shape) for name, shape in geometry.compressed_sizes(layer_idx, context_len).items()}
             for layer_idx in range(spec.num_layers)
         ]
 
@@ -186,11 +186,11 @@ def measure(
         assert placed is not None
         runner, far = placed.runner, placed.far
 
-        def again() -> None:
+        def repeat_step() -> None:
             runner.step(batch_size)
 
         timed: dict[str, Any] = {"hbm_bytes": torch.cuda.memory_allocated()}
-        for name, step in (("again", again), ("fed", greedy_step(runner, batch_size))):
+        for name, step in (("again", repeat_step), ("fed", greedy_step(runner, batch_size))):
             for _ in range(WARM_UP_STEPS):
                 step()
             if isinstance(far, CachedLatents):
@@ -202,7 +202,7 @@ def measure(
                 counts = far.cache.statistics()
                 found, selected = (sum(getattr(x, part) for x in counts) for part in ("num_found", "num_selected"))
                 timed[f"{name}_hit_rate"] = round(found / selected, 4)
-        timed["parts_us"] = _parts(kernel_times(again, PROFILED_STEPS), spec.num_layers)
+        timed["parts_us"] = _parts(kernel_times(repeat_step, PROFILED_STEPS), spec.num_layers)
     return timed, token_ids
 
 

@@ -123,8 +123,8 @@ def random_weights(
         if (of := spec.streams) is None:
             return None
         num_out, num_in = of.num if joins else of.num_mixes, of.num * spec.hidden_size
-        told = torch.empty(num_out, num_in, device=device).normal_(std=num_in**-0.5, generator=generator)
-        return StreamWeights(told, torch.zeros(num_out, device=device), torch.ones(1 if joins else 3, device=device))
+        weight = torch.empty(num_out, num_in, device=device).normal_(std=num_in**-0.5, generator=generator)
+        return StreamWeights(weight, torch.zeros(num_out, device=device), torch.ones(1 if joins else 3, device=device))
 
     def in_few(weight: Tensor, of: Few) -> QuantizedWeight:
         return _in_mxfp4(weight, generator) if of == "mxfp4" else QuantizedWeight.rounded(weight, of)

@@ -57,7 +57,7 @@ from workers.serving.contexts import name_artifact
 
 HUNG_S = 240.0
 POLL_S = 0.1
-NODE_AWAY_S = 3.0  # until another is added
+NODE_DOWN_S = 3.0  # until another is added
 RECOVERY_S = 60.0  # that a worker is given to hold what it held, once it is back
 NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 
@@ -153,7 +153,7 @@ class Chaos:
         await asyncio.to_thread(self._cluster.remove_node, node, False)
         self.num_killed += 1
         lost = await self.lost(before)
-        await asyncio.sleep(NODE_AWAY_S)
+        await asyncio.sleep(NODE_DOWN_S)
         self._cluster.add_node(**NODE)  # in this thread, as Ray wants it: clients stand still meanwhile
         return lost
 
@@ -211,22 +211,22 @@ async def run(service: Service, cluster: Any, options: argparse.Namespace, answe
         await replay(client, model, first_questions(options), options, answers)
         watch, chaos = Watch(options), Chaos(service, cluster, options)
         await watch.sample()
-        beside = [asyncio.create_task(watch.run())]
+        tasks = [asyncio.create_task(watch.run())]
         if options.every_s:
-            beside.append(asyncio.create_task(chaos.run()))
+            tasks.append(asyncio.create_task(chaos.run()))
         started = time.perf_counter()
         try:
             said = await replay(client, model, trace, options, answers)
             num_replays = 1
             while chaos.num_killed < options.least_kills:
-                for task in beside:
+                for task in tasks:
                     if task.done():
                         task.result()
                 said += await replay(client, model, trace, options, answers)
                 num_replays += 1
         finally:
             ended = time.perf_counter()
-            for task in beside:
+            for task in tasks:
                 stop(task)
     return {
         **trace_report(said, num_replays * trace, started, ended, options),

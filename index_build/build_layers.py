@@ -107,9 +107,9 @@ def make_layers(
                 outbox.send(kv, make, partial(_write, work, layer_idx, times), keep)
                 report(layer_idx, "write")
             else:
-                outbox.settle(keep)
+                outbox.wait_until_read(keep)
             if capture.is_single_buffered:
-                outbox.settle()
+                outbox.wait_until_read()
             done = 0
             if layer_idx + 1 == num_layers:
                 return

@@ -18,7 +18,7 @@ from bench.decode.other_layers import other_bytes, with_other_layers
 from bench.decode.recording import Recording, load_recording, save_recording
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, layer_bytes, row_bytes, weight_bytes
 from bench.decode.sparse_op import SparseOp
-from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries, split_requests, merge_requests
+from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries, merge_requests, split_requests
 from bench.decode.variants import INDEXES, of_variant
 from bench.decode.widened import (
     NUM_WIDE_LAYERS,

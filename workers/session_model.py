@@ -92,7 +92,7 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
             "a request of a session is the cache, and cache_implementation asks for another; leave it out (of the "
             "model's generation_config, too), or the request"
         )
-    if cache.fed.token_ids:
+    if cache.decoded.token_ids:
         cache.session.require_unchanged()
     ids, mask = given.get("input_ids", given.get("inputs")), given.get("attention_mask")
     if ids is None:
@@ -161,7 +161,7 @@ def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPas
         if given.get(name) is not None and given[name] is not False:
             raise ConfigError(f"a request of a session takes token ids and gives logits; leave out {name}")
     _require_cached(given)
-    if not cache.fed.token_ids:
+    if not cache.decoded.token_ids:
         cache.session.require_unchanged()
     ids, keep = _sequences(given.get("input_ids")), given.get("logits_to_keep", 0)
     if ids.shape[0] != 1:

@@ -42,18 +42,18 @@ class RecordedQueries(StepAttention):
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         if layer_idx == 1:
-            self._go_on()
+            self._advance()
         self._inner.look_ahead(layer_idx, self._predicted_now[0, layer_idx], rows)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         if layer_idx == 0 and not self._looks_ahead_first:
-            self._go_on()
+            self._advance()
         self._inner.attend(layer_idx, self._own_now[0, layer_idx], rows, out)
 
     def end_step(self, rows: StepRows) -> None:
         self._inner.end_step(rows)
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Advance to the queries of the next step."""
         torch.index_select(self._own, 0, self._step, out=self._own_now)
         if self.lookahead:

@@ -24,7 +24,7 @@ from tests.workers.test_cli import csattn, in_process, last_line
 from workers.cli import doctor_command, generating, serving, store_commands, terminal, version
 from workers.doctor import Facts, examine, gather_facts
 from workers.settings import example
-from workers.settings.parts import KEYS, suited_lookahead
+from workers.settings.parts import KEYS, default_lookahead
 
 
 @pytest.fixture
@@ -301,8 +301,8 @@ def test_help_tells_defaults_that_are_chosen_later(capsys, monkeypatch, verb) ->
 
 def test_help_tells_where_layers_are_searched_ahead(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    ahead = [placement for placement in ("cpu", "device", "hybrid", "host") if suited_lookahead(placement)]
-    assert suited_lookahead("cpu", rows_on_disk=True) == 1
+    ahead = [placement for placement in ("cpu", "device", "hybrid", "host") if default_lookahead(placement)]
+    assert default_lookahead("cpu", rows_on_disk=True) == 1
     told = in_process("generate", "--help", capsys=capsys).stdout
     assert f"1 in {', '.join(ahead)} or with rows on disk, else 0" in told
 

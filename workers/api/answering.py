@@ -26,7 +26,7 @@ T = TypeVar("T")
 GRACE_S = 1.0  # beyond a request's timeout: normally the backend ends it in time and counts it; if not, this side does
 MAX_QUEUED = 16  # queued events of a request with several answers, besides one in each answer's task
 QUIET_S = 2.0  # before a stream's first event: failures get an HTTP status for so long, then keep-alives come as often
-WAITING = b": the answer has not begun yet\n\n"  # an SSE comment, which clients skip
+KEEP_ALIVE_COMMENT = b": the answer has not begun yet\n\n"  # an SSE comment, which clients skip
 BROKEN_OFF = "the answer broke off; the request may be sent again"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # else proxies would buffer it
 
@@ -89,28 +89,28 @@ class Answering:
                 async for event in events:
                     yield 0, event
             return
-        coming: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue(MAX_QUEUED)  # full: answers wait
-        jobs = [asyncio.ensure_future(self._pass_on(i, ask, coming)) for i, ask in enumerate(self._parsed.asks)]
+        queue: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue(MAX_QUEUED)  # full: answers wait
+        jobs = [asyncio.ensure_future(self._pass_on(i, ask, queue)) for i, ask in enumerate(self._parsed.asks)]
         try:
             num_left = len(jobs)
             while num_left:
-                index, came = await coming.get()
-                if isinstance(came, BaseException):
-                    raise came
-                num_left -= isinstance(came, Done)
-                yield index, came
+                index, item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                num_left -= isinstance(item, Done)
+                yield index, item
         finally:
             for job in jobs:
                 job.cancel()
             await asyncio.wait(jobs)
 
-    async def _pass_on(self, index: int, ask: Ask, coming: "asyncio.Queue[tuple[int, Event | BaseException]]") -> None:
+    async def _pass_on(self, index: int, ask: Ask, queue: "asyncio.Queue[tuple[int, Event | BaseException]]") -> None:
         try:
             async with aclosing(self._events(ask)) as events:
                 async for event in events:
-                    await coming.put((index, event))
+                    await queue.put((index, event))
         except Exception as error:
-            await coming.put((index, error))
+            await queue.put((index, error))
 
     async def _events(self, ask: Ask) -> AsyncGenerator[Event, None]:
         """Yield the backend's events up to Done, within the request's timeout; closing this closes the backend's."""
@@ -186,7 +186,7 @@ class EventStream(Response):
         """Yield keep-alives until the first chunk is there, then all chunks, then the end."""
         try:
             while not first.done():
-                yield WAITING
+                yield KEEP_ALIVE_COMMENT
                 await asyncio.wait({first}, timeout=QUIET_S)
             yield _event(first.result())
             async for chunk in chunks:

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast, get_args
 from csattn.config import RestKind
 from csattn.selector_names import ABOUT
 from workers.api.fields import Fields
-from workers.api.foreign import take_foreign
+from workers.api.foreign import check_foreign_fields
 from workers.api.names import context_or_own
 from workers.api.tools import read_format, read_tools
 from workers.api.turns import read_continues, read_speaks_next, read_template, read_turns, require_answerable
@@ -239,7 +239,7 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
 
 def ignore_neutral(fields: Fields) -> None:
     fields.ignore(*IGNORED)
-    take_foreign(fields)
+    check_foreign_fields(fields)
 
 
 def _refuse_unsupported(fields: Fields) -> None:

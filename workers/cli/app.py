@@ -139,10 +139,10 @@ def generate(
 ) -> None:
     """Answer a question from an artifact, printing tokens as they come."""
     from workers.cli import generating, terminal
-    from workers.settings import suited_lookahead
+    from workers.settings import default_lookahead
 
     if lookahead is None:
-        lookahead = suited_lookahead(placement or "cpu", host_budget is not None)
+        lookahead = default_lookahead(placement or "cpu", host_budget is not None)
     config = generating.search_config(keep, lookahead, search_period, window_len, rest)
     options = generating.AskOptions(
         selector=selector,

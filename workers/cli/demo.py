@@ -133,7 +133,7 @@ def comparison(exchanges: list[Exchange]) -> Any:
     rows = [
         [
             exchange.question.text,
-            " / ".join(_mark(is_right(said, exchange.question)) for said in (exchange.sparse, exchange.full)),
+            " / ".join(_mark(is_right(result, exchange.question)) for result in (exchange.sparse, exchange.full)),
             "yes" if exchange.same_text else "no",
             f"{exchange.sparse.tokens_per_s:.1f} / {exchange.full.tokens_per_s:.1f}",
             f"{exchange.sparse.rows_read_per_step:.0f} / {exchange.full.rows_read_per_step:.0f}",
@@ -146,8 +146,8 @@ def comparison(exchanges: list[Exchange]) -> Any:
     return table("\nsparse / full attention", columns, rows)
 
 
-def is_right(said: Answer, question: Question) -> bool:
-    return question.answer.casefold() in said.text.casefold()
+def is_right(result: Answer, question: Question) -> bool:
+    return question.answer.casefold() in result.text.casefold()
 
 
 def fact_row(loaded: LoadedModel, artifact: Artifact, document: str, question: Question) -> int:

@@ -18,10 +18,10 @@ from workers.cli import signals
 from workers.cli.app import app
 from workers.cli.usage import ClickError, sentence_of
 from workers.garbage import reduce_gc
-from workers.words import harmless
+from workers.words import printable
 
 _BUILDING = ["build"], ["demo"]
-_MAX_TOLD = 300  # characters of a library's message
+_MAX_REPORTED = 300  # characters of a library's message
 _REMEDIES = (
     "end other programs, take a shorter context or a narrower --dtype, or a machine with more; "
     "`csattn doctor` says what there is"
@@ -67,7 +67,7 @@ def run() -> None:
             _fail({"type": "OSError", "message": what}, 1)
         if not is_out_of_memory(error):
             raise
-        wanted = " ".join(str(error).split())[:_MAX_TOLD] or "nothing says how much was wanted"
+        wanted = " ".join(str(error).split())[:_MAX_REPORTED] or "nothing says how much was wanted"
         _fail({"type": "MemoryError", "message": f"there is not enough memory ({wanted}); {_REMEDIES}"}, 1)
 
 
@@ -91,7 +91,7 @@ def _interrupted() -> None:
 
 def _fail(error: dict[str, Any], exit_code: int) -> None:
     with suppress(OSError):  # a full disk, say, must not prevent the JSON object
-        print(f"error: {harmless(error['message'])}", file=sys.stderr)
+        print(f"error: {printable(error['message'])}", file=sys.stderr)
     if "--json" in sys.argv[1:]:
         from workers.cli.terminal import print_json
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from workers.words import harmless
+from workers.words import printable
 
 if TYPE_CHECKING:  # commands that only look must not wait for torch, nor fail if it is broken
     from index_build.board import BuildProgress
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # commands that only look must not wait for torch, nor fail i
 
 class _Console(Console):
     def render_str(self, text: str, **options: Any) -> Text:
-        shown = harmless(text).encode(self.encoding, "backslashreplace").decode(self.encoding)  # its final width
+        shown = printable(text).encode(self.encoding, "backslashreplace").decode(self.encoding)  # its final width
         return super().render_str(shown, **options)
 
 
@@ -48,7 +48,7 @@ err = _StderrConsole(stderr=True, highlight=False, markup=False, emoji=False)
 
 def write(text: str) -> None:
     """Write a piece of an answer without rich, which would turn its tabs into spaces."""
-    sys.stdout.write(harmless(text))
+    sys.stdout.write(printable(text))
     sys.stdout.flush()
 
 

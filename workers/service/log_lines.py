@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from workers.words import harmless
+from workers.words import printable
 
 FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OWN_PACKAGES = ("csattn", "offload", "workers")
@@ -53,8 +53,8 @@ def _clean_records() -> None:
 
 
 def _one_line(text: str) -> str:
-    return harmless(" ".join(text.splitlines()))
+    return printable(" ".join(text.splitlines()))
 
 
 def _indented(text: str) -> str:
-    return harmless("\n".join(f"  {line}" for line in text.splitlines()))
+    return printable("\n".join(f"  {line}" for line in text.splitlines()))

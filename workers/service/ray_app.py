@@ -26,9 +26,9 @@ from workers.words import last_line
 APP = "csattn"
 MAX_REQUESTS = 10_000  # concurrent calls of one process; the scheduler decides how many are admitted
 DRAIN_S = 10.0  # for requests that still run when the service ends
-_ANSWERING_S = 60.0
+_ANSWER_TIMEOUT_S = 60.0
 _POLL_S = 0.2
-_PLACING_S = 60.0
+_PLACEMENT_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = DRAIN_S + 5.0  # for the workers of an ending service to disappear
 _ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "workers.service.stream_guard.middlewares",
@@ -212,7 +212,7 @@ def _start_ingress(settings: Settings, port: int, names: list[str], namespace: s
 
 def _require_answer(url: str) -> None:
     """Wait until the URL answers. Raises ConfigError if it does not: a running Serve keeps its address."""
-    until, directly = time.monotonic() + _ANSWERING_S, urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    until, directly = time.monotonic() + _ANSWER_TIMEOUT_S, urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < until:
         with suppress(OSError), directly.open(f"{url}/health", timeout=2.0):
             return
@@ -285,7 +285,7 @@ def reserve_room(ray: Any, settings: Settings, name: str) -> Any:
     """Return a placement group with those bundles on one node. Raises ConfigError if no node has them free."""
     wanted = bundles(settings)
     room = ray.util.placement_group(wanted, strategy="STRICT_PACK")
-    if not room.wait(_PLACING_S):
+    if not room.wait(_PLACEMENT_TIMEOUT_S):
         ray.util.remove_placement_group(room)
         total = {kind: sum(bundle.get(kind, 0) for bundle in wanted) for kind in ("CPU", "GPU")}
         needs = " and ".join(f"{count} {kind}" for kind, count in total.items() if count)

@@ -94,7 +94,7 @@ class SpreadBackend:
         """Have one worker delete a context from the store, and all unload it."""
         await self._call_one(name, "delete", name)
         for worker in self._workers:
-            if held := [held for held in _held_by(worker) if name in held.asked_for]:
+            if held := [held for held in _contexts_of(worker) if name in held.asked_for]:
                 await _call_quietly(worker, "drop", held)
 
     async def workers(self) -> dict[str, Standing | None]:
@@ -203,7 +203,7 @@ def surplus_contexts(workers: Sequence["RayWorker"]) -> list[tuple["RayWorker", 
     """Return, for each worker, the contexts that it can drop: they are idle there, and another worker keeps them."""
     found = []
     for worker in workers:
-        idle = [held for held in _held_by(worker) if not held.num_users and held.idle_s >= IDLE_S]
+        idle = [held for held in _contexts_of(worker) if not held.num_users and held.idle_s >= IDLE_S]
         if surplus := [held for held in idle if _keeper(workers, held.path) is not worker]:
             found.append((worker, surplus))
     return found
@@ -211,12 +211,12 @@ def surplus_contexts(workers: Sequence["RayWorker"]) -> list[tuple["RayWorker", 
 
 def _keeper(workers: Sequence["RayWorker"], path: str) -> "RayWorker":
     """Return the holder that is to keep a context; all processes find the same one."""
-    holders = [(worker, held) for worker in workers for held in _held_by(worker) if held.path == path]
+    holders = [(worker, held) for worker in workers for held in _contexts_of(worker) if held.path == path]
     asked_for = min((name for _, held in holders for name in held.asked_for), default=path)
     return min((worker for worker, _ in holders), key=lambda worker: _rendezvous_hash(worker, asked_for))
 
 
-def _held_by(worker: "RayWorker") -> tuple[Held, ...]:
+def _contexts_of(worker: "RayWorker") -> tuple[Held, ...]:
     return worker.standing.held if worker.standing else ()
 
 
@@ -230,7 +230,7 @@ def join_contexts(reports: Sequence[Sequence[ContextInfo]]) -> list[ContextInfo]
     """Merge the workers' lists: each context once, as reported by the worker furthest with it; by age, then name."""
     best: dict[str, ContextInfo] = {}
     for info in (info for infos in reports for info in infos):
-        best[info.name] = min(best.get(info.name, info), info, key=_from_done)
+        best[info.name] = min(best.get(info.name, info), info, key=_progress_rank)
     return sorted(best.values(), key=lambda info: (info.created_at, info.name))
 
 
@@ -244,5 +244,5 @@ def join_metrics(reports: Mapping[str, Sequence[Metric]]) -> list[Metric]:
     return list(joined.values())
 
 
-def _from_done(info: ContextInfo) -> tuple[int, float]:
+def _progress_rank(info: ContextInfo) -> tuple[int, float]:
     return _STATES.index(info.state), -info.progress

@@ -51,7 +51,7 @@ def turbo_quant(*bits: int) -> Callable[[ContextLayer], Codes]:
 
     def make(layer: ContextLayer) -> Codes:
         num_bytes = layer.k.shape[2] * sum(bits) / len(bits) / 8 + len(bits) * _HALF_BYTES
-        return LowBitRows(_round_trip_rotated(layer.k, bits), _round_trip_rotated(layer.v, bits), 2 * num_bytes)
+        return LowBitRows(_decode_rotated(layer.k, bits), _decode_rotated(layer.v, bits), 2 * num_bytes)
 
     return make
 
@@ -77,7 +77,7 @@ def coded_by_range(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return ((padded - low) / scale.clamp_min(1e-12)).round().clamp(0, 2**bits - 1), low, scale
 
 
-def _round_trip_rotated(rows: Tensor, bits: tuple[int, ...]) -> Tensor:
+def _decode_rotated(rows: Tensor, bits: tuple[int, ...]) -> Tensor:
     order, parts = largest_channels(rows), []
     for num, (codes, norm, rotation) in zip(bits, encode_rotated(rows, order, bits), strict=True):
         parts.append(normal_levels(num).to(rows)[codes] / len(rotation) ** 0.5 @ rotation.T * norm)

@@ -120,7 +120,7 @@ def test_its_answer_is_not_asked_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> 
         def log_message(self, *arguments: object) -> None:
             pass
 
-    monkeypatch.setattr(ray_app, "_ANSWERING_S", 1.0)
+    monkeypatch.setattr(ray_app, "_ANSWER_TIMEOUT_S", 1.0)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)

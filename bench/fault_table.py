@@ -60,11 +60,11 @@ def table() -> list[str]:
 
 def replies(hostile: dict[str, Any], kinds: tuple[str, ...]) -> tuple[int, str]:
     """How many there were of these kinds, and how many of them had a reply."""
-    came = sum((Counter(hostile["by_kind"][kind]) for kind in kinds), Counter())
-    num_left = came["left"] + came["closed"]
-    parts = [f"{came.total() - num_left} replies with a status"] * (came.total() > num_left)
+    counts = sum((Counter(hostile["by_kind"][kind]) for kind in kinds), Counter())
+    num_left = counts["left"] + counts["closed"]
+    parts = [f"{counts.total() - num_left} replies with a status"] * (counts.total() > num_left)
     parts += [f"{num_left} clients left before one"] * bool(num_left)
-    return came.total(), "; ".join(parts)
+    return counts.total(), "; ".join(parts)
 
 
 def gpu_kills() -> dict[str, tuple[int, str]]:
@@ -74,9 +74,9 @@ def gpu_kills() -> dict[str, tuple[int, str]]:
         streams = sum((outcomes(run[name]) for run in runs), Counter())
         answered, num_errors, ended = (streams.pop(outcome, 0) for outcome in ("answered", "told", "ended before"))
         require_none(*streams.values())
-        came = [f"{answered} answers, all right"] * bool(answered) + [f"{num_errors} error events"] * bool(num_errors)
-        came += [f"{ended} answers had ended before"] * bool(ended)
-        rows[name] = sum(run[name]["kills"] for run in runs), "; ".join(came)
+        parts = [f"{answered} answers, all right"] * bool(answered) + [f"{num_errors} error events"] * bool(num_errors)
+        parts += [f"{ended} answers had ended before"] * bool(ended)
+        rows[name] = sum(run[name]["kills"] for run in runs), "; ".join(parts)
     return rows
 
 
@@ -90,8 +90,8 @@ def outcomes(of_target: dict[str, Any]) -> Counter[str]:
 
 def unverified(outcomes: dict[str, int]) -> list[str]:
     """What is no fault, but is to be known."""
-    damaged = sum(count for came, count in outcomes.items() if came.startswith("damaged"))
-    other = sum(count for came, count in outcomes.items() if came.startswith("damaged") and "other when not" in came)
+    damaged = sum(count for name, count in outcomes.items() if name.startswith("damaged"))
+    other = sum(count for name, count in outcomes.items() if name.startswith("damaged") and "other when not" in name)
     return [
         f"Of {damaged} damaged artifacts, verifying refused all that would have given another answer. Opened "
         f"unverified, {other} gave another answer, because sizes and headers do not show a changed byte of KV. "

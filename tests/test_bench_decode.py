@@ -215,16 +215,16 @@ class Listening:
 
     def __init__(self) -> None:
         self.tails = torch.zeros(9, 1, 1, 1, 2, HEAD_DIM)
-        self.asked: list[tuple[str, int, torch.Tensor]] = []
+        self.calls: list[tuple[str, int, torch.Tensor]] = []
 
     def begin_step(self, rows: StepRows) -> None:
-        self.asked.clear()
+        self.calls.clear()
 
     def look_ahead(self, layer_idx: int, q: torch.Tensor, rows: StepRows) -> None:
-        self.asked.append(("ahead", layer_idx, q.clone()))
+        self.calls.append(("ahead", layer_idx, q.clone()))
 
     def attend(self, layer_idx: int, q: torch.Tensor, rows: StepRows, out: torch.Tensor) -> None:
-        self.asked.append(("own", layer_idx, q.clone()))
+        self.calls.append(("own", layer_idx, q.clone()))
 
     def end_step(self, rows: StepRows) -> None: ...
 
@@ -242,8 +242,8 @@ def test_recorded_queries_take_the_place_of_the_models_step_by_step(recording):
                 attention.look_ahead(layer_idx + 1, wrong, rows)
             attention.attend(layer_idx, wrong, rows, wrong)
         attention.end_step(rows)
-        asked = [(which, q) for which, layer_idx, q in listening.asked if layer_idx == 8]
-        for (which, q), name in zip(asked, ("predicted", "own"), strict=True):
+        calls = [(which, q) for which, layer_idx, q in listening.calls if layer_idx == 8]
+        for (which, q), name in zip(calls, ("predicted", "own"), strict=True):
             assert which == {"predicted": "ahead", "own": "own"}[name]
             recorded = wide_queries(
                 recording, 0, HEADS, name

@@ -23,10 +23,10 @@ def check(device: str, num_queries: int, num_keys: int, num_tokens: int, shape: 
     dtypes = (torch.float32,) if device == "cpu" else (torch.bfloat16, torch.float16, torch.float32, FP8)
     for dtype in dtypes:
         for kind in KINDS:
-            made = make_operands(kind, num_queries, num_keys, shape.num_heads, shape.head_dim, key_scale=True)
-            scale = made.key_scale
+            inputs = make_operands(kind, num_queries, num_keys, shape.num_heads, shape.head_dim, key_scale=True)
+            scale = inputs.key_scale
             assert scale is not None
-            arrays = made.q.to(dtype), made.k.to(dtype), made.weights, scale
+            arrays = inputs.q.to(dtype), inputs.k.to(dtype), inputs.weights, scale
             operands = Operands(*(array.to(device) for array in arrays))
             wrong = _faults(operands, kind == "random")
             faults += _report(f"{str(dtype).removeprefix('torch.')}, {kind}", wrong)

@@ -119,9 +119,9 @@ def test_a_terminal_shows_what_its_encoding_lacks_in_other_letters(tmp_path: Pat
     command = [sys.executable, "-c", "from workers.cli import main; main()", "ls", "--store", str(store), "--json"]
     done = subprocess.run(command, capture_output=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr.decode("big5")
-    told = done.stdout.decode("big5")
-    assert "\u5e97\\xe9" in told
-    assert json.loads(told.splitlines()[-1])["store"] == str(store)
+    output = done.stdout.decode("big5")
+    assert "\u5e97\\xe9" in output
+    assert json.loads(output.splitlines()[-1])["store"] == str(store)
 
 
 def test_columns_are_as_wide_as_what_the_encoding_makes_of_them() -> None:
@@ -294,17 +294,17 @@ def test_the_version_is_told_without_a_verb(capsys) -> None:
 def test_help_tells_defaults_that_are_chosen_later(capsys, monkeypatch, verb) -> None:
     """In square brackets within a help text they would vanish, taken for markup."""
     monkeypatch.setenv("COLUMNS", "200")
-    told = in_process(verb, "--help", capsys=capsys).stdout
+    output = in_process(verb, "--help", capsys=capsys).stdout
     model = "the artifact's" if verb == "generate" else "the installed SmolLM2-135M"
-    assert f"[default: ({model})]" in told and "all cores" in told
+    assert f"[default: ({model})]" in output and "all cores" in output
 
 
 def test_help_tells_where_layers_are_searched_ahead(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     ahead = [placement for placement in ("cpu", "device", "hybrid", "host") if default_lookahead(placement)]
     assert default_lookahead("cpu", rows_on_disk=True) == 1
-    told = in_process("generate", "--help", capsys=capsys).stdout
-    assert f"1 in {', '.join(ahead)} or with rows on disk, else 0" in told
+    output = in_process("generate", "--help", capsys=capsys).stdout
+    assert f"1 in {', '.join(ahead)} or with rows on disk, else 0" in output
 
 
 def test_neither_loads_a_heavy_library() -> None:

@@ -243,13 +243,13 @@ def _turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
     turns: list[Turn] = []
     if instructions := fields.text("instructions", most_chars):
         turns.append(Turn("system", instructions))
-    came = fields.any_of("input")
-    if isinstance(came, list):
+    value = fields.any_of("input")
+    if isinstance(value, list):
         reasoning = ""
-        for index, item in enumerate(came):
+        for index, item in enumerate(value):
             reasoning = _add_item(turns, Fields(item, f"input[{index}]."), most_chars, reasoning)
     else:
-        turns.append(Turn("user", Fields({"input": came}).needed_text("input", most_chars)))
+        turns.append(Turn("user", Fields({"input": value}).needed_text("input", most_chars)))
     if not turns:
         fields.refuse("input", "has no message to answer, wanted text or items")
     require_turns(tuple(turns), fields, "input", most_chars)

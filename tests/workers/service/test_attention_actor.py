@@ -68,8 +68,8 @@ async def until(is_so: Callable[[], bool]) -> None:
 def test_events_and_errors_cross_as_values(backend: Startable) -> None:
     async def run() -> None:
         actor = AttentionActor(Settings())
-        told = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
-        assert told[:-1] == [Piece(word) for word in Script().words] and isinstance(told[-1], Done)
+        got = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
+        assert got[:-1] == [Piece(word) for word in Script().words] and isinstance(got[-1], Done)
         [error] = [event async for events in actor.generate("2", "i", ask("quick", "none")) for event in events]
         assert isinstance(error, UnknownModelError)
         assert await actor.heartbeat("i") == backend.standing()
@@ -88,13 +88,13 @@ def test_a_store_that_cannot_be_read_is_told_of_and_not_taken_for_a_lost_worker(
         actor = AttentionActor(Settings())
         with monkeypatch.context() as patch:
             patch.setattr(backend, "start", start)
-            for told in (await actor.health(), await actor.call("contexts"), await actor.call("delete", "a")):
-                assert isinstance(told, ServingError) and "move it away" in told.message
+            for answer in (await actor.health(), await actor.call("contexts"), await actor.call("delete", "a")):
+                assert isinstance(answer, ServingError) and "move it away" in answer.message
             [error] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
             assert isinstance(error, ServingError) and "move it away" in error.message
         assert await actor.health() == Health(True), "it has been moved away"
-        told = [event async for events in actor.generate("2", "i", ask("quick")) for event in events]
-        assert isinstance(told[-1], Done)
+        got = [event async for events in actor.generate("2", "i", ask("quick")) for event in events]
+        assert isinstance(got[-1], Done)
 
     asyncio.run(run())
 
@@ -138,7 +138,7 @@ def test_a_request_that_nobody_waits_for_is_ended(backend: Startable) -> None:
         await actor.end("1")
         await until(lambda: not backend.running)
         assert backend.num_ended_early == 1
-        assert sum([len(told) async for told in events]) < len(SLOW.words)  # it comes to its end
+        assert sum([len(batch) async for batch in events]) < len(SLOW.words)  # it comes to its end
 
     asyncio.run(run())
 
@@ -189,8 +189,8 @@ def test_a_worker_that_cannot_start_says_why_and_ends(
         actor = AttentionActor(Settings())
         assert await actor.failure() == why
         assert await actor.health() == Health(False, why)
-        [told] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
-        for lost in (told, await actor.heartbeat("i"), await actor.call("contexts")):  # others are asked in its place
+        [error] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
+        for lost in (error, await actor.heartbeat("i"), await actor.call("contexts")):  # others are asked in its place
             assert isinstance(lost, WorkerLostError) and why in lost.detail and why not in lost.message
         await until(lambda: ended == [1])
 

@@ -117,21 +117,21 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        told = parts(options)
-        wanted = [name for name in options.only.split(",") if name] or list(told)
-        if unknown := [name for name in wanted if name not in told]:
-            parser.error(f"there is no part {', '.join(unknown)}; choose of {', '.join(told)}")
+        all_parts = parts(options)
+        wanted = [name for name in options.only.split(",") if name] or list(all_parts)
+        if unknown := [name for name in wanted if name not in all_parts]:
+            parser.error(f"there is no part {', '.join(unknown)}; choose of {', '.join(all_parts)}")
         failures: dict[str, str] = {}
         for name in wanted:
             section = options.out / f"{name}.md"
             if not section.exists():
                 try:
-                    section.write_text(run(name, told[name], options.out))
+                    section.write_text(run(name, all_parts[name], options.out))
                 except GateError as error:
                     failures[name] = str(error)
                     print(f"error: {error}", file=sys.stderr, flush=True)
             sections = [f"# {options.model or 'SmolLM2-135M'}\n"]
-            for part in told:
+            for part in all_parts:
                 if (path := options.out / f"{part}.md").exists():
                     sections.append(path.read_text())
                 elif part in failures:

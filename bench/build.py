@@ -35,7 +35,7 @@ from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
 from csattn.models import LoadedModel, load_model
 from csattn.models.loader import wrap_model
-from index_build.build_layers import fit_now_or_beside, index_beside
+from index_build.build_layers import index_and_fit, make_fit
 from index_build.capture import prefill
 from index_build.inputs import make_config
 from index_build.outbox import make_outbox
@@ -72,12 +72,12 @@ def prefill_seconds(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexCo
     started, sizes = time.perf_counter(), loaded.geometry
     layer_bytes = 2 * sizes.num_kv_heads * len(ids) * sizes.head_dim * loaded.dtype.itemsize
     with ThreadPoolExecutor(available_cpus()) as threads, make_outbox(loaded.device, layer_bytes) as outbox:
-        for capture, leaving in prefill(loaded.model, torch.from_numpy(ids).long()):
+        for capture, hidden_out in prefill(loaded.model, torch.from_numpy(ids).long()):
             if config is not None:
-                fit = fit_now_or_beside(loaded, capture, leaving)
-                outbox.send(capture.kv, partial(index_beside, fit, capture, config, threads), lambda arrays: None)
-                if capture.is_reused_at_once:
-                    outbox.settle()
+                fit = make_fit(loaded, capture, hidden_out)
+                outbox.send(capture.kv, partial(index_and_fit, fit, capture, config, threads), lambda arrays: None)
+                if capture.is_single_buffered:
+                    outbox.wait_until_read()
     return time.perf_counter() - started
 
 

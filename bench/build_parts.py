@@ -131,7 +131,7 @@ def time_parts(
         for _ in range(3):  # the first two page-lock host memory
             started = time.perf_counter()
             outbox.send(kv, lambda: arrays, lambda arrays: None)
-            outbox.settle()  # returns when the arrays are made
+            outbox.wait_until_read()  # returns when the arrays are made
             wait(q.device)
             seconds["copy"] = time.perf_counter() - started
     return seconds
@@ -169,7 +169,7 @@ def run_case(shape_name: str, context_len: int, num_layers: int | None, device: 
                 started = time.perf_counter()
                 fit_predictor(*samples)
                 outbox.send(kv, partial(index_arrays, q, kv, config, threads), lambda arrays: None)
-                outbox.settle()
+                outbox.wait_until_read()
                 wait_for_stream(device)  # copies overlap with the next layer's work, as in a build
                 layer_s.append(time.perf_counter() - started)
     return {

@@ -206,9 +206,9 @@ def main() -> None:
         search=SearchConfig(keep=arguments.keep),
         formats=arguments.formats,
     )
-    told = {name: of for name, of in asdict(judged).items() if name != "formats"} | {"timed": shape}
-    header = {"bench": "codecs", **told, "machine": machine()}
-    records = Records(arguments.json, header, ("model", "text", "selector", "format", "speed"), tuple(told))
+    settings = {name: of for name, of in asdict(judged).items() if name != "formats"} | {"timed": shape}
+    header = {"bench": "codecs", **settings, "machine": machine()}
+    records = Records(arguments.json, header, ("model", "text", "selector", "format", "speed"), tuple(settings))
     for name in ("plain float32", "plain bfloat16", "plain float16", *FORMATS):
         if not arguments.no_speed and not records.has(speed=name):
             records.add(speed(name))

@@ -34,7 +34,7 @@ from workers.service.making import make_engine
 from workers.serving.contexts import name_artifact
 from workers.serving.local import LocalBackend
 from workers.serving.messages import Ask, Done, Sampling
-from workers.settings import EngineSettings, LimitSettings, Settings, StoreSettings, suited_lookahead
+from workers.settings import EngineSettings, LimitSettings, Settings, StoreSettings, default_lookahead
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 QUESTION_CHARS = 48
@@ -104,7 +104,7 @@ def settings_for(store: Path, place: str, num_streams: int) -> Settings:
     return Settings(
         store=StoreSettings(path=store),
         limits=LimitSettings(max_concurrent_requests=num_streams, max_queued_requests=num_streams),
-        search=SearchConfig(lookahead=suited_lookahead(placement)),
+        search=SearchConfig(lookahead=default_lookahead(placement)),
         engine=EngineSettings(placement=placement, all_where_faster=reads == "all", tail_capacity=512, num_contexts=1),
     )
 

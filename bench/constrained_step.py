@@ -54,12 +54,12 @@ def main() -> None:
         backend = make_backend(settings, ChildProcess)
         times = asyncio.run(_measure(backend, args.batch, args.tokens, args.rounds))
     device = "cpu" if args.placement == "cpu" else torch.cuda.get_device_name()
-    told: dict[str, Any] = {"model": args.model, "placement": args.placement, "device": device}
+    timings: dict[str, Any] = {"model": args.model, "placement": args.placement, "device": device}
     for drawing in ("greedy", "drawn"):
         free, held = (float(np.median(times[drawing, has_schema])) for has_schema in (False, True))
-        told[drawing] = {"free_ms": round(free, 2), "held_ms": round(held, 2), "ratio": round(held / free, 3)}
+        timings[drawing] = {"free_ms": round(free, 2), "held_ms": round(held, 2), "ratio": round(held / free, 3)}
         print(f"{drawing}: {free:.1f} ms a step without a schema, {held:.1f} with one: {held / free:.3f} x")
-    finish({"bench": "constrained_step", "batch": args.batch, **told}, args.json)
+    finish({"bench": "constrained_step", "batch": args.batch, **timings}, args.json)
 
 
 def _settings(model: str, placement: str, batch: int, place: Path) -> Settings:

@@ -42,9 +42,9 @@ def _rate(files: list[DiskFile], blocks: list[int], num_readers: int, blocks_eac
         parts = [parts[i] for i in order]
     deadline = time.perf_counter() + _SECONDS
 
-    def read(mine: list[tuple[DiskFile, int]]) -> int:
+    def read(own_share: list[tuple[DiskFile, int]]) -> int:
         into, num_bytes = aligned_bytes(blocks_each * BLOCK_BYTES), 0
-        for file, offset in mine:
+        for file, offset in own_share:
             if time.perf_counter() > deadline:
                 break
             file.read(into, offset)

@@ -40,22 +40,22 @@ def time_on_host(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:
     for position, row in enumerate(logits[:2]):
         how = draw_spec(sampling, 0, position)
         gate(draw(row, how) in draw_reference(row, sampling, how.at), f"{sampling} draws wrongly")
-    alone = measure(lambda: [draw(row, how) for row in logits])
-    num_beside = min(MAX_SAMPLERS, available_cpus() - 1)
-    first, *others = in_shares(list(logits), len(logits), num_beside)
+    one_by_one = measure(lambda: [draw(row, how) for row in logits])
+    num_threads = min(MAX_SAMPLERS, available_cpus() - 1)
+    first, *others = in_shares(list(logits), len(logits), num_threads)
 
     def draw_share(rows: Sequence[np.ndarray]) -> list[int]:
         return [draw(row, how) for row in rows]
 
-    with ThreadPoolExecutor(max(1, num_beside)) as threads:
+    with ThreadPoolExecutor(max(1, num_threads)) as threads:
 
         def draw_all() -> None:
             drawn = [threads.submit(draw_share, rows) for rows in others]
             draw_share(first)
             wait(drawn)
 
-        beside = measure(draw_all)
-    return {"ms_a_row": round(alone["p50_ms"] / len(logits), 3), "ms_all_rows_side_by_side": beside["p50_ms"]}
+        in_parallel = measure(draw_all)
+    return {"ms_a_row": round(one_by_one["p50_ms"] / len(logits), 3), "ms_all_rows_side_by_side": in_parallel["p50_ms"]}
 
 
 def time_on_device(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:

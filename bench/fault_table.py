@@ -60,11 +60,11 @@ def table() -> list[str]:
 
 def replies(hostile: dict[str, Any], kinds: tuple[str, ...]) -> tuple[int, str]:
     """Return how many tries of these kinds there were, and a text that says how many of them had a reply."""
-    came = sum((Counter(hostile["by_kind"][kind]) for kind in kinds), Counter())
-    num_left = came["left"] + came["closed"]
-    told = [f"{came.total() - num_left} replies with a status"] * (came.total() > num_left)
-    told += [f"{num_left} clients left before one"] * bool(num_left)
-    return came.total(), "; ".join(told)
+    counts = sum((Counter(hostile["by_kind"][kind]) for kind in kinds), Counter())
+    num_left = counts["left"] + counts["closed"]
+    parts = [f"{counts.total() - num_left} replies with a status"] * (counts.total() > num_left)
+    parts += [f"{num_left} clients left before one"] * bool(num_left)
+    return counts.total(), "; ".join(parts)
 
 
 def gpu_kills() -> dict[str, tuple[int, str]]:
@@ -72,11 +72,11 @@ def gpu_kills() -> dict[str, tuple[int, str]]:
     runs, rows = json.loads((RESULTS / "faults-h200.json").read_text()), {}
     for name in ("search worker", "attention worker", "ingress replica"):
         streams = sum((outcomes(run[name]) for run in runs), Counter())
-        answered, told, ended = (streams.pop(outcome, 0) for outcome in ("answered", "told", "ended before"))
+        answered, num_errors, ended = (streams.pop(outcome, 0) for outcome in ("answered", "told", "ended before"))
         require_none(*streams.values())
-        came = [f"{answered} answers, all right"] * bool(answered) + [f"{told} error events"] * bool(told)
-        came += [f"{ended} answers had ended before"] * bool(ended)
-        rows[name] = sum(run[name]["kills"] for run in runs), "; ".join(came)
+        parts = [f"{answered} answers, all right"] * bool(answered) + [f"{num_errors} error events"] * bool(num_errors)
+        parts += [f"{ended} answers had ended before"] * bool(ended)
+        rows[name] = sum(run[name]["kills"] for run in runs), "; ".join(parts)
     return rows
 
 
@@ -93,8 +93,8 @@ def outcomes(of_target: dict[str, Any]) -> Counter[str]:
 
 def unverified(outcomes: dict[str, int]) -> list[str]:
     """Return a remark on artifacts opened unverified: no fault, but readers should know it."""
-    damaged = sum(count for came, count in outcomes.items() if came.startswith("damaged"))
-    other = sum(count for came, count in outcomes.items() if came.startswith("damaged") and "other when not" in came)
+    damaged = sum(count for name, count in outcomes.items() if name.startswith("damaged"))
+    other = sum(count for name, count in outcomes.items() if name.startswith("damaged") and "other when not" in name)
     return [
         f"Of {damaged} damaged artifacts, verifying refused all that would have given another answer. Opened "
         f"unverified, {other} gave another answer, because sizes and headers do not show a changed byte of KV. "

@@ -69,7 +69,7 @@ class Trial:
     pause_s: list[float]  # the longest pause between two pieces of each stream
     ready_s: float
     back_s: float  # until another process has taken its place
-    same_again: bool
+    same_answer: bool
 
 
 @dataclass
@@ -157,7 +157,7 @@ def summary(trials: Sequence[Trial]) -> dict[str, Any]:
     return {
         "kills": len(trials),
         "streams": dict(outcomes),
-        "same_request_again": sum(trial.same_again for trial in trials),
+        "same_request_again": sum(trial.same_answer for trial in trials),
         "told_after_s": spread(by_end["told"]),
         "answered_after_s": spread(by_end["answered"]),
         "longest_pause_s": spread([pause for trial in trials for pause in trial.pause_s]),
@@ -175,7 +175,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
 def require_sound(target: str, trial: Trial) -> None:
     right = {"answered", "told", "ended before"}
     gate(set(trial.outcomes) <= right, f"a killed {target}: streams were {', '.join(trial.outcomes)}")
-    gate(trial.same_again, f"a killed {target}: the same request then had another answer")
+    gate(trial.same_answer, f"a killed {target}: the same request then had another answer")
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bench.fuzz_kinds import hurt
+from bench.fuzz_kinds import damage
 from bench.timing import finish, gate
 from csattn.artifact import open_artifact, verify_artifact
 from csattn.build_options import BuildOptions
@@ -82,27 +82,27 @@ def attempt(
     victim = scratch / source.name
     shutil.rmtree(victim, ignore_errors=True)
     shutil.copytree(source, victim)
-    kinds, is_forged = hurt(victim, [path for path, _ in artifacts if path != source], rng)
+    kinds, is_forged = damage(victim, [path for path, _ in artifacts if path != source], rng)
     verified, opened = (outcome(loaded, victim, verify, right) for verify in (True, False))
     gate(is_forged or verified != "other", f"{kinds}: verified, and answers otherwise")
     return kinds, f"{'forged' if is_forged else 'damaged'}: {verified} when verified, {opened} when not"
 
 
 def attempts(
-    loaded: LoadedModel, artifacts: list[tuple[Path, list[int]]], scratch: Path, seed: int, numbers: range, told: int
+    loaded: LoadedModel, artifacts: list[tuple[Path, list[int]]], scratch: Path, seed: int, numbers: range, pipe: int
 ) -> None:
     """Make the tries in a child process, writing a JSON line to `told` before each, and another with its outcome."""
     for number in numbers:
-        tell(told, number)
+        write_line(pipe, number)
         try:
-            kinds, came = attempt(loaded, artifacts, scratch, seed, number)
+            kinds, outcome_text = attempt(loaded, artifacts, scratch, seed, number)
         except BaseException:
-            kinds, came = [], FAULT + traceback.format_exc()[-700:]
-        tell(told, number, kinds, came)
+            kinds, outcome_text = [], FAULT + traceback.format_exc()[-700:]
+        write_line(pipe, number, kinds, outcome_text)
 
 
-def tell(told: int, *what: Any) -> None:
-    os.write(told, json.dumps(what).encode() + b"\n")
+def write_line(pipe: int, *what: Any) -> None:
+    os.write(pipe, json.dumps(what).encode() + b"\n")
 
 
 def watch(child: int, lines: int, until: float) -> Iterator[tuple[int, list[str], str]]:
@@ -145,18 +145,18 @@ def main() -> None:
         scratch = Path(directory)
         artifacts = [(path, ask(loaded, path, True)) for path in build_all(loaded, scratch / "store")]
         while first < end and time.monotonic() < until:
-            lines, told = os.pipe()
+            lines, pipe = os.pipe()
             if (child := os.fork()) == 0:
-                attempts(loaded, artifacts, scratch, options.seed, range(first, end), told)
+                attempts(loaded, artifacts, scratch, options.seed, range(first, end), pipe)
                 os._exit(0)
-            os.close(told)
-            for number, kinds, came in watch(child, lines, until):
+            os.close(pipe)
+            for number, kinds, outcome_text in watch(child, lines, until):
                 first = number + 1
-                is_fault = came.startswith(FAULT)
-                outcomes["fault" if is_fault else came] += 1
+                is_fault = outcome_text.startswith(FAULT)
+                outcomes["fault" if is_fault else outcome_text] += 1
                 tries.update(set(kinds))
                 if is_fault:
-                    faults.append(f"--seed {options.seed} --only {number}: {came}")
+                    faults.append(f"--seed {options.seed} --only {number}: {outcome_text}")
                     print(faults[-1], flush=True)
             os.close(lines)
         for path, _ in artifacts:

@@ -16,7 +16,7 @@ MANIFEST, MANIFEST_HASH = "manifest.json", "manifest.sha256"
 HEADER_BYTES = 4096  # of a file, at least
 
 
-def hurt(artifact_dir: Path, others: list[Path], rng: random.Random) -> tuple[list[str], bool]:
+def damage(artifact_dir: Path, others: list[Path], rng: random.Random) -> tuple[list[str], bool]:
     """Damage an artifact; return the kinds of damage, and whether its hashes were corrected afterwards."""
     is_forged = rng.random() < 0.5
     if is_forged and rng.random() < 0.5:  # otherwise few forgeries could be opened

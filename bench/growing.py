@@ -182,9 +182,9 @@ def exact_attention(context: RealContext, config: SearchConfig) -> Attend:
             hidden = places > (layer.context_len + seen.to(k.device))[:, None]
             logits = logits.masked_fill(hidden, -torch.inf)
             far = _far(layer.context_len, num_left, len(places), config).to(k.device)
-            worth = logits.softmax(-1).sum(1).masked_fill(~far, -1.0)
+            scores = logits.softmax(-1).sum(1).masked_fill(~far, -1.0)
             top_k = config.top_k(layer.context_len) + own_top_k(config, num_left)  # as many as csattn chooses
-            chosen = torch.zeros_like(worth, dtype=torch.bool).scatter_(2, worth.topk(top_k, dim=2).indices, True)
+            chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, scores.topk(top_k, dim=2).indices, True)
             weights = logits.masked_fill(far & ~chosen[:, None], -torch.inf).softmax(-1)
             out[:, :, tokens] = torch.einsum("hgtn,hnd->hgtd", weights, v)
         return out

@@ -30,7 +30,7 @@ from workers.engine.memory import PLACEMENTS
 from workers.engine.opening import open_engine
 from workers.serving.step_engine import StepRow
 
-APART = 64  # steps before the segments are begun, and also steps after they are first read
+STEPS_AROUND = 64  # steps before the segments are begun, and also steps after they are first read
 SETTLING = 8  # first steps, which are not counted
 
 
@@ -54,14 +54,14 @@ def main() -> None:
             open_artifact(path) as artifact,
             open_engine(
                 loaded, artifact, config, num_slots=arguments.requests, placement=arguments.placement, growth=growth,
-                tail_capacity=growth.segment_len + near + APART, **options,
+                tail_capacity=growth.segment_len + near + STEPS_AROUND, **options,
             ) as engine,
         ):  # fmt: skip
-            rows = torch.stack([kv[:, : growth.segment_len - APART] for kv in artifact.indexed_kv()])
+            rows = torch.stack([kv[:, : growth.segment_len - STEPS_AROUND] for kv in artifact.indexed_kv()])
             for slot in range(arguments.requests):
                 engine.open(slot, 0, config, "csattn")
                 engine.write_rows(slot, rows)
-            for _ in range(APART + near + APART):
+            for _ in range(STEPS_AROUND + near + STEPS_AROUND):
                 started = time.perf_counter()
                 result = engine.step([StepRow(slot, int(ids[slot])) for slot in range(arguments.requests)])
                 times_ms.append((time.perf_counter() - started) * 1e3)
@@ -70,14 +70,14 @@ def main() -> None:
     report |= {"gpu": torch.cuda.get_device_name()} if on_gpu else {}
     report |= {"context_len": len(ids), "requests": arguments.requests, "segment_len": growth.segment_len}
     report |= {
-        "before": _told(times_ms[SETTLING : APART - 1]),
-        "made": _told(times_ms[APART - 1 : APART + near]),  # including the first step that reads them
-        "read": _told(times_ms[APART + near :]),
+        "before": _summary(times_ms[SETTLING : STEPS_AROUND - 1]),
+        "made": _summary(times_ms[STEPS_AROUND - 1 : STEPS_AROUND + near]),  # including the first step that reads them
+        "read": _summary(times_ms[STEPS_AROUND + near :]),
     }
     finish(report, arguments.json)
 
 
-def _told(times_ms: list[float]) -> dict[str, float]:
+def _summary(times_ms: list[float]) -> dict[str, float]:
     p50, p99 = np.percentile(times_ms, [50, 99])
     return {"p50_ms": round(float(p50), 2), "p99_ms": round(float(p99), 2), "most_ms": round(max(times_ms), 2)}
 

@@ -35,7 +35,7 @@ from bench.turns.service import MODEL, serving
 MAX_REFUSAL_BYTES = 4096
 PATIENCE_S = 180.0  # a request that takes longer counts as hung; a prompt may have 1000 tokens, the machine other users
 PROBE_EVERY_S = 0.02
-ALONE_S = 3.0
+BASELINE_S = 3.0
 LEFT = b"left"  # in place of a reply
 OWN_KEY = "the-key-of-a-bench"
 
@@ -80,16 +80,16 @@ def judged(reply: bytes | None) -> tuple[str, str]:
         return status, f"status {status}: {body[:200]!r}"
     if status[0] in "45" and body_bytes(reply) > MAX_REFUSAL_BYTES:
         return status, f"a refusal of {body_bytes(reply)} bytes"
-    tells_its_end = re.search(rb"\r\n(content-length|transfer-encoding):", head.lower())  # else closing ends the reply
-    is_broken = tells_its_end and not _is_whole(reply)
+    has_declared_end = re.search(rb"\r\n(content-length|transfer-encoding):", head.lower())  # else the close ends it
+    is_broken = has_declared_end and not _is_complete(reply)
     return status, f"a reply that broke off: {reply[-60:]!r}" if is_broken else ""
 
 
 def body_bytes(reply: bytes) -> int:
     """Return the size of the first reply's body; replies to pipelined requests may follow it."""
     head, _, rest = reply.partition(b"\r\n\r\n")
-    told = re.search(rb"\r\ncontent-length: (\d+)", head.lower())
-    return int(told[1]) if told else len(rest)
+    declared = re.search(rb"\r\ncontent-length: (\d+)", head.lower())
+    return int(declared[1]) if declared else len(rest)
 
 
 async def attack(
@@ -158,7 +158,7 @@ async def _received(reader: asyncio.StreamReader) -> bytes:
     """Return one reply, or everything until the server closes the connection."""
     parts = b""
     try:
-        while not _is_whole(parts):
+        while not _is_complete(parts):
             part = await reader.read(1 << 16)
             if not part:
                 break
@@ -168,7 +168,7 @@ async def _received(reader: asyncio.StreamReader) -> bytes:
     return parts
 
 
-def _is_whole(reply: bytes) -> bool:
+def _is_complete(reply: bytes) -> bool:
     head, gap, body = reply.partition(b"\r\n\r\n")
     if not gap:
         return False
@@ -238,7 +238,7 @@ def measured(
     prober.start()
     begun.wait()
     # the baseline: /health without other requests, on this machine with its present load
-    time.sleep(ALONE_S)
+    time.sleep(BASELINE_S)
     started_at = time.perf_counter()
     outcome = asyncio.run(attack(target, num_requests, concurrency, num_slow, seed, seconds))
     took_s = time.perf_counter() - started_at

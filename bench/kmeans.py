@@ -61,15 +61,15 @@ def measure(queries: Tensor, config: ListConfig, threads: Executor) -> list[dict
     )
     cases: list[dict[str, Any]] = []
     for name, run in programs.items():
-        lost, seconds = fit(queries, run()), []
+        misfit, seconds = fit(queries, run()), []
         for _ in range(REPEATS):
             started = time.perf_counter()
             run().cpu()
             seconds.append(time.perf_counter() - started)
-        beside = lost / cases[0]["fit"] if cases else 1.0
-        gate(beside < 1 + MOST_WORSE, f"centroids of {name} fit {beside - 1:.1%} worse than FAISS's on CPUs")
+        ratio = misfit / cases[0]["fit"] if cases else 1.0
+        gate(ratio < 1 + MOST_WORSE, f"centroids of {name} fit {ratio - 1:.1%} worse than FAISS's on CPUs")
         layer_s = round(float(np.median(seconds)), 4)
-        cases.append({"program": name, "layer_s": layer_s, "fit": lost, "times_faiss": round(beside, 4)})
+        cases.append({"program": name, "layer_s": layer_s, "fit": misfit, "times_faiss": round(ratio, 4)})
     return cases
 
 

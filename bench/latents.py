@@ -24,7 +24,7 @@ from torch import Tensor
 from bench.decode.end_to_end import time_steps
 from bench.decode.gpu_timing import device_machine
 from bench.decode.kernel_times import kernel_times, times_by_purpose
-from bench.decode.steps import fed_step
+from bench.decode.steps import greedy_step
 from bench.random_weights import random_weights
 from bench.shapes import shape_named
 from bench.timing import finish, gate, numbers
@@ -39,7 +39,7 @@ from workers.serving.step_engine import StepRow
 
 KINDS = "chosen", "all", "compressed"
 DTYPE, TAIL_CAPACITY, WARM_UP_STEPS, PROFILED_STEPS = torch.bfloat16, 512, 16, 4
-SAID = 8  # first tokens, which must be the same in both placements
+NUM_TOKENS = 8  # first tokens, which must be the same in both placements
 PURPOSES = {  # part of a kernel's name -> its purpose
     "_score_kernel": "score",
     "select_": "choose",
@@ -53,7 +53,7 @@ PURPOSES = {  # part of a kernel's name -> its purpose
 }
 
 
-class MadeContext:
+class InMemoryContext:
     """A stand-in for an artifact, with normally distributed latents, like the output of norms."""
 
     index_bytes = 0
@@ -62,8 +62,8 @@ class MadeContext:
         """like: a tensor with the latents' dtype, on the device that draws them."""
         self.spec = SimpleNamespace(context_len=context_len, index_config=SketchConfig())
         generator, size = torch.Generator(like.device).manual_seed(seed), (1, context_len, 2, spec.head_dim)
-        made: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": generator}
-        self._layers = [torch.randn(size, **made).cpu() for _ in range(spec.num_layers)]
+        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": generator}
+        self._layers = [torch.randn(size, **options).cpu() for _ in range(spec.num_layers)]
 
     def local_kv(self) -> list[Tensor]:
         return self._layers
@@ -75,7 +75,7 @@ class MadeContext:
         """Accept any tokenizer."""
 
 
-class MadeCompressed(MadeContext):
+class InMemoryCompressed(InMemoryContext):
     """A stand-in for an artifact whose rows stand for several tokens each."""
 
     def __init__(self, spec: ModelSpec, context_len: int, seed: int, like: Tensor) -> None:
@@ -83,12 +83,12 @@ class MadeCompressed(MadeContext):
         about = {"context_len": context_len, "index_config": SketchConfig(), "kv_dtype": "bfloat16"}
         self.spec = SimpleNamespace(model=geometry, **about)
 
-        def made(name: str, shape: tuple[int, int]) -> Any:
+        def make(name: str, shape: tuple[int, int]) -> Any:
             drawn = torch.randn(shape, generator=generator, device=like.device).cpu()
             return drawn.numpy() if name == "pending" else drawn.bfloat16().view(torch.uint16).numpy()
 
         self._states = [
-            {name: made(name, shape) for name, shape in geometry.compressed_sizes(layer_idx, context_len).items()}
+            {name: make(name, shape) for name, shape in geometry.compressed_sizes(layer_idx, context_len).items()}
             for layer_idx in range(spec.num_layers)
         ]
 
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     gate(torch.cuda.is_available(), "this benchmark needs a CUDA device, and torch finds none")
-    changes = fewer(arguments.layers, arguments.experts)
+    changes = shrink(arguments.layers, arguments.experts)
     few = {name: changes[name] for name in ("num_hidden_layers", "n_routed_experts")}
     shapes = {
         "chosen": shape_named("deepseek-v3.2", **changes),
@@ -120,28 +120,28 @@ def main() -> None:
     report: dict[str, Any] = {"bench": "latents", "machine": device_machine(), "layers": arguments.layers, "cases": []}
     with torch.no_grad():
         for kind in arguments.kinds.split(","):
-            spec, make = shapes[kind], MadeCompressed if kind == "compressed" else MadeContext
+            spec, make = shapes[kind], InMemoryCompressed if kind == "compressed" else InMemoryContext
             weights = random_weights(spec, "cuda", DTYPE)
             for context_len in numbers(arguments.contexts):
                 most = max(numbers(arguments.batches))
                 contexts = [make(spec, context_len, seed, weights.embedding) for seed in range(most)]
                 for batch_size in numbers(arguments.batches):
-                    said: dict[str, list[Any]] = {}
+                    all_ids: dict[str, list[Any]] = {}
                     for placement in ("device", "hybrid") if kind == "chosen" else ("device",):
                         case = {"latents": kind, "context_len": context_len, "batch_size": batch_size}
-                        timed, said[placement] = measure(weights, contexts[:batch_size], placement, arguments.steps)
+                        timed, all_ids[placement] = measure(weights, contexts[:batch_size], placement, arguments.steps)
                         gc.collect()  # frees CUDA graphs and their memory
                         torch.cuda.empty_cache()
                         report["cases"].append({**case, "placement": placement, **timed})
                         print(report["cases"][-1], flush=True)
-                    gate(len({str(tokens) for tokens in said.values()}) == 1, f"other tokens by placement: {said}")
+                    gate(len({str(ids) for ids in all_ids.values()}) == 1, f"other tokens by placement: {all_ids}")
             del weights
             gc.collect()
             torch.cuda.empty_cache()
     finish(report, arguments.json)
 
 
-def fewer(num_layers: int, num_experts: int) -> dict[str, Any]:
+def shrink(num_layers: int, num_experts: int) -> dict[str, Any]:
     """Return changes of a config: the first layer is dense, the others have experts without groups."""
     kinds = ["dense"] + ["sparse"] * (num_layers - 1)
     sizes = {"num_hidden_layers": num_layers, "n_routed_experts": num_experts, "first_k_dense_replace": 1}
@@ -149,7 +149,7 @@ def fewer(num_layers: int, num_experts: int) -> dict[str, Any]:
 
 
 def measure(
-    weights: ModelWeights, contexts: list[MadeContext], placement: str, num_steps: int
+    weights: ModelWeights, contexts: list[InMemoryContext], placement: str, num_steps: int
 ) -> tuple[dict[str, Any], list[Any]]:
     """Return the times of steps, and the tokens of the first `SAID` steps."""
     batch_size, spec = len(contexts), weights.spec
@@ -178,19 +178,19 @@ def measure(
         for number, context in enumerate(contexts):
             engine.add_context(number, context)  # type: ignore[arg-type]
             engine.open(number, number, SearchConfig(), "csattn")
-        said, tokens = [], [7 + number for number in range(batch_size)]
-        for _ in range(SAID):
+        token_ids, tokens = [], [7 + number for number in range(batch_size)]
+        for _ in range(NUM_TOKENS):
             tokens = engine.step([StepRow(number, token) for number, token in enumerate(tokens)]).next_ids.tolist()
-            said.append(tokens)
+            token_ids.append(tokens)
         placed = engine._placing.placed
         assert placed is not None
         runner, far = placed.runner, placed.far
 
-        def again() -> None:
+        def repeat_step() -> None:
             runner.step(batch_size)
 
         timed: dict[str, Any] = {"hbm_bytes": torch.cuda.memory_allocated()}
-        for name, step in (("again", again), ("fed", fed_step(runner, batch_size))):
+        for name, step in (("again", repeat_step), ("fed", greedy_step(runner, batch_size))):
             for _ in range(WARM_UP_STEPS):
                 step()
             if isinstance(far, CachedLatents):
@@ -202,8 +202,8 @@ def measure(
                 counts = far.cache.statistics()
                 found, selected = (sum(getattr(x, part) for x in counts) for part in ("num_found", "num_selected"))
                 timed[f"{name}_hit_rate"] = round(found / selected, 4)
-        timed["parts_us"] = _parts(kernel_times(again, PROFILED_STEPS), spec.num_layers)
-    return timed, said
+        timed["parts_us"] = _parts(kernel_times(repeat_step, PROFILED_STEPS), spec.num_layers)
+    return timed, token_ids
 
 
 def _parts(times_us: dict[str, float], num_layers: int) -> dict[str, float]:

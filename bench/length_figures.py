@@ -281,8 +281,8 @@ def as_fast_as() -> list[str]:
     sizes = sorted({of["context_len"] for of in measured(STEPS)})
     head = [f"{size // 1024}K" for size in sizes]
     lines = ["| times as fast as | by | " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(head)]
-    for variant, (name, told) in AS_FAST_AS.items():
-        lines.append(f"| {name} | the source | {' | '.join(f'{ratio:.2f}' for ratio in told)} |")
+    for variant, (name, ratios) in AS_FAST_AS.items():
+        lines.append(f"| {name} | the source | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
         of_host = {"placement": "hybrid", "keep": 0.02} if variant == "pqcache" else {}
         places = [("lists", "host"), ("lists", "hybrid"), ("default", "hybrid")]
         if variant == "full":

@@ -46,7 +46,7 @@ QUESTIONS = (
 FEW_QUESTIONS = 3  # a session's first question is one of these, so that sessions have conversations in common
 SAMPLE_S = 0.5
 TIMEOUT_S = 1800.0  # of a client that waits for its context
-AGAIN_S = 0.5  # until a turn whose worker was lost is sent again
+RETRY_S = 0.5  # until a turn whose worker was lost is sent again
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TurnResult:
     """The result of one turn; times are in seconds from sending it."""
 
     turn: int
@@ -84,18 +84,18 @@ def make_trace(options: argparse.Namespace) -> list[Session]:
     sessions = []
     for begins_s in begins:
         turns = int(min(rng.geometric(1.0 / options.turns), 3 * options.turns))
-        asked = [int(rng.integers(FEW_QUESTIONS)), *rng.integers(len(QUESTIONS), size=turns - 1)]
+        question_ids = [int(rng.integers(FEW_QUESTIONS)), *rng.integers(len(QUESTIONS), size=turns - 1)]
         think = rng.exponential(options.think_s, turns)
         think[0] = 0.0
         context = int(rng.choice(options.contexts, p=shares / shares.sum()))
-        sessions.append(Session(float(begins_s), context, tuple(QUESTIONS[i] for i in asked), tuple(think)))
+        sessions.append(Session(float(begins_s), context, tuple(QUESTIONS[i] for i in question_ids), tuple(think)))
     return sessions
 
 
 def first_questions(options: argparse.Namespace) -> list[Session]:
     """Return sessions of one turn that ask every possible first question about every context."""
-    asked = [(context, question) for question in QUESTIONS[:FEW_QUESTIONS] for context in range(options.contexts)]
-    return [Session(0.05 * i, context, (question,), (0.0,)) for i, (context, question) in enumerate(asked)]
+    pairs = [(context, question) for question in QUESTIONS[:FEW_QUESTIONS] for context in range(options.contexts)]
+    return [Session(0.05 * i, context, (question,), (0.0,)) for i, (context, question) in enumerate(pairs)]
 
 
 def context_text(number: int, num_chars: int) -> str:
@@ -107,16 +107,16 @@ def context_text(number: int, num_chars: int) -> str:
 
 async def replay(
     client: Any, model: str, trace: Sequence[Session], options: argparse.Namespace, answers: Answers | None = None
-) -> list[Said]:
+) -> list[TurnResult]:
     """Run all sessions concurrently, or with --for-s those that begin in time. Raises what the client raises.
 
     answers: known answers; new ones are added.
     """
-    said: list[Said] = []
+    results: list[TurnResult] = []
     known: Answers = {} if answers is None else answers
     started, clients = time.perf_counter(), asyncio.Semaphore(options.clients or len(trace) or 1)
 
-    async def hold(session: Session) -> None:
+    async def run_session(session: Session) -> None:
         await asyncio.sleep(max(0.0, session.begins_s - (time.perf_counter() - started)))
         async with clients:
             if options.for_s is None or time.perf_counter() - started < options.for_s:
@@ -133,12 +133,12 @@ async def replay(
             before = known.setdefault((session.context, session.questions[: turn + 1]), answer)
             if answer != before:
                 print(f"two answers to {question!r} about document {session.context}: {before!r}, {answer!r}")
-            said.append(replace(of_turn, differs=answer != before))
+            results.append(replace(of_turn, differs=answer != before))
 
     async with asyncio.TaskGroup() as group:
         for session in trace:
-            group.create_task(hold(session))
-    return said
+            group.create_task(run_session(session))
+    return results
 
 
 def document(number: int, options: argparse.Namespace) -> dict[str, str]:
@@ -151,7 +151,7 @@ def context_name(number: int) -> str:
 
 async def ask_until_answered(
     client: Any, model: str, messages: list[dict[str, str]], turn: int, options: argparse.Namespace
-) -> tuple[str, Said]:
+) -> tuple[str, TurnResult]:
     """Ask until there is an answer. With options.may_lose, a turn is sent again if its stream ends as `worker_lost`.
 
     Raises GateError for any other failure, and if an interrupted answer is no beginning of the final one.
@@ -162,15 +162,15 @@ async def ask_until_answered(
     while True:
         text: list[str] = []
         try:
-            said = await ask(client, model, messages, turn, options, text)
+            result = await ask(client, model, messages, turn, options, text)
         except APIError as error:
             gate(options.may_lose and error.code == "worker_lost", f"a request failed: {error!r}")
             begun.append("".join(text))
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
             continue
         answer = "".join(text)
         gate(all(map(answer.startswith, begun)), f"{begun} were not how the answer {answer!r} begins")
-        return answer, replace(said, num_lost=len(begun))
+        return answer, replace(result, num_lost=len(begun))
 
 
 async def ask(
@@ -180,7 +180,7 @@ async def ask(
     turn: int,
     options: argparse.Namespace,
     text: list[str],  # gets the answer's pieces as they arrive
-) -> Said:
+) -> TurnResult:
     sent = time.perf_counter()
     first_s, usage = 0.0, None
     stream = await client.chat.completions.create(
@@ -200,7 +200,9 @@ async def ask(
     assert usage is not None
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
     ended_at = time.perf_counter()
-    return Said(turn, first_s, ended_at - sent, ended_at, usage.completion_tokens, usage.prompt_tokens, cached or 0)
+    return TurnResult(
+        turn, first_s, ended_at - sent, ended_at, usage.completion_tokens, usage.prompt_tokens, cached or 0
+    )
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -215,15 +217,18 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             one_by_one = argparse.Namespace(**{**vars(options), "clients": 1, "for_s": None})
             await replay(client, model, first_questions(options), one_by_one, answers)
         watch = Watch(options)
-        await watch.look()
+        await watch.sample()
         watching = asyncio.create_task(watch.run())
         started = time.perf_counter()
         try:
-            said = await replay(client, model, trace, options, answers)
+            results = await replay(client, model, trace, options, answers)
         finally:
             ended = time.perf_counter()
             stop(watching)
-    return {**told(said, trace, started, ended, options), **watch.found(sum(of.new_tokens for of in said))}
+    return {
+        **trace_report(results, trace, started, ended, options),
+        **watch.found(sum(of.new_tokens for of in results)),
+    }
 
 
 def stop(task: asyncio.Task[None]) -> None:
@@ -233,20 +238,23 @@ def stop(task: asyncio.Task[None]) -> None:
     task.cancel()
 
 
-def told(
-    said: Sequence[Said], trace: Sequence[Session], started: float, ended: float, options: argparse.Namespace
+def trace_report(
+    results: Sequence[TurnResult], trace: Sequence[Session], started: float, ended: float, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return a trace's figures.
 
     With --for-s, tokens a second count only answers that ended before it: afterwards, fewer and fewer clients remain.
     """
     until = ended if options.for_s is None else min(ended, started + options.for_s)
-    new_tokens = sum(of.new_tokens for of in said if of.ended_at <= until)
-    prompt_tokens = sum(of.prompt_tokens for of in said)
-    first, later = ([of.first_s for of in said if (of.turn == 0) == is_first] for is_first in (True, False))
-    each = [(of.whole_s - of.first_s) / (of.new_tokens - 1) for of in said if of.new_tokens > 1]
-    num_asked = sum(len(session.questions) for session in trace)
-    gate(options.for_s is not None or len(said) == num_asked, f"{len(said)} of {num_asked} turns were answered")
+    new_tokens = sum(of.new_tokens for of in results if of.ended_at <= until)
+    prompt_tokens = sum(of.prompt_tokens for of in results)
+    first, later = ([of.first_s for of in results if (of.turn == 0) == is_first] for is_first in (True, False))
+    each = [(of.whole_s - of.first_s) / (of.new_tokens - 1) for of in results if of.new_tokens > 1]
+    num_turns = sum(len(session.questions) for session in trace)
+    gate(
+        options.for_s is not None or len(results) == num_turns,
+        f"{len(results)} of {num_turns} turns were answered",
+    )
     return {
         "trace": {
             name: getattr(options, name)
@@ -265,14 +273,14 @@ def told(
             )
         },
         "selector": options.selector or "the service's",
-        "turns": len(said),
+        "turns": len(results),
         "failed": 0,
-        "different_answers": sum(of.differs for of in said),
-        "lost_and_asked_again": sum(of.num_lost for of in said),
+        "different_answers": sum(of.differs for of in results),
+        "lost_and_asked_again": sum(of.num_lost for of in results),
         "seconds": round(ended - started, 1),
         "tokens_per_s": round(new_tokens / (until - started), 2),
         "prompt_tokens": prompt_tokens,
-        "prefilled_tokens": prompt_tokens - sum(of.cached_tokens for of in said),
+        "prefilled_tokens": prompt_tokens - sum(of.cached_tokens for of in results),
         **quantiles("first_turn_ttft", first),
         **quantiles("later_turn_ttft", later),
         **quantiles("tpot", each),
@@ -295,27 +303,27 @@ class Watch:
     """Watches memory and reads of processes and their children, and the bytes that the service's workers report."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Counts begin with the first `look`."""
+        """Counts begin with the first `sample`."""
         self._pids, self._store = options.pid or [], options.store
         self._url, self._key = options.url.rstrip("/"), options.key
         self._peak_mb, self._read_bytes = 0.0, dict[int, list[int]]()
         self._mapped, self._held, self._num_samples = 0, 0, 0
         self._budget: int | None = None
         self._counts: dict[tuple[str, str], float] = {}  # last values, by worker and where contexts were found
-        self._requests: dict[str, float] = {"memory": 0.0, "store": 0.0}  # since the first look
+        self._requests: dict[str, float] = {"memory": 0.0, "store": 0.0}  # since the first sample
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_S)
-            await self.look()
+            await self.sample()
 
-    async def look(self) -> None:
-        self._look_at_processes()
+    async def sample(self) -> None:
+        self._sample_processes()
         with contextlib.suppress(OSError, HTTPException):  # while a worker is lost
             await asyncio.to_thread(self._ask_workers)
             self._num_samples += 1
 
-    def _look_at_processes(self) -> None:
+    def _sample_processes(self) -> None:
         rss, mapped = 0.0, 0
         for pid in self._pids:
             for process in family(pid):

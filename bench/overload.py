@@ -145,8 +145,8 @@ def main() -> None:
         with serving(*given) as service:
             model = service.register("overload", TEXT.read_text()[: options.context_chars])["model"]
             result = asyncio.run(measure(service, model, options))
-    told = {"model": model, "mode": "ray" if options.on_ray else "local", "running": options.running}
-    finish({"bench": "overload", **told, "queued": options.queued, **result}, options.json)
+    setup = {"model": model, "mode": "ray" if options.on_ray else "local", "running": options.running}
+    finish({"bench": "overload", **setup, "queued": options.queued, **result}, options.json)
 
 
 if __name__ == "__main__":

@@ -107,8 +107,8 @@ def _draw_panel(axes: Any, costs: dict[str, tuple[float, float]], title: str) ->
     axes.set(xscale="log", yscale="log", xlabel=title)
     axes.set_xlim(nothing / 1.6, most * (most / nothing) ** 0.24)  # leaves room for the last label
     for name, (x, y) in places.items():
-        colour = _OUR_COLOUR if _is_ours(name) else _COLOUR
-        axes.plot(x, y, "D" if _is_ours(name) else "o", color=colour, markeredgecolor="white", markersize=8, zorder=2)
+        colour = _OUR_COLOUR if _is_csattn(name) else _COLOUR
+        axes.plot(x, y, "D" if _is_csattn(name) else "o", color=colour, markeredgecolor="white", markersize=8, zorder=2)
     shown = _ticks(least, most)
     zero = [nothing] if any(x == 0 for x, _ in costs.values()) else []
     axes.set_xticks([*zero, *shown], [*("0" for _ in zero), *(f"{tick:g}" for tick in shown)])
@@ -120,7 +120,7 @@ def _draw_panel(axes: Any, costs: dict[str, tuple[float, float]], title: str) ->
     return places
 
 
-def _is_ours(name: str) -> bool:
+def _is_csattn(name: str) -> bool:
     return name.partition("+")[0] in PRESET_NAMES
 
 
@@ -136,11 +136,11 @@ def _label(axes: Any, places: dict[str, tuple[float, float]]) -> None:
     taken = [_box(x - _MARKER / 2, y, _MARKER) for x, y in points.values()]
     for name, (x, y) in sorted(points.items(), key=lambda item: float(item[1][1])):
         x += _MARKER
-        shift = next(up for up in _SHIFTS if not any(_meet(_box(x, y + up, 8 * len(name)), box) for box in taken))
+        shift = next(up for up in _SHIFTS if not any(_overlap(_box(x, y + up, 8 * len(name)), box) for box in taken))
         taken.append(_box(x, y + shift, 8 * len(name)))
         label = axes.annotate(
             name, places[name], (8, shift * 72 / _DPI - 3), textcoords="offset points", fontsize=9, zorder=1.5,
-            color=_OUR_COLOUR if _is_ours(name) else "#333333",
+            color=_OUR_COLOUR if _is_csattn(name) else "#333333",
             bbox={"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.75},
             arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6} if abs(shift) > 8 else None,
         )  # fmt: skip
@@ -151,7 +151,7 @@ def _box(left: float, middle: float, width: float) -> Box:
     return left, left + width, middle - _LABEL_HEIGHT / 2, middle + _LABEL_HEIGHT / 2
 
 
-def _meet(one: Box, other: Box) -> bool:
+def _overlap(one: Box, other: Box) -> bool:
     return one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
 
 

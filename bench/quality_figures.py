@@ -153,14 +153,14 @@ def quality_gemma() -> list[str]:
     cases = measured("eval-gemma-3-270m.json")
     texts = list(dict.fromkeys(case["text"] for case in cases))
     kl = {(case["text"], case["chosen_by"]): case["kl"] for case in cases}
-    told = {
+    kl_cells = {
         name: ", ".join(f"{kl[text, name]:.4f} ({ratio(kl[text, name] / kl[text, 'exact'])})" for text in texts)
         for name in ("default", "lists")
     }
     return [
         "Three of Gemma-3-270M's 18 layers see everything, the others 512 rows. By `csattn eval` "
         f"({', '.join(texts)}; {cases[0]['context_len']} tokens, and the {cases[0]['eval_len']} after them), its KL at "
-        f"2 % (× exact Top-K's) is {told['default']} with `default`, and {told['lists']} with `lists`."
+        f"2 % (× exact Top-K's) is {kl_cells['default']} with `default`, and {kl_cells['lists']} with `lists`."
     ]
 
 
@@ -236,11 +236,11 @@ def ruler() -> list[str]:
         ("ruler_vt", "chains of names"),
         ("ruler_fwe", "the most frequent words"),
     ):
-        told = [
+        cells = [
             "; ".join(f"{scores[task, length, variant]:.2f}" for length in (8192, 32768))
             for variant in ("full attention", "default, 2%", "exact Top-K, 2%")
         ]
-        lines.append(f"| {what} | {' | '.join(told)} |")
+        lines.append(f"| {what} | {' | '.join(cells)} |")
     return lines
 
 
@@ -287,7 +287,7 @@ def needles() -> list[str]:
     for length, stretch in sorted({(case["length"], case["stretch"]) for case in cases}):
         of_length = [case for case in cases if case["length"] == length]
         asked = len({case["sample"] for case in of_length})
-        cells = [", ".join(f"{found(of_length, who, depth)}" for who in FINDERS) for depth in depths]
+        cells = [", ".join(f"{found(of_length, method, depth)}" for method in FINDERS) for depth in depths]
         lines.append(f"| {length / 1024:.0f}K (× {stretch:g}) | {asked} | {' | '.join(cells)} |")
     return lines
 

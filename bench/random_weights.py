@@ -123,8 +123,8 @@ def random_weights(
         if (of := spec.streams) is None:
             return None
         num_out, num_in = of.num if joins else of.num_mixes, of.num * spec.hidden_size
-        told = torch.empty(num_out, num_in, device=device).normal_(std=num_in**-0.5, generator=generator)
-        return StreamWeights(told, torch.zeros(num_out, device=device), torch.ones(1 if joins else 3, device=device))
+        weight = torch.empty(num_out, num_in, device=device).normal_(std=num_in**-0.5, generator=generator)
+        return StreamWeights(weight, torch.zeros(num_out, device=device), torch.ones(1 if joins else 3, device=device))
 
     def in_few(weight: Tensor, of: Few) -> QuantizedWeight:
         return _in_mxfp4(weight, generator) if of == "mxfp4" else QuantizedWeight.rounded(weight, of)
@@ -274,11 +274,11 @@ def _frequencies(spec: ModelSpec, number: int, device: torch.device | str) -> Fr
     rope, first = spec.ropes[number], spec.layers[0]
     if rope.parameters is None:
         return Frequencies(torch.empty(0, device=device))
-    turned = [spec.heads_of(i) for i, layer in enumerate(spec.layers) if layer.attention.rope == number]
+    rotated = [spec.heads_of(i) for i, layer in enumerate(spec.layers) if layer.attention.rope == number]
     if first.compressed is not None:
         head_dim = first.compressed.head_dim
     else:
-        head_dim = turned[0].head_dim if first.latent is None else first.latent.rope_dim
+        head_dim = rotated[0].head_dim if first.latent is None else first.latent.rope_dim
     angles, scale = rotary_frequencies(rope.parameters, head_dim, spec.max_positions)
     return Frequencies(angles.to(device), scale)
 
@@ -292,12 +292,12 @@ def rotary_frequencies(
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    parameters, num_turned = dict(rope_parameters), head_dim
+    parameters, rotary_dim = dict(rope_parameters), head_dim
     if parameters.get("rope_type") != "proportional":  # there, unrotated pairs have angle 0
-        num_turned = int(head_dim * (parameters.pop("partial_rotary_factor", None) or 1.0))
+        rotary_dim = int(head_dim * (parameters.pop("partial_rotary_factor", None) or 1.0))
     config = LlamaConfig(
-        head_dim=num_turned,
-        hidden_size=num_turned,
+        head_dim=rotary_dim,
+        hidden_size=rotary_dim,
         num_attention_heads=1,
         max_position_embeddings=max_positions,
         rope_parameters=parameters,

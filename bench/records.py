@@ -20,14 +20,14 @@ class Records:
     """The cases of one file. Callers skip a case that the file already has (`has`)."""
 
     def __init__(
-        self, path: Path | None, header: dict[str, Any], key: tuple[str, ...], alike: tuple[str, ...] = ()
+        self, path: Path | None, header: dict[str, Any], key: tuple[str, ...], fixed_fields: tuple[str, ...] = ()
     ) -> None:
         """Open a file of cases; None: they are not saved.
 
         header: the facts of the whole run; an existing file keeps its cases and gets the new header.
         key: the fields that identify a case; its other fields are results. An added case gets its run's commit, because
         the header's commit is that of the last run.
-        alike: fields of the header that cases lack. Raises GateError if they differ in an existing file.
+        fixed_fields: of the header, which cases lack. Raises GateError if they differ in an existing file.
         """
         self._path = path
         self._key = key
@@ -35,7 +35,7 @@ class Records:
         self.content: dict[str, Any] = {**header, "cases": []}
         if path is not None and path.exists():
             before = json.loads(path.read_text())
-            for name in alike:
+            for name in fixed_fields:
                 gate(
                     name not in before or before[name] == json.loads(json.dumps(header[name])),
                     f"{path} was measured with {name} {before.get(name)}, not {header[name]}; name another file",

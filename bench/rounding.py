@@ -16,7 +16,7 @@ from bench.accuracy.texts import find_text, tokenize
 from bench.timing import finish, gate
 from csattn.models import load_model
 
-UNSEEN = 512  # first tokens of a text, whose predictions do not count
+SKIPPED = 512  # first tokens of a text, whose predictions do not count
 
 
 def main() -> None:
@@ -30,7 +30,10 @@ def main() -> None:
     loaded, cases = load_model(arguments.model), []
     texts = {name: tokenize(find_text(name), loaded.tokenizer)[: arguments.len] for name in arguments.texts.split(",")}
     for name, token_ids in texts.items():
-        gate(len(token_ids) > UNSEEN, f"{name} has {len(token_ids)} tokens, and judged are those after {UNSEEN}")
+        gate(
+            len(token_ids) > SKIPPED,
+            f"{name} has {len(token_ids)} tokens, and judged are those after {SKIPPED}",
+        )
     exact = {name: log_probs(loaded.model, token_ids) for name, token_ids in texts.items()}
     for weights in arguments.weights.split(","):
         rounded = load_model(arguments.model, weights=weights).model
@@ -38,14 +41,14 @@ def main() -> None:
             cases.append({"text": name, "weights": weights, **distance(exact[name], log_probs(rounded, token_ids))})
             line = "{text:8} {weights:5} KL {kl:.4f}, same most likely token {top1_agreement:.3f}"
             print(line.format(**cases[-1]), flush=True)
-    header = {"bench": "rounding", "model": loaded.name, "len": arguments.len, "unjudged": UNSEEN}
+    header = {"bench": "rounding", "model": loaded.name, "len": arguments.len, "unjudged": SKIPPED}
     finish({**header, "cases": cases}, arguments.json)
 
 
 def log_probs(model: Any, token_ids: Any) -> Tensor:
-    """Return log-probabilities [num_tokens - UNSEEN, vocab_size]."""
+    """Return log-probabilities [num_tokens - SKIPPED, vocab_size]."""
     with torch.no_grad():
-        logits: Tensor = model(torch.tensor(token_ids).long()[None]).logits[0, UNSEEN:]
+        logits: Tensor = model(torch.tensor(token_ids).long()[None]).logits[0, SKIPPED:]
     return logits.float().log_softmax(-1)
 
 

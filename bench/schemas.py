@@ -63,12 +63,12 @@ def ask_all(url: str, model: str, num: int, seed: int, key: str = "none", num_at
         bias = _endings(url, key)
 
         def ask(number: int, schema: Schema) -> None:
-            outcome, told = _ask(client, model, schema, seed + number, bias)
+            outcome, detail = _ask(client, model, schema, seed + number, bias)
             report.counts[outcome] += 1
             if outcome == "invalid":
-                report.faults.append(f"{json.dumps(schema)}: {told}")
+                report.faults.append(f"{json.dumps(schema)}: {detail}")
             elif outcome == "refused":
-                report.refusals.append(f"{json.dumps(schema)}: {told}")
+                report.refusals.append(f"{json.dumps(schema)}: {detail}")
 
         with ThreadPoolExecutor(num_at_once) as pool:
             for done in [pool.submit(ask, *case) for case in enumerate(schema_cases(num, seed))]:

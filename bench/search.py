@@ -186,9 +186,9 @@ def check_against_reference(
         gate(bool((got == want.kv_indices).all()), f"{index.context_len} keys: the kernel chose other rows")
         return reference_ms
     group_scores, _ = reference.combine_group([reference.score_keys(row, index, None, 0) for row in q], rules[3])
-    mine, best = np.sort(group_scores[got[0]]), np.sort(group_scores[want.kv_indices[0]])
+    got_scores, want_scores = np.sort(group_scores[got[0]]), np.sort(group_scores[want.kv_indices[0]])
     gate(len(np.unique(got[0])) == rules[0], f"{index.context_len} keys: the kernel chose a row twice or too few")
-    agree = bool(np.allclose(mine, best, rtol=3e-5))
+    agree = bool(np.allclose(got_scores, want_scores, rtol=3e-5))
     gate(agree, f"{index.context_len} keys: the kernel's choice has lower group scores")
     return reference_ms
 

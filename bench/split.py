@@ -36,7 +36,7 @@ from bench.decode.placements import placed, schedules
 from bench.decode.prepared import TooLargeError, require_memory
 from bench.decode.recording import default_path, load_recording
 from bench.decode.roofline import weight_bytes
-from bench.decode.steps import RecordedQueries, fed_step
+from bench.decode.steps import RecordedQueries, greedy_step
 from bench.decode.widened import Heads, Which
 from bench.decode.workload import DTYPE, Workload
 from bench.random_weights import random_weights
@@ -97,9 +97,9 @@ def main() -> None:
         gate(torch.cuda.device_count() >= most, f"{most} GPUs are wanted, {torch.cuda.device_count()} are there")
         _run_processes(most)
         return
-    rank, meeting = int(arguments.process[0]), Path(arguments.process[1])
+    rank, rendezvous = int(arguments.process[0]), Path(arguments.process[1])
     del sys.orig_argv[sys.orig_argv.index("--process") :]  # not part of the reported command
-    devices = Devices(Share(rank, most), torch.device("cuda", rank), meeting)
+    devices = Devices(Share(rank, most), torch.device("cuda", rank), rendezvous)
     with torch.no_grad():
         bench = _Bench(arguments, devices)
         found = bench.run(counts)
@@ -201,7 +201,7 @@ class _Bench:
             runner = make_runner(work, weights, RecordedQueries(prepared.attention, work), devices)
             logits = runner.step(batch_size).logits.clone()
 
-            step = fed_step(runner, batch_size)
+            step = greedy_step(runner, batch_size)
             for _ in range(WARM_UP_STEPS):
                 step()
             prepared.start_counting()
@@ -243,9 +243,9 @@ class _Bench:
 
 def _graph_us(run: Callable[[], None], times: int = 20) -> float:
     """Return the µs of a graph of `run`. All devices must replay it equally often, because they wait for each other."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+    warm_up_stream = torch.cuda.Stream()
+    warm_up_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up_stream):
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -262,10 +262,10 @@ def _graph_us(run: Callable[[], None], times: int = 20) -> float:
 
 
 def compare(got: Tensor, want: Tensor) -> dict[str, Any]:
-    apart = float((got - want).abs().max() / want.std())
-    gate(apart < CLOSE, f"logits are {apart:.3f} of their spread apart, more than {CLOSE}")
+    distance = float((got - want).abs().max() / want.std())
+    gate(distance < CLOSE, f"logits are {distance:.3f} of their spread apart, more than {CLOSE}")
     same = float((got.argmax(1) == want.argmax(1)).float().mean())
-    return {"logits_apart": round(apart, 5), "same_tokens": same}
+    return {"logits_apart": round(distance, 5), "same_tokens": same}
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from bench.load import (
     model_name,
     replay,
     stop,
-    told,
+    trace_report,
 )
 from bench.served_model import saved_model
 from bench.timing import end_as_interrupted, gate
@@ -57,8 +57,8 @@ from workers.serving.contexts import name_artifact
 
 HUNG_S = 240.0
 POLL_S = 0.1
-NODE_AWAY_S = 3.0  # until another node is added
-AGAIN_S = 60.0  # within which a worker that is back must hold its contexts again
+NODE_DOWN_S = 3.0  # until another node is added
+RECOVERY_S = 60.0  # within which a worker that is back must hold its contexts again
 NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 
 
@@ -153,7 +153,7 @@ class Chaos:
         await asyncio.to_thread(self._cluster.remove_node, node, False)
         self.num_killed += 1
         lost = await self.lost(before)
-        await asyncio.sleep(NODE_AWAY_S)
+        await asyncio.sleep(NODE_DOWN_S)
         self._cluster.add_node(**NODE)  # Ray requires this thread; clients are blocked meanwhile
         return lost
 
@@ -174,7 +174,7 @@ class Chaos:
             worker = (await self.workers())[name]
             if worker["since"] not in (None, before["since"]):
                 since = since or time.monotonic()
-                if worker["held"] >= before["held"] or time.monotonic() > since + AGAIN_S:
+                if worker["held"] >= before["held"] or time.monotonic() > since + RECOVERY_S:
                     return set(worker["held"])
             await asyncio.sleep(POLL_S)
 
@@ -210,26 +210,26 @@ async def run(service: Service, cluster: Any, options: argparse.Namespace, answe
         model = await model_name(client)
         await replay(client, model, first_questions(options), options, answers)
         watch, chaos = Watch(options), Chaos(service, cluster, options)
-        await watch.look()
-        beside = [asyncio.create_task(watch.run())]
+        await watch.sample()
+        tasks = [asyncio.create_task(watch.run())]
         if options.every_s:
-            beside.append(asyncio.create_task(chaos.run()))
+            tasks.append(asyncio.create_task(chaos.run()))
         started = time.perf_counter()
         try:
             said = await replay(client, model, trace, options, answers)
             num_replays = 1
             while chaos.num_killed < options.least_kills:
-                for task in beside:
+                for task in tasks:
                     if task.done():
                         task.result()
                 said += await replay(client, model, trace, options, answers)
                 num_replays += 1
         finally:
             ended = time.perf_counter()
-            for task in beside:
+            for task in tasks:
                 stop(task)
     return {
-        **told(said, num_replays * trace, started, ended, options),
+        **trace_report(said, num_replays * trace, started, ended, options),
         **watch.found(sum(of.new_tokens for of in said)),
         "killed": chaos.num_killed,
         "back_after_s": spread(chaos.back_s),
@@ -258,19 +258,19 @@ def measure(options: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(made, named=True)
-    made.add_argument("--workers", type=int, nargs="+", default=[2], help="several: one after the other")
-    made.add_argument("--nodes", type=int, default=1)
-    made.add_argument("--every-s", type=float, default=15.0, help="something is killed; 0: nothing is")
-    made.add_argument("--least-kills", type=int, default=0, help="the trace is replayed again until then")
-    made.add_argument("--model", default="tiny", help="tiny, demo, or a shape, as llama-3.1-8b")
-    made.add_argument("--layers", type=int, help="of a shape: so many only")
-    made.add_argument("--device", default="cpu", help="that builds the contexts")
-    made.add_argument("--set", action="append", default=[], help="KEY=VALUE, of the service")
-    made.add_argument("--budget-contexts", type=int, default=0, help="that a worker has room for; 0: for all")
-    made.set_defaults(may_lose=True)
-    return made
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, named=True)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2], help="several: one after the other")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--every-s", type=float, default=15.0, help="something is killed; 0: nothing is")
+    parser.add_argument("--least-kills", type=int, default=0, help="the trace is replayed again until then")
+    parser.add_argument("--model", default="tiny", help="tiny, demo, or a shape, as llama-3.1-8b")
+    parser.add_argument("--layers", type=int, help="of a shape: so many only")
+    parser.add_argument("--device", default="cpu", help="that builds the contexts")
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, of the service")
+    parser.add_argument("--budget-contexts", type=int, default=0, help="that a worker has room for; 0: for all")
+    parser.set_defaults(may_lose=True)
+    return parser
 
 
 def main() -> None:

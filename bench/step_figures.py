@@ -57,9 +57,9 @@ def steps() -> list[str]:
     ]
     lines = ["| | ms a step, p50 (p99) | GB on the device | × full attention |", "|---|---:|---:|---:|"]
     for what, (batch_size, context_len), cases in groups:
-        beside = full(batch_size, context_len) if context_len < 1048576 else None
-        if beside:
-            lines.append(line(f"{what}: full attention", beside, beside))
+        baseline = full(batch_size, context_len) if context_len < 1048576 else None
+        if baseline:
+            lines.append(line(f"{what}: full attention", baseline, baseline))
         for placement, more in cases:
             name = ", ".join(
                 [
@@ -68,12 +68,12 @@ def steps() -> list[str]:
                     *([more["kv_codec"]] if "kv_codec" in more else []),
                 ]
             )
-            lines.append(line(f"{what}: {name}", case(batch_size, context_len, placement, **more), beside))
+            lines.append(line(f"{what}: {name}", case(batch_size, context_len, placement, **more), baseline))
     return lines
 
 
-def line(name: str, of: Case, beside: Case | None) -> str:
-    times = "" if beside is None else f"{beside['p50_us'] / of['p50_us']:.2f}"
+def line(name: str, of: Case, baseline: Case | None) -> str:
+    times = "" if baseline is None else f"{baseline['p50_us'] / of['p50_us']:.2f}"
     return f"| {name} | {milliseconds(of):.2f} ({of['p99_us'] / 1e3:.2f}) | {of['hbm_bytes'] / 1e9:.1f} | {times} |"
 
 
@@ -155,8 +155,8 @@ def split() -> list[str]:
             cells = [f"{milliseconds(of[number]):.2f}" if number in of else "–" for number in (1, 2, 4)]
             has_both = 1 in of and 4 in of
             cells += [f"{milliseconds(of[1]) / milliseconds(of[4]):.2f}" if has_both else "–"]
-            told = [f"{of[4]['hbm_bytes'] / 1e9:.1f}", f"{100 * of[4]['of_bound']:.0f} %"] if 4 in of else ["–", "–"]
-            lines.append(f"| {what}, `{placement}` | {' | '.join([*cells, *told])} |")
+            of_four = [f"{of[4]['hbm_bytes'] / 1e9:.1f}", f"{100 * of[4]['of_bound']:.0f} %"] if 4 in of else ["–", "–"]
+            lines.append(f"| {what}, `{placement}` | {' | '.join([*cells, *of_four])} |")
     return lines
 
 
@@ -168,8 +168,8 @@ def few_bits() -> list[str]:
         "|---|" + "---:|" * (len(sizes) + 3),
     ]
     for name in ("bfloat16", "fp8", "int4"):
-        told = json.loads((RESULTS / f"serve-step-1.5b-{name}.json").read_text())
-        steps, weights = told["steps"], told["weights_bytes"] / 1e9
+        result = json.loads((RESULTS / f"serve-step-1.5b-{name}.json").read_text())
+        steps, weights = result["steps"], result["weights_bytes"] / 1e9
         decode = {step["rows"]: step["p50_ms"] for step in steps if step["requests"] == step["rows"]}
         [question] = [step["p50_ms"] for step in steps if step["rows"] == 64 and not step["all_ask"]]
         times = " | ".join(f"{decode[size]:.0f}" for size in (1, *sizes))
@@ -181,12 +181,12 @@ def beside_llama_cpp() -> list[str]:
     """Return a table of prefill and decoding on a CPU by llama.cpp and by csattn."""
     lines = ["| tokens of context | | prefill, s | ms a token | MB stored |", "|---:|---|---:|---:|---:|"]
     for of in measured("llama-cpp.json"):
-        who = f"llama.cpp, {of['weights']}" if of["by"] == "llama.cpp" else f"csattn, {of['by']}, {of['keep']:.0%}"
+        name = f"llama.cpp, {of['weights']}" if of["by"] == "llama.cpp" else f"csattn, {of['by']}, {of['keep']:.0%}"
         figures = f"{of['prefill_s']:.0f} | {of['step_p50_ms']:.0f} | {of['stored_bytes'] / 1e6:.0f}"
-        lines.append(f"| {of['context_len']:,} | {who} | {figures} |")
+        lines.append(f"| {of['context_len']:,} | {name} | {figures} |")
     kl = rounding_kl()
-    told = f"KL {kl['fp8']:.3f} in `fp8`, {kl['int4']:.3f} in `int4` (Python, `python -m bench.rounding`)"
-    return [*lines, "", f"Rounding changes the predictions of the file's model: {told}."]
+    kl_text = f"KL {kl['fp8']:.3f} in `fp8`, {kl['int4']:.3f} in `int4` (Python, `python -m bench.rounding`)"
+    return [*lines, "", f"Rounding changes the predictions of the file's model: {kl_text}."]
 
 
 def rounding_kl() -> dict[str, float]:

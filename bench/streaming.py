@@ -110,9 +110,9 @@ def perplexity(num_tokens: int) -> dict[str, Any]:
     late = {name: each[sinks.max_rows :] for name, each in scored.items()}
     result["beyond the rows kept"] = {name: round(math.exp(float(each.mean())), 4) for name, each in late.items()}
     for name in ("sinks and window", "sinks and window, token by token"):
-        apart = abs(math.expm1(float((late[name] - late["sinks and window, as defined"]).mean())))
-        result[f"{name}: difference from the definition"] = apart
-        gate(apart < MAX_DIFFERENCE, f"{name}: perplexity is {100 * apart:.2f} % from its definition's")
+        difference = abs(math.expm1(float((late[name] - late["sinks and window, as defined"]).mean())))
+        result[f"{name}: difference from the definition"] = difference
+        gate(difference < MAX_DIFFERENCE, f"{name}: perplexity is {100 * difference:.2f} % from its definition's")
     return result
 
 

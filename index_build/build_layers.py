@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # it imports transformers, which takes seconds and is not nee
 # On a GPU a layer takes less time than writing its hidden states does, so not every layer gets a checkpoint.
 _CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
 # multiply-adds of a predictor's fit in the time in which the index processes one element of a key, by one thread each
-_PRODUCTS_BESIDE = 1000
+_PRODUCTS_PER_ELEMENT = 1000
 
 Fit = Callable[[], dict[str, Tensor]]  # returns the result of `_fit_query`, or an empty dict
 
@@ -69,7 +69,7 @@ def make_layers(
     times: PhaseTimes,
 ) -> None:
     """Build the missing layers, from the last checkpoint on."""
-    from index_build.capture import may_begin, prefill
+    from index_build.capture import can_start_at, prefill
 
     spec, num_layers = plan.spec, plan.spec.model.num_layers
     is_there = [work.finished_layer(layer_idx) is not None for layer_idx in range(num_layers)]
@@ -93,23 +93,23 @@ def make_layers(
     with ThreadPoolExecutor(num_threads) as threads, make_outbox(loaded.device, layer_bytes) as outbox:
         while True:
             with times.timed("prefill"):
-                capture, leaving = next(layers)
+                capture, hidden_out = next(layers)
             layer_idx = capture.layer_idx
-            can_resume = layer_idx + 1 < num_layers and may_begin(loaded.model, layer_idx + 1)
-            hidden = leaving.cpu() if can_resume and checkpoints.is_due() else None
+            can_resume = layer_idx + 1 < num_layers and can_start_at(loaded.model, layer_idx + 1)
+            hidden = hidden_out.cpu() if can_resume and checkpoints.is_due() else None
             keep = None if hidden is None else partial(work.save_checkpoint, layer_idx + 1, hidden)
             if not is_there[layer_idx]:
                 report(layer_idx, "index")
                 with times.timed("index"):
-                    fit = fit_now_or_beside(loaded, capture, leaving)
+                    fit = make_fit(loaded, capture, hidden_out)
                 kv = capture.kv[:, spec.context_len - spec.model.num_stored(layer_idx, spec.context_len) :]
                 make = partial(_make, capture, spec, fit, threads, times)
                 outbox.send(kv, make, partial(_write, work, layer_idx, times), keep)
                 report(layer_idx, "write")
             else:
-                outbox.settle(keep)
-            if capture.is_reused_at_once:
-                outbox.settle()
+                outbox.wait_until_read(keep)
+            if capture.is_single_buffered:
+                outbox.wait_until_read()
             done = 0
             if layer_idx + 1 == num_layers:
                 return
@@ -129,7 +129,7 @@ class _CheckpointClock:
         return due
 
 
-def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Tensor) -> Fit:
+def make_fit(loaded: LoadedModel, capture: "LayerCapture", hidden_out: Tensor) -> Fit:
     """Return a function that fits the next layer's query predictor, if it has one; the fit may be done already.
 
     On a CPU it is left to one thread if the other threads take at least as long for the index, as with small models or
@@ -138,12 +138,12 @@ def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Ten
     """
     if not loaded.geometry.is_predicted(capture.layer_idx + 1):
         return dict
-    rows = sample_rows(len(leaving), capture.q.shape[2])
-    samples = capture.hidden_in[rows], leaving[rows]
+    rows = sample_rows(len(hidden_out), capture.q.shape[2])
+    samples = capture.hidden_in[rows], hidden_out[rows]
     fit = partial(_fit_query, loaded.model, capture.layer_idx + 1, *samples)
     num_products = len(samples) * samples[0].numel() * capture.q[:, 0].numel()
     num_others = torch.get_num_threads() - 1
-    if capture.q.is_cuda or num_products * num_others > _PRODUCTS_BESIDE * capture.kv[:, :, 0].numel():
+    if capture.q.is_cuda or num_products * num_others > _PRODUCTS_PER_ELEMENT * capture.kv[:, :, 0].numel():
         fitted = fit()
         return lambda: fitted
     return alone(fit)
@@ -156,7 +156,7 @@ def _fit_query(model: Any, layer_idx: int, *samples: Tensor) -> dict[str, Tensor
         return {"next_query": fit_predictor(early, own)}
 
 
-def index_beside(fit: Fit, capture: "LayerCapture", config: IndexConfig, threads: Executor) -> dict[str, Tensor]:
+def index_and_fit(fit: Fit, capture: "LayerCapture", config: IndexConfig, threads: Executor) -> dict[str, Tensor]:
     """Make the arrays of a layer's index and, on another thread, the fit."""
     with threads_kept():
         fitted = threads.submit(fit)
@@ -170,7 +170,7 @@ def _make(
     with times.timed("index"):
         if capture.layer_idx not in spec.model.indexed_layers:
             return (capture.state or {}) | fit()
-        arrays = index_beside(fit, capture, spec.index_config, index_threads)
+        arrays = index_and_fit(fit, capture, spec.index_config, index_threads)
         if capture.q.is_cuda:
             torch.cuda.current_stream().synchronize()  # so that the phase is timed correctly
         return arrays

@@ -45,7 +45,7 @@ class LayerCapture:
     q: Tensor  # [num_q_heads, context_len, head_dim]; without rows if no layer has an index, as with latents
     kv: Tensor  # [num_kv_heads, context_len, 2, head_dim]: K and V of one key are adjacent
     hidden_in: Tensor  # [context_len, hidden_size], the layer's input
-    is_reused_at_once: bool  # whether the next layer overwrites q and kv; else the one after it (double buffering)
+    is_single_buffered: bool  # whether the next layer overwrites q and kv; else the one after it (double buffering)
     # of a layer without rows, the state after the context: see `Artifact.states`; q and kv then belong to another layer
     state: dict[str, Tensor] | None = None
 
@@ -120,11 +120,11 @@ def prefill(
     with attention_implementation(model):
         for layer_idx in range(first_layer, len(body.layers)):
             q, kv = arrays.of(layer_idx)
-            capture = LayerCapture(layer_idx, q, kv, hidden, arrays.are_reused_at_once)
-            leaving = torch.empty_like(hidden)
+            capture = LayerCapture(layer_idx, q, kv, hidden, arrays.is_single_buffered)
+            hidden_out = torch.empty_like(hidden)
             of_layer = spec.layers[layer_idx]
             kept: Any = LinearAttentionLayer()
-            told, latent, more = embeddings[layer_idx], None, dict[str, Any]()
+            rope, latent, more = embeddings[layer_idx], None, dict[str, Any]()
             compressed: CompressedLayer | None = None
             with layer_on_device(model, layer_idx) as layer:
                 if of_layer.compressed is not None:
@@ -141,14 +141,14 @@ def prefill(
                 for start in range(0, context_len, chunk_len):
                     rows = slice(start, min(start + chunk_len, context_len))
                     if compressed is not None:
-                        leaving[rows] = compressed(hidden[rows], token_ids[rows])
+                        hidden_out[rows] = compressed(hidden[rows], token_ids[rows])
                     elif latent is not None:
-                        leaving[rows] = latent(hidden[rows], rows, *(x[0, rows] for x in told))
+                        hidden_out[rows] = latent(hidden[rows], rows, *(x[0, rows] for x in rope))
                     else:
-                        of_rows = tuple(x[:, rows] for x in told) if isinstance(told, tuple) else told[:, rows]
+                        of_rows = tuple(x[:, rows] for x in rope) if isinstance(rope, tuple) else rope[:, rows]
                         if spec.layer_input_width:
                             more["per_layer_input"] = layer_inputs(model, token_ids[rows], layer_idx)[None]
-                        leaving[rows] = layer(
+                        hidden_out[rows] = layer(
                             hidden[None, rows],
                             attention_mask=None,
                             position_ids=positions[:, rows],
@@ -162,9 +162,9 @@ def prefill(
                 capture.state = _state_arrays(kept)
             if compressed is not None:
                 capture.state = compressed.state()
-            _require_sound(capture)
-            yield capture, leaving
-            hidden = leaving
+            _require_in_range(capture)
+            yield capture, hidden_out
+            hidden = hidden_out
 
 
 def _embedded(model: Any, token_ids: Tensor, spec: ModelSpec) -> Tensor:
@@ -187,7 +187,7 @@ class _Arrays:
         self._shared_kv: dict[int, Tensor] = {}
 
     @property
-    def are_reused_at_once(self) -> bool:
+    def is_single_buffered(self) -> bool:
         return len(self._room) == 1
 
     def of(self, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -209,7 +209,7 @@ def _has_room_for_another(arrays: tuple[Tensor, ...]) -> bool:
     return 4 * sum(array.nbytes for array in arrays) <= free_device_bytes(arrays[0].device)
 
 
-def may_begin(model: Any, layer_idx: int) -> bool:
+def can_start_at(model: Any, layer_idx: int) -> bool:
     """Return whether a prefill can resume at that layer.
 
     It cannot at a layer that reuses the rows chosen by an earlier one, or after a layer whose rows others attend to.
@@ -271,7 +271,7 @@ def _state_arrays(state: LinearAttentionLayer) -> dict[str, Tensor]:
     return {"conv": conv.float().contiguous(), "memory": memory.float().contiguous()}
 
 
-def _require_sound(capture: LayerCapture) -> None:
+def _require_in_range(capture: LayerCapture) -> None:
     if capture.kv.is_cuda:  # first: waiting in `float(...)` below would lock the indexing thread out of the driver
         torch.cuda.current_stream(capture.kv.device).synchronize()
     made = {"queries": capture.q, "keys and values": capture.kv} if capture.state is None else capture.state

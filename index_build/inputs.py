@@ -45,17 +45,17 @@ def read_text(context: str) -> str:
         raise ContextError(f"cannot read {name}: {error.strerror}; give a text file, or - for stdin") from error
     except UnicodeDecodeError as error:
         raise ContextError(
-            f"{name} is not UTF-8 text (byte {error.start}); {_way_to_text(data, is_utf8=False)}, and give what comes"
+            f"{name} is not UTF-8 text (byte {error.start}); {_conversion(data, is_utf8=False)}, and give what comes"
         ) from error
     is_document = data.removeprefix(BOM_UTF8).startswith(tuple(_DOCUMENTS))
     if is_document or "\0" in text or any(mark in data for mark in _TO_KANJI):  # valid UTF-8, but not text
-        raise ContextError(f"{name} is no plain text; {_way_to_text(data, is_utf8=True)}, and give what comes")
+        raise ContextError(f"{name} is no plain text; {_conversion(data, is_utf8=True)}, and give what comes")
     if not text.strip():
         raise ContextError(f"{name} holds no text; give a text that is not empty")
     return text
 
 
-def _way_to_text(data: bytes, *, is_utf8: bool) -> str:
+def _conversion(data: bytes, *, is_utf8: bool) -> str:
     """Return advice on making UTF-8 text of a file. is_utf8: it decodes, but has magic bytes, NULs or escapes."""
     for begins, way in _DOCUMENTS.items():
         if data.removeprefix(BOM_UTF8).startswith(begins):

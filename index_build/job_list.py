@@ -112,14 +112,14 @@ def _read_options(given: dict[str, Any], base: Path, defaults: BuildOptions) -> 
 
 def _require_type(name: str, value: object) -> None:
     if name == "list_len":
-        right, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+        is_valid, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
     elif name in COUNTS:
-        right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+        is_valid, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
     elif name == "chat":
-        right, wanted = isinstance(value, bool), "true or false"
+        is_valid, wanted = isinstance(value, bool), "true or false"
     else:
-        right, wanted = isinstance(value, str), "a string"
-    if not right and value is not None:
+        is_valid, wanted = isinstance(value, str), "a string"
+    if not is_valid and value is not None:
         raise ConfigError(f'"{name}" must be {wanted}, got {json.dumps(value)[:60]}')
 
 

@@ -35,7 +35,7 @@ from index_build.tasks import Builder, upload
 
 NO_ROOM_S = 600.0  # how long a cluster may have no node for a task before the batch fails
 _POLL_S = 0.1
-_MOST_LOST = 20  # consecutive processes that may die while starting
+_MAX_LOST = 20  # consecutive processes that may die while starting
 MAX_ATTEMPTS = 5  # of a job from one starting layer: nodes may be lent for only minutes
 
 
@@ -111,12 +111,12 @@ class _Build:
     """The state of one job."""
 
     job: Job
-    is_elsewhere: bool = False  # another process was building it
+    is_built_elsewhere: bool = False  # another process was building it
     started_s: float | None = None
-    begun: float = 0.0  # the share that was done when its task began
-    losses: Counter[float] = field(default_factory=Counter)  # dead workers, by the `begun` of their task
-    num_again: int = 0  # restarts after a worker's death
-    made: JobResult | None = None  # built, and being uploaded to a URL
+    first_share: float = 0.0  # the share that was done when its task began
+    losses: Counter[float] = field(default_factory=Counter)  # dead workers, by the `first_share` of their task
+    num_restarts: int = 0  # restarts after a worker's death
+    built: JobResult | None = None  # built, and being uploaded to a URL
     result: JobResult | None = None
 
 
@@ -153,7 +153,7 @@ class _Dispatch:
             while self._waiting or self._running:
                 self._submit()
                 for ref in self._wait():
-                    self._settle(ref)
+                    self._finish_task(ref)
                 self._pass_on_progress()
         finally:
             for ref in self._running:
@@ -165,7 +165,7 @@ class _Dispatch:
 
     def _wait(self) -> list[Any]:
         """Wait until a task ends or a process has started, at most _POLL_S; return the refs of tasks that ended."""
-        refs = [*self._running, *self._builders.asked]
+        refs = [*self._running, *self._builders.starting]
         if not refs:
             time.sleep(_POLL_S)
             return []
@@ -176,10 +176,10 @@ class _Dispatch:
         self._had_room = now if room else self._had_room
         if now - self._had_room > NO_ROOM_S:
             self._give_up(f"the cluster had no node for it for {NO_ROOM_S:.0f} s")
-        num_builds = sum(self._builds[idx].made is None for idx in self._running.values())
-        self._builders.look(min(room, num_builds + len(self._waiting)))
-        if self._builders.why_lost:
-            self._give_up(f"processes that build die as they start, last of {self._builders.why_lost}")
+        num_builds = sum(self._builds[idx].built is None for idx in self._running.values())
+        self._builders.update(min(room, num_builds + len(self._waiting)))
+        if self._builders.start_error:
+            self._give_up(f"processes that build die as they start, last of {self._builders.start_error}")
         while self._waiting and self._builders.has_idle:
             self._start(self._waiting.pop(0))
 
@@ -188,7 +188,7 @@ class _Dispatch:
         if build.started_s is None:
             build.started_s = time.monotonic()
         where = self._store, self._marker, needs.device, needs.num_threads
-        ref = self._builders.run_job(build.job, *where, job_idx, build.is_elsewhere, self._board)
+        ref = self._builders.run_job(build.job, *where, job_idx, build.is_built_elsewhere, self._board)
         self._running[ref] = job_idx
 
     def _cancel(self, ref: Any) -> None:
@@ -204,36 +204,36 @@ class _Dispatch:
         for job_idx in left:
             self._fail(job_idx, reason)
 
-    def _settle(self, ref: Any) -> None:
+    def _finish_task(self, ref: Any) -> None:
         """Take a task's result, or restart it if its worker died."""
         job_idx = self._running.pop(ref)
         build, (value, died) = self._builds[job_idx], self._outcome_of(ref)
-        self._builders.settle(ref, value, died)
+        self._builders.release(ref, value, died)
         if isinstance(value, BuiltElsewhereError):
-            build.is_elsewhere = True
+            build.is_built_elsewhere = True
             self._waiting.append(job_idx)
         elif died:
-            build.losses[build.begun] += 1
-            if build.losses[build.begun] >= MAX_ATTEMPTS:
+            build.losses[build.first_share] += 1
+            if build.losses[build.first_share] >= MAX_ATTEMPTS:
                 self._fail(job_idx, f"its worker died {MAX_ATTEMPTS} times, last of {sentence(value)}")
                 return
-            build.num_again += 1
-            if build.made is not None:
-                self._start_upload(job_idx, build.made)
+            build.num_restarts += 1
+            if build.built is not None:
+                self._start_upload(job_idx, build.built)
             else:
                 self._waiting.insert(0, job_idx)
         elif isinstance(value, Exception):
             self._fail(job_idx, sentence(value))
-        elif build.made is not None:  # and has been uploaded
-            self._end(job_idx, build.made)
+        elif build.built is not None:  # and has been uploaded
+            self._end(job_idx, build.built)
         elif isinstance(self._store, Path):
             self._end(job_idx, value)
         else:
-            build.made = value
+            build.built = value
             self._start_upload(job_idx, value)
 
-    def _start_upload(self, job_idx: int, made: JobResult) -> None:
-        artifact = self._marker.parent / str(made.artifact_id)
+    def _start_upload(self, job_idx: int, built: JobResult) -> None:
+        artifact = self._marker.parent / str(built.artifact_id)
         self._running[self._upload(self._store, artifact)] = job_idx
 
     def _outcome_of(self, ref: Any) -> tuple[Any, bool]:
@@ -251,7 +251,7 @@ class _Dispatch:
     def _end(self, job_idx: int, result: JobResult) -> None:
         build, now = self._builds[job_idx], time.monotonic()
         seconds = 0.0 if build.started_s is None else now - build.started_s
-        build.result = replace(result, seconds=seconds, attempts=1 + build.num_again)
+        build.result = replace(result, seconds=seconds, attempts=1 + build.num_restarts)
         self._on_result(job_idx, build.result)
 
     def _pass_on_progress(self) -> None:
@@ -262,7 +262,7 @@ class _Dispatch:
             with suppress(self._ray.exceptions.RayError):
                 for job_idx, state in self._ray.get(self._news).items():
                     if self._builds[job_idx].result is None:
-                        self._builds[job_idx].begun = state.first_share
+                        self._builds[job_idx].first_share = state.first_share
                         self._on_progress(job_idx, state)
             self._news = None
 
@@ -274,8 +274,8 @@ class _Builders:
         self._ray = ray
         on_gpu = needs.device == "cuda"
         self._make = ray.remote(num_gpus=int(on_gpu), num_cpus=0 if on_gpu else needs.num_threads)(Builder).remote
-        self.asked: dict[Any, Any] = {}  # actors that are starting, by the ref of their answer
-        self.why_lost = ""  # the last error, after _MOST_LOST consecutive actors died while starting
+        self.starting: dict[Any, Any] = {}  # actors that are starting, by the ref of their answer
+        self.start_error = ""  # the last error, after _MAX_LOST consecutive actors died while starting
         self._num_lost = 0  # consecutive actors that died while starting
         self._idle: list[Any] = []
         self._busy: dict[Any, Any] = {}  # by the ref of their job
@@ -284,22 +284,24 @@ class _Builders:
     def has_idle(self) -> bool:
         return bool(self._idle)
 
-    def look(self, num_wanted: int) -> None:
+    def update(self, num_wanted: int) -> None:
         """Collect actors that have started; then start missing ones, or end idle ones beyond `num_wanted`."""
-        for ref in self._ray.wait(list(self.asked), num_returns=len(self.asked), timeout=0)[0] if self.asked else []:
-            builder = self.asked.pop(ref)
+        for ref in (
+            self._ray.wait(list(self.starting), num_returns=len(self.starting), timeout=0)[0] if self.starting else []
+        ):
+            builder = self.starting.pop(ref)
             try:
                 self._ray.get(ref)
             except self._ray.exceptions.RayError as error:
                 self._num_lost += 1
-                self.why_lost = sentence(error) if self._num_lost >= _MOST_LOST else ""
+                self.start_error = sentence(error) if self._num_lost >= _MAX_LOST else ""
             else:
                 self._num_lost = 0
                 self._idle.append(builder)
-        num_missing = num_wanted - len(self.asked) - len(self._idle) - len(self._busy)
+        num_missing = num_wanted - len(self.starting) - len(self._idle) - len(self._busy)
         for _ in range(num_missing):
             builder = self._make()
-            self.asked[builder.ready.remote()] = builder
+            self.starting[builder.ready.remote()] = builder
         for builder in self._idle[: max(0, -num_missing)]:
             self._idle.remove(builder)
             self._ray.kill(builder)
@@ -310,7 +312,7 @@ class _Builders:
         self._busy[ref] = builder
         return ref
 
-    def settle(self, ref: Any, value: Any, died: bool) -> None:
+    def release(self, ref: Any, value: Any, died: bool) -> None:
         """Keep an actor after a result or an error of csattn; any other may have broken its CUDA context for good."""
         builder = self._busy.pop(ref, None)
         if builder is None:
@@ -332,6 +334,6 @@ class _Builders:
         return builder is not None
 
     def end(self) -> None:
-        for builder in (*self.asked.values(), *self._idle, *self._busy.values()):
+        for builder in (*self.starting.values(), *self._idle, *self._busy.values()):
             with suppress(Exception):
                 self._ray.kill(builder)

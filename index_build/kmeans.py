@@ -52,8 +52,8 @@ def spherical_kmeans(
         finally:
             kmeans.index = None  # frees its memory while this thread holds the lock
     centroids: NDArray[np.float32] = kmeans.centroids.copy()
-    lost = ~np.isclose(np.linalg.norm(centroids, axis=1), 1.0, atol=1e-3)  # empty, or a mean of opposite points
-    centroids[lost] = directions[:: max(1, len(directions) // num_centroids)][: lost.sum()]
+    degenerate = ~np.isclose(np.linalg.norm(centroids, axis=1), 1.0, atol=1e-3)  # empty, or a mean of opposite points
+    centroids[degenerate] = directions[:: max(1, len(directions) // num_centroids)][: degenerate.sum()]
     return centroids
 
 

@@ -57,8 +57,8 @@ class LatentLayer:
             chosen = self._chosen[tokens]
         attended = attend_latents(queries.q.to(seen.dtype), seen, chosen, spec, self._scale)
         hidden = hidden + layer.self_attn.o_proj(latent_values(attended, weights).to(hidden.dtype))
-        leaving: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
-        return leaving
+        hidden_out: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
+        return hidden_out
 
 
 def _products(x: Tensor, linears: tuple[Linear, ...]) -> Tensor:

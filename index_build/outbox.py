@@ -41,13 +41,13 @@ class Outbox:
         """Have a layer's index made, then the index and the layer's KV, under the name `kv`, written.
 
         kv: [num_kv_heads, num_kept, 2, head_dim]. Do not change it, or what `make` reads, before the next `send` or
-        `settle` has returned. `then` is called when this layer and all earlier ones are written. May raise errors of
-        earlier layers.
+        `wait_until_read` has returned. `then` is called when this layer and all earlier ones are written. May raise
+        errors of earlier layers.
         """
         write({"kv": kv, **make()})
-        self.settle(then)
+        self.wait_until_read(then)
 
-    def settle(self, then: Then | None = None) -> None:
+    def wait_until_read(self, then: Then | None = None) -> None:
         """Return when the arrays that were sent last may change; `then`: as in `send`."""
         if then is not None:
             then()
@@ -79,11 +79,11 @@ class DeviceOutbox(Outbox):
         captured = torch.cuda.current_stream().record_event()
         slot.made = self._indexer.submit(self._make, slot, captured, kv, make)
         slot.written = self._writers.submit(_write, slot.made, slot.arrays, write)
-        self.settle()
+        self.wait_until_read()
         self._slots = [*self._slots[1:], slot]
         self._call_when_written(then)
 
-    def settle(self, then: Then | None = None) -> None:
+    def wait_until_read(self, then: Then | None = None) -> None:
         if (last := self._slots[-1].made) is not None:
             for event in last.result():
                 torch.cuda.current_stream().wait_event(event)

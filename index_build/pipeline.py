@@ -95,9 +95,9 @@ def build_plan(
     """Build a planned artifact: see `build_artifact`. After an error, the next build resumes from what was done."""
     remote, spec, times = remote_store(store), plan.spec, PhaseTimes()
     place = local_path(store) if remote is None else here or cache_store()
-    told = times.seconds, None if remote is None else f"{remote.url}/{spec.artifact_id}"
+    report_fields = times.seconds, None if remote is None else f"{remote.url}/{spec.artifact_id}"
     if remote is not None and remote.holds(spec.artifact_id):
-        return BuildReport(spec.artifact_id, place / spec.artifact_id, True, 0, *told)
+        return BuildReport(spec.artifact_id, place / spec.artifact_id, True, 0, *report_fields)
     with ArtifactWriter(place, spec, plan.token_ids, on_wait) as writer:
         reused, resumed_at = writer.finished_path is not None, writer.finished_layers
         if not reused:
@@ -107,4 +107,4 @@ def build_plan(
             writer.finish(plan.versions, plan.notes)
     if remote is not None and uploads:
         remote.upload(place / spec.artifact_id)
-    return BuildReport(spec.artifact_id, place / spec.artifact_id, reused, resumed_at, *told)
+    return BuildReport(spec.artifact_id, place / spec.artifact_id, reused, resumed_at, *report_fields)

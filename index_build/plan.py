@@ -49,8 +49,8 @@ def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexCo
         index_config=config,
         kv_dtype=str(loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]  # the spec refuses others
     )
-    told = {**notes, "weights": loaded.rounding or NOT_ROUNDED}
-    return Plan(spec, token_ids, told, versions)
+    recorded_notes = {**notes, "weights": loaded.rounding or NOT_ROUNDED}
+    return Plan(spec, token_ids, recorded_notes, versions)
 
 
 def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:

@@ -46,8 +46,8 @@ def run_job(
             shown_s = time.monotonic()
             board.put.remote(job_idx, state)
 
-    plan, apart = plan_job(job, loaded), {"here": marker.parent, "uploads": False}
-    return build_job(job, loaded, plan, store, num_threads, show, may_wait, **apart)
+    plan, where = plan_job(job, loaded), {"here": marker.parent, "uploads": False}
+    return build_job(job, loaded, plan, store, num_threads, show, may_wait, **where)
 
 
 def upload(url: str, artifact: Path) -> None:

@@ -24,7 +24,7 @@ _HEAD = struct.Struct("<8sIQ32s12x")  # magic, bytes of the label and of the dat
 _MAGIC = b"csblock1"
 _STALE_S = 3600.0  # a partial file of this age was abandoned
 _AHEAD_S = 86400.0  # how far another machine's clock may be ahead
-_SILENT_S = 600.0  # between two log lines on refused writes
+_LOG_EVERY_S = 600.0  # between two log lines on refused writes
 _ROOM = 0.9  # share of the budget that an eviction keeps in use, so that not every write scans the directory
 _log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ class BlockFiles:
         self._directory, self._find_budget = directory, find_budget
         self._sizes: dict[Path, int] = {}  # from the last scan, and from writes since
         self.num_refused = 0  # blocks that could not be written
-        self._told_at = -math.inf  # when a refused write was logged last
-        self._look()
+        self._last_logged_at = -math.inf  # when a refused write was logged last
+        self._scan()
 
     def __repr__(self) -> str:
         return f"<BlockFiles {len(self._sizes)} of {self.num_bytes:,} bytes in {self._directory}>"
@@ -113,10 +113,10 @@ class BlockFiles:
             with suppress(OSError):
                 partial.unlink()
             self.num_refused += 1
-            if (now := time.monotonic()) >= self._told_at + _SILENT_S:
-                self._told_at = now
-                told = "blocks are not written to %s: %s (%d so far)"
-                _log.warning(told, self._directory, error.strerror or error, self.num_refused)
+            if (now := time.monotonic()) >= self._last_logged_at + _LOG_EVERY_S:
+                self._last_logged_at = now
+                message = "blocks are not written to %s: %s (%d so far)"
+                _log.warning(message, self._directory, error.strerror or error, self.num_refused)
             return False
         self._sizes[path] = num_bytes
         return True
@@ -126,7 +126,7 @@ class BlockFiles:
 
     def _make_room(self, num_bytes: int, budget_bytes: int) -> None:
         """Remove the least recently used files, of any process."""
-        used_at = self._look()
+        used_at = self._scan()
         left = self.num_bytes
         for path in sorted(self._sizes, key=lambda path: used_at.get(path, 0.0)):
             if left + num_bytes <= _ROOM * budget_bytes:
@@ -135,7 +135,7 @@ class BlockFiles:
                 path.unlink()
             left -= self._sizes.pop(path, 0)  # a reader may have removed it
 
-    def _look(self) -> dict[Path, float]:
+    def _scan(self) -> dict[Path, float]:
         """Scan the directory, remove stale partial files, and return when each block was used last.
 
         A block whose time is in the future, because the clock was set back, is left out: it is removed first.

@@ -20,27 +20,27 @@ _log = logging.getLogger(__name__)
 class Label:
     """Identifies a block exactly: the label of the preceding block, which is shared, and the block's own bytes."""
 
-    __slots__ = ("before", "own")
+    __slots__ = ("parent", "suffix")
 
-    def __init__(self, before: "Label | None", own: bytes) -> None:
-        self.before, self.own = before, own
+    def __init__(self, parent: "Label | None", suffix: bytes) -> None:
+        self.parent, self.suffix = parent, suffix
 
     def __bytes__(self) -> bytes:
         parts, label = [], self
-        while label.before is not None:
-            parts.append(label.own)
-            label = label.before
-        return b"".join([label.own, *reversed(parts)])
+        while label.parent is not None:
+            parts.append(label.suffix)
+            label = label.parent
+        return b"".join([label.suffix, *reversed(parts)])
 
     def is_same(self, other: "Label") -> bool:
         """Compare two chains of labels, back to the first label object that they share."""
         one: Label | None = self
         two: Label | None = other
         while one is not two:
-            if one is None or two is None or one.own != two.own:
+            if one is None or two is None or one.suffix != two.suffix:
                 return False
-            one, two = one.before, two.before
-        self.before = other.before  # equal: sharing it lets the comparison of the next block stop here
+            one, two = one.parent, two.parent
+        self.parent = other.parent  # equal: sharing it lets the comparison of the next block stop here
         return True
 
 
@@ -53,7 +53,7 @@ class BlockName:
 
 
 @dataclass(slots=True)
-class _Held:
+class _Entry:
     label: Label
     data: Bytes
     num_users: int = 0  # readers, and the writer until the block is in its file; a block in use is not evicted
@@ -80,34 +80,34 @@ class Blocks:
     def __init__(self, memory_bytes: int, files: BlockFiles | None) -> None:
         """files: None keeps blocks in memory only."""
         self._budget_bytes, self._files = memory_bytes, files
-        self._held: OrderedDict[str, _Held] = OrderedDict()  # the least recently used first
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the least recently used first
         self._num_bytes = self._num_refused = 0
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="csattn-blocks")
 
     def __repr__(self) -> str:
-        return f"<Blocks {len(self._held)} of {self._num_bytes:,}/{self._budget_bytes:,} bytes, and {self._files!r}>"
+        return f"<Blocks {len(self._entries)} of {self._num_bytes:,}/{self._budget_bytes:,} bytes, and {self._files!r}>"
 
     def holds(self, name: BlockName) -> bool:
         """Return whether the block is in memory, or in a file, by the file's header and label."""
         with self._lock:
-            held = self._held.get(name.key)
-            if held is not None:
-                return held.label.is_same(name.label)
+            entry = self._entries.get(name.key)
+            if entry is not None:
+                return entry.label.is_same(name.label)
         return self._files is not None and self._files.holds(name.key, bytes(name.label))
 
     def put(self, name: BlockName, data: Bytes) -> bool:
         """Keep a block and own its data; return whether it is kept. Its file is written in the background."""
         with self._lock:
-            if name.key in self._held:
-                return self._held[name.key].label.is_same(name.label)
-            held = self._enter(name, data)
-            if held is None:
+            if name.key in self._entries:
+                return self._entries[name.key].label.is_same(name.label)
+            entry = self._enter(name, data)
+            if entry is None:
                 self._num_refused += 1
                 return False
             if self._files is not None:
-                held.num_users += 1
-                self._writer.submit(self._write, self._files, name.key, held)
+                entry.num_users += 1
+                self._writer.submit(self._write, self._files, name.key, entry)
         return True
 
     @contextmanager
@@ -116,7 +116,7 @@ class Blocks:
 
         Blocks that are only in files are read, and checked, here.
         """
-        found: list[tuple[_Held | None, Bytes]] = []
+        found: list[tuple[_Entry | None, Bytes]] = []
         try:
             for name in names:
                 if (block := self._take(name)) is None:
@@ -125,9 +125,9 @@ class Blocks:
             yield [data for _, data in found]
         finally:
             with self._lock:
-                for held, _ in found:
-                    if held is not None:
-                        held.num_users -= 1
+                for entry, _ in found:
+                    if entry is not None:
+                        entry.num_users -= 1
 
     def flush(self) -> None:
         """Wait until every block that was put is in its file, or refused."""
@@ -142,62 +142,62 @@ class Blocks:
         files = self._files
         with self._lock:
             return BlockCounts(
-                memory_blocks=len(self._held),
+                memory_blocks=len(self._entries),
                 memory_bytes=self._num_bytes,
                 disk_blocks=0 if files is None else files.num_blocks,
                 disk_bytes=0 if files is None else files.num_bytes,
                 refused=self._num_refused + (0 if files is None else files.num_refused),
             )
 
-    def _take(self, name: BlockName) -> tuple[_Held | None, Bytes] | None:
+    def _take(self, name: BlockName) -> tuple[_Entry | None, Bytes] | None:
         """Find a block and mark it as in use; None if it is missing. Without room in memory it is read uncached."""
         with self._lock:
-            held = self._held.get(name.key)
-            if held is not None:
-                if not held.label.is_same(name.label):
+            entry = self._entries.get(name.key)
+            if entry is not None:
+                if not entry.label.is_same(name.label):
                     return None
-                self._held.move_to_end(name.key)
-                held.num_users += 1
-                return held, held.data
+                self._entries.move_to_end(name.key)
+                entry.num_users += 1
+                return entry, entry.data
         data = None if self._files is None else self._files.read(name.key, bytes(name.label))
         if data is None:
             return None
         with self._lock:
-            held = self._held.get(name.key)  # another thread may have read it in the meantime
-            if held is None:
-                held = self._enter(name, data)
-            if held is None or not held.label.is_same(name.label):
+            entry = self._entries.get(name.key)  # another thread may have read it in the meantime
+            if entry is None:
+                entry = self._enter(name, data)
+            if entry is None or not entry.label.is_same(name.label):
                 return None, data
-            held.num_users += 1
-            return held, held.data
+            entry.num_users += 1
+            return entry, entry.data
 
-    def _enter(self, name: BlockName, data: Bytes) -> _Held | None:
+    def _enter(self, name: BlockName, data: Bytes) -> _Entry | None:
         """Add a block to those in memory, evicting unused ones; None if there is no room. The caller holds the lock."""
         room = self._budget_bytes - self._num_bytes
         going = []
-        for key, held in self._held.items():
+        for key, entry in self._entries.items():
             if room >= data.nbytes:
                 break
-            if not held.num_users:
+            if not entry.num_users:
                 going.append(key)
-                room += held.data.nbytes
+                room += entry.data.nbytes
         if room < data.nbytes:
             return None
         for key in going:
-            self._num_bytes -= self._held.pop(key).data.nbytes
-        held = self._held[name.key] = _Held(name.label, data)
+            self._num_bytes -= self._entries.pop(key).data.nbytes
+        entry = self._entries[name.key] = _Entry(name.label, data)
         self._num_bytes += data.nbytes
-        return held
+        return entry
 
-    def _write(self, files: BlockFiles, key: str, held: _Held) -> None:
+    def _write(self, files: BlockFiles, key: str, entry: _Entry) -> None:
         try:
-            label = bytes(held.label)
+            label = bytes(entry.label)
             if not files.holds(key, label):
-                files.write(key, label, held.data)
+                files.write(key, label, entry.data)
         except Exception:
             _log.exception("block %s is not written", key)
             with self._lock:
                 self._num_refused += 1
         finally:
             with self._lock:
-                held.num_users -= 1
+                entry.num_users -= 1

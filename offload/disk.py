@@ -31,7 +31,7 @@ class DiskFile:
         try:
             self._fd, self.direct = _open(path)
         except OSError as error:
-            raise DiskError(f"cannot open {path}: {_why(error)}; check the file and its permissions") from error
+            raise DiskError(f"cannot open {path}: {_reason(error)}; check the file and its permissions") from error
 
     def __repr__(self) -> str:
         state = "closed" if self._fd < 0 else "direct" if self.direct else "through the page cache"
@@ -47,7 +47,7 @@ class DiskFile:
             try:
                 count = os.preadv(self._fd, [into[done:].data], offset + done)
             except OSError as error:
-                raise DiskError(f"cannot read {self._path} at {offset:,}: {_why(error)}; check its disk") from error
+                raise DiskError(f"cannot read {self._path} at {offset:,}: {_reason(error)}; check its disk") from error
             done += count
             if count == 0 or (self.direct and done < wanted and done % BLOCK_BYTES):
                 raise DiskError(
@@ -86,5 +86,5 @@ def _open(path: Path) -> tuple[int, bool]:
     return fd, False
 
 
-def _why(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return error.strerror or str(error)

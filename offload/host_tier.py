@@ -89,7 +89,7 @@ class HostTier:
         failed = ~missing & (self._states[slots] == _FAILED)  # its last user drops it; it is not filled again
         slots[failed] = NOWHERE
         self._tier.pin(slots[slots >= 0])
-        slots[missing] = self._tier.put(pages[missing], evict)
+        slots[missing] = self._tier.assign(pages[missing], evict)
         fresh = missing & (slots >= 0)
         self._tier.pin(slots[fresh])
         self._states[slots[fresh]] = _LOADING

@@ -45,8 +45,8 @@ class PinnedRows:
         assert 0 < chunk_bytes <= MAX_CHUNK_BYTES and chunk_bytes % _PAGE == 0
         self.layers = list(layers)
         self._chunks: list[tuple[int, int]] = []
-        tell = progress or (lambda done, total: None)
-        self.how = self._pin(partial(_register_all, chunk_bytes, tell, register, unregister))
+        report_progress = progress or (lambda done, total: None)
+        self.how = self._pin(partial(_register_all, chunk_bytes, report_progress, register, unregister))
         # releases the locks before the memory is freed, even if `close` is never called
         self._release = weakref.finalize(self, _release, self._chunks, unregister, self.layers)
 

@@ -16,7 +16,7 @@ from offload.gather import RowGather, RowLists, make_row_lists
 
 NEVER_USED = 127  # the age of an empty slot; `slot_ages.cuh` has the others
 _CLUSTER, _THREADS = 8, 512  # thread blocks of a cluster, which serves one KV head, and threads of each
-_ALONE_THREADS = 1024  # threads of the single block per KV head on GPUs without clusters
+_SINGLE_BLOCK_THREADS = 1024  # threads of the single block per KV head on GPUs without clusters
 _FEW_ROUNDS, _ENTRY_BYTES = 16, 16  # as in the kernel: with more rounds a thread's data is in local memory
 _RESIDENT_THREADS = 2048 * 148  # the most that a device runs at once
 _LIST_SETS = 3  # lookups whose lists and ids are valid at the same time
@@ -68,7 +68,7 @@ class SlotCacheShape:
 
 def _blocks() -> tuple[int, int]:
     """Return the number of thread blocks that serve one KV head, as one cluster, and the threads of each."""
-    return (_CLUSTER, _THREADS) if limits().is_hopper else (1, _ALONE_THREADS)
+    return (_CLUSTER, _THREADS) if limits().is_hopper else (1, _SINGLE_BLOCK_THREADS)
 
 
 def _block_bytes(blocks: int, block_slots: int) -> int:

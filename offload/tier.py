@@ -65,7 +65,7 @@ class Tier:
     def is_pinned(self, slots: Slots) -> NDArray[np.bool_]:
         return self._pins[slots] > 0
 
-    def put(self, pages: Pages, evict: bool = True) -> Slots:
+    def assign(self, pages: Pages, evict: bool = True) -> Slots:
         """Assign slots to distinct pages without one: free ones first, then (if `evict`) least recently used ones.
 
         Returns NOWHERE for pages that get none. Pages that were in these slots are dropped: to save them, call `oldest`

@@ -116,16 +116,16 @@ class TieredStore:
         """
         self._require_layer(layer_idx)
         buffers = self._buffers.get()
-        under_way: list[Future[Tensor]] = []
+        in_flight: list[Future[Tensor]] = []
         try:
             for number, piece in enumerate(pieces_of(rows, self.plan.stream_rows)):
-                under_way.append(self._ahead.submit(self._fill, buffers[number % 2], layer_idx, piece))
-                if len(under_way) > 1:
-                    yield under_way.pop(0).result()
-            if under_way:
-                yield under_way.pop().result()
+                in_flight.append(self._ahead.submit(self._fill, buffers[number % 2], layer_idx, piece))
+                if len(in_flight) > 1:
+                    yield in_flight.pop(0).result()
+            if in_flight:
+                yield in_flight.pop().result()
         finally:
-            wait(under_way)
+            wait(in_flight)
             self._buffers.put(buffers)
 
     def close(self) -> None:

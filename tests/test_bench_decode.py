@@ -18,7 +18,7 @@ from bench.decode.other_layers import other_bytes, with_other_layers
 from bench.decode.recording import Recording, load_recording, save_recording
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, layer_bytes, row_bytes, weight_bytes
 from bench.decode.sparse_op import SparseOp
-from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries, apart, together
+from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries, merge_requests, split_requests
 from bench.decode.variants import INDEXES, of_variant
 from bench.decode.widened import (
     NUM_WIDE_LAYERS,
@@ -215,16 +215,16 @@ class Listening:
 
     def __init__(self) -> None:
         self.tails = torch.zeros(9, 1, 1, 1, 2, HEAD_DIM)
-        self.asked: list[tuple[str, int, torch.Tensor]] = []
+        self.calls: list[tuple[str, int, torch.Tensor]] = []
 
     def begin_step(self, rows: StepRows) -> None:
-        self.asked.clear()
+        self.calls.clear()
 
     def look_ahead(self, layer_idx: int, q: torch.Tensor, rows: StepRows) -> None:
-        self.asked.append(("ahead", layer_idx, q.clone()))
+        self.calls.append(("ahead", layer_idx, q.clone()))
 
     def attend(self, layer_idx: int, q: torch.Tensor, rows: StepRows, out: torch.Tensor) -> None:
-        self.asked.append(("own", layer_idx, q.clone()))
+        self.calls.append(("own", layer_idx, q.clone()))
 
     def end_step(self, rows: StepRows) -> None: ...
 
@@ -242,8 +242,8 @@ def test_recorded_queries_take_the_place_of_the_models_step_by_step(recording):
                 attention.look_ahead(layer_idx + 1, wrong, rows)
             attention.attend(layer_idx, wrong, rows, wrong)
         attention.end_step(rows)
-        asked = [(which, q) for which, layer_idx, q in listening.asked if layer_idx == 8]
-        for (which, q), name in zip(asked, ("predicted", "own"), strict=True):
+        calls = [(which, q) for which, layer_idx, q in listening.calls if layer_idx == 8]
+        for (which, q), name in zip(calls, ("predicted", "own"), strict=True):
             assert which == {"predicted": "ahead", "own": "own"}[name]
             recorded = wide_queries(
                 recording, 0, HEADS, name
@@ -362,7 +362,7 @@ def test_a_variant_names_an_index_and_what_is_done_about_the_rest():
 def test_full_attention_reads_a_shared_context_once_for_all_requests(num_contexts):
     q = torch.randn(3, 8, 16)
     k, v = (torch.randn(num_contexts, 2, 33, 16) for _ in range(2))
-    out = apart(full_attention_ways()["math, packed"](together(q, k), k, v), 3, k)
+    out = split_requests(full_attention_ways()["math, packed"](merge_requests(q, k), k, v), 3, k)
     want = reference_attention(q[:, :, None], *(x.expand(3, -1, -1, -1) for x in (k, v)))[:, :, 0]
     assert relative_error(out, want) < 1e-5
 

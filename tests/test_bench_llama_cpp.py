@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.llama_cpp.__main__ import NUM_STEPS, WARM_UP, _llama_cpp, _told
+from bench.llama_cpp.__main__ import NUM_STEPS, WARM_UP, _llama_cpp, _measured_fields
 from bench.timing import GateError
 
 STAND_IN = """
@@ -37,7 +37,7 @@ def test_figures_are_of_the_steps_behind_a_context(tmp_path: Path, monkeypatch: 
 
 
 def test_the_first_steps_do_not_count() -> None:
-    told = _told({"steps_ms": [1000.0] * WARM_UP + [2.0] * (NUM_STEPS - WARM_UP), "prefill_s": 1.0})
+    told = _measured_fields({"steps_ms": [1000.0] * WARM_UP + [2.0] * (NUM_STEPS - WARM_UP), "prefill_s": 1.0})
     assert told == {"prefill_s": 1.0, "step_p50_ms": 2.0, "step_most_ms": 2.0}
     with pytest.raises(GateError):
-        _told({"steps_ms": [2.0] * NUM_STEPS + [2.0]})
+        _measured_fields({"steps_ms": [2.0] * NUM_STEPS + [2.0]})

@@ -10,7 +10,7 @@ from bench.accuracy.attending import low_bit
 from bench.accuracy.attending.context import ContextLayer
 from bench.decode import low_bit_rows
 from bench.decode.baselines import reference_attention, relative_error
-from bench.decode.low_bit_rows import FORMATS, TILE_LEN, TURNED_BITS, LowBitAttention, coded_tiles
+from bench.decode.low_bit_rows import FORMATS, ROTATED_BITS, TILE_LEN, LowBitAttention, coded_tiles
 from bench.decode.options import Options
 from bench.decode.widened import Heads
 from bench.decode.workload import Workload
@@ -22,7 +22,7 @@ from tests.test_bench_decode import FEW, FEW_HEADS, ignore, recording  # noqa: F
 DEFINED = {
     "kivi-2": low_bit.kivi(2),
     "kivi-4": low_bit.kivi(4),
-    "turboquant-3.5": low_bit.turbo_quant(*TURNED_BITS),
+    "turboquant-3.5": low_bit.turbo_quant(*ROTATED_BITS),
     "q4_0": low_bit.q4_0,
 }
 
@@ -35,7 +35,7 @@ def kernels(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
 def turns(rows: torch.Tensor) -> torch.Tensor:
     """What TurboQuant's channels are of a head's: [num_kv_heads, head_dim, head_dim]. rows: of keys, or of values."""
     order = low_bit.largest_channels(rows)
-    parts = low_bit.coded_turned(rows, order, TURNED_BITS)
+    parts = low_bit.encode_rotated(rows, order, ROTATED_BITS)
     rotation = torch.block_diag(*(turn for _, _, turn in parts))
     return torch.stack([torch.eye(rows.shape[2])[head[0]].mT @ rotation for head in order.cpu()])
 

@@ -141,7 +141,7 @@ def test_sampled_rows_are_attended_to_as_magicpig_defines_it(rng, context_len, t
         for context, rows in zip(attention.contexts, poisoned, strict=True):
             context[0].copy_(rows)
         for of in (-q, q):  # the second finds what the first has left
-            attention.ask(of)
+            attention.hash_queries(of)
             attention.out.fill_(torch.nan)
             attention.attend()
     assert attention.num_rows == num_rows
@@ -185,7 +185,7 @@ def test_magicpigs_step_is_that_of_the_window_and_what_the_cpu_takes(recording, 
             of_step[1] += (selector.search_bytes - of_context.projections.nbytes) // 4
         rows.append(of_step[0])
         met.append(of_step[1])
-    assert found.rows.tolist() == rows and found.met.tolist() == met
+    assert found.rows.tolist() == rows and found.bucket_entries.tolist() == met
     results = Results(None, {})
     key = {"kind": "e2e", "context_len": 300, "batch_size": 2}
     with pytest.raises(GateError, match="ask for the variant window"):

@@ -72,8 +72,8 @@ def test_a_file_of_other_settings_is_refused_and_cases_tell_their_commit(tmp_pat
     path, key = tmp_path / "results.json", {"kind": "op", "context_len": 8192, "batch_size": 1}
     Results(path, {"machine": {"commit": "a"}, "keep": 0.02}).add({**key, "variant": "default"})
     with pytest.raises(GateError, match=r"measured with keep 0.02, not 0.15; name another file"):
-        Results(path, {"machine": {"commit": "b"}, "keep": 0.15}, alike=("keep",))
-    Results(path, {"machine": {"commit": "b"}, "keep": 0.02}, alike=("keep",)).add({**key, "variant": "lists"})
+        Results(path, {"machine": {"commit": "b"}, "keep": 0.15}, fixed_fields=("keep",))
+    Results(path, {"machine": {"commit": "b"}, "keep": 0.02}, fixed_fields=("keep",)).add({**key, "variant": "lists"})
     found = json.loads(path.read_text())
     assert found["machine"]["commit"] == "b" and [case["commit"] for case in found["cases"]] == ["a", "b"]
 

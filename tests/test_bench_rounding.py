@@ -29,6 +29,6 @@ def test_figures_are_the_last_line(monkeypatch, capsys, tmp_path) -> None:
 
 
 def test_a_text_of_which_nothing_is_judged_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr("sys.argv", ["", "--texts", "speech", "--len", str(rounding.UNSEEN)])
+    monkeypatch.setattr("sys.argv", ["", "--texts", "speech", "--len", str(rounding.SKIPPED)])
     with pytest.raises(GateError, match="speech has 512 tokens"):
         rounding.main()

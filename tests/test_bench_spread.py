@@ -16,7 +16,7 @@ from bench.timing import GateError
 @pytest.mark.ray
 def test_nothing_is_wrong_when_a_node_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
-    monkeypatch.setattr(spread, "NODE_AWAY_S", 0.5)
+    monkeypatch.setattr(spread, "NODE_DOWN_S", 0.5)
     sizes = "--nodes 2 --workers 2 --contexts 3 --context-chars 300 --answer-tokens 40 --every-s 4 --least-kills 1"
     trace = "--sessions 20 --per-minute 150 --turns 2 --think-s 0.1"
     result = spread.measure(spread.parser().parse_args(f"{sizes} {trace}".split()), tmp_path)
@@ -24,14 +24,14 @@ def test_nothing_is_wrong_when_a_node_goes(tmp_path: Path, monkeypatch: pytest.M
     assert 0 < result["requests_where_their_context_was"] <= 1
 
 
-def said(ended_at: float) -> load.Said:
-    return load.Said(0, 0.1, 0.2, ended_at, new_tokens=10, prompt_tokens=5, cached_tokens=5)
+def said(ended_at: float) -> load.TurnResult:
+    return load.TurnResult(0, 0.1, 0.2, ended_at, new_tokens=10, prompt_tokens=5, cached_tokens=5)
 
 
 def test_a_trace_that_is_replayed_until_enough_is_killed_is_counted_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
     options = spread.parser().parse_args(["--least-kills", "3", "--every-s", "0", "--sessions", "4"])
 
-    async def replay(_client: Any, _model: str, trace: list[load.Session], *_: Any) -> list[load.Said]:
+    async def replay(_client: Any, _model: str, trace: list[load.Session], *_: Any) -> list[load.TurnResult]:
         chaos.num_killed += 1
         return [said(time.perf_counter()) for session in trace for _ in session.questions]
 
@@ -39,7 +39,7 @@ def test_a_trace_that_is_replayed_until_enough_is_killed_is_counted_as_often(mon
         return "model"
 
     chaos = SimpleNamespace(num_killed=-1, back_s=[], num_held=[])  # first questions come before
-    watch = SimpleNamespace(look=nothing, run=nothing, found=lambda _tokens: {})
+    watch = SimpleNamespace(sample=nothing, run=nothing, found=lambda _tokens: {})
     for name, value in (("replay", replay), ("model_name", nothing)):
         monkeypatch.setattr(spread, name, value)
     monkeypatch.setattr(spread, "Watch", lambda _options: watch)
@@ -56,7 +56,7 @@ def options_of(*words: str) -> argparse.Namespace:
 
 
 def test_tokens_a_second_are_of_the_time_in_which_sessions_begin() -> None:
-    figures = load.told([said(105.0), said(110.0), said(113.0)], [], 100.0, 113.0, options_of("--for-s", "10"))
+    figures = load.trace_report([said(105.0), said(110.0), said(113.0)], [], 100.0, 113.0, options_of("--for-s", "10"))
     assert (figures["tokens_per_s"], figures["seconds"], figures["turns"]) == (2.0, 13.0, 3)
 
 
@@ -81,12 +81,12 @@ def test_a_watch_counts_from_its_first_look_and_tells_when_it_failed(monkeypatch
     with pytest.raises(GateError, match="never told what it holds"):
         watch.found(1)
     for _ in range(3):
-        asyncio.run(watch.look())
+        asyncio.run(watch.sample())
     found = watch.found(1)
     assert (found["requests_that_loaded"], found["requests_where_their_context_was"]) == (2, round(9 / 11, 4))
 
     async def failing() -> None:
-        task = asyncio.create_task(watch.look())  # there are no more counts
+        task = asyncio.create_task(watch.sample())  # there are no more counts
         await asyncio.sleep(0.1)
         load.stop(task)
 

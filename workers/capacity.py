@@ -91,7 +91,7 @@ def require_room_for_weights(name: str | None, dtype: str, weights: str | None =
     if is_converted or are_copied(config, dtype, weights):
         _require_room_for_copies(config, size, dtype, is_converted)
     needed = size.on_host if dtype == "bfloat16" else size.decoded
-    _tell_beyond_memory(needed, can_be_rounded=not has_low_bit_weights(config, weights))
+    _warn_if_larger_than_memory(needed, can_be_rounded=not has_low_bit_weights(config, weights))
 
 
 def _require_room_for_copies(config: Any, size: WeightBytes, dtype: str, is_converted: bool) -> None:
@@ -113,7 +113,7 @@ def _require_room_for_copies(config: Any, size: WeightBytes, dtype: str, is_conv
     require_host_memory(what, needed, remedy)
 
 
-def _tell_beyond_memory(needed: int, can_be_rounded: bool) -> None:
+def _warn_if_larger_than_memory(needed: int, can_be_rounded: bool) -> None:
     """Warn of memory-mapped weights that exceed free memory: they load, but decoding on a CPU would be slow."""
     if needed <= (free := host_memory_bytes()):
         return
@@ -124,7 +124,7 @@ def _tell_beyond_memory(needed: int, can_be_rounded: bool) -> None:
     )
 
 
-def told_lens(geometry: ModelGeometry) -> list[int]:
+def reported_context_lens(geometry: ModelGeometry) -> list[int]:
     """Return the context lengths for which sizes are reported."""
     return [length for length in CONTEXT_LENS if length < geometry.max_positions] or [geometry.max_positions]
 

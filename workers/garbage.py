@@ -4,7 +4,7 @@ import atexit
 import gc
 
 
-def spare_garbage() -> None:
+def reduce_gc() -> None:
     """Collect garbage less often for the rest of the process, and not when the interpreter exits.
 
     With a threshold of 700, collections take a sixth of the time of importing torch. The one at exit, over all that was

@@ -13,11 +13,11 @@ def interrupts_wait() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    come: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: come.append(number))
+    pending: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pending.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if come:
+        if pending:
             signal.raise_signal(signal.SIGINT)

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 class RequestCache(AttendingCache):
     """One request, whose rows are in the engine. It can be neither copied nor cropped."""
 
-    def __init__(self, session: "Session", slot: int, given_back: deque[int]) -> None:
-        """given_back: receives the slot when the request is garbage-collected."""
+    def __init__(self, session: "Session", slot: int, freed_slots: deque[int]) -> None:
+        """freed_slots: receives the slot when the request is garbage-collected."""
         self.session, self.slot = session, slot
-        self.fed = _Fed(session.artifact.spec.context_len)
+        self.decoded = _DecodedTokens(session.artifact.spec.context_len)
         engine = session.engine
         on_cpu = engine.request(slot) if isinstance(engine, CpuEngine) else None
         self._read = None if on_cpu is None else (on_cpu.count, on_cpu.index_bytes)  # also after the session has ended
-        super().__init__([self.fed] * session.loaded.geometry.num_layers)
-        weakref.finalize(self, given_back.append, slot)
+        super().__init__([self.decoded] * session.loaded.geometry.num_layers)
+        weakref.finalize(self, freed_slots.append, slot)
 
     def __repr__(self) -> str:
-        return f"<RequestCache of {self.fed.kv_len} tokens, {len(self.fed.token_ids)} of its own>"
+        return f"<RequestCache of {self.decoded.kv_len} tokens, {len(self.decoded.token_ids)} of its own>"
 
     def begins(self, token_ids: list[int]) -> bool:
         """Whether token_ids begin with all ids of the context."""
@@ -49,11 +49,11 @@ class RequestCache(AttendingCache):
                 "a whole sequence, as `session.ask` and `continue_with` do: the context's ids as they are, and then "
                 "the question's"
             )
-        old, new = token_ids[self._context_len : self.fed.kv_len], token_ids[self.fed.kv_len :]
-        if old != self.fed.token_ids or not new:
+        old, new = token_ids[self._context_len : self.decoded.kv_len], token_ids[self.decoded.kv_len :]
+        if old != self.decoded.token_ids or not new:
             raise ConfigError(
-                f"these {len(token_ids)} token ids do not follow a request of {self.fed.kv_len}: it has been decoded "
-                "already; ask again for a new one, or go on with all the tokens that it has"
+                f"these {len(token_ids)} token ids do not follow a request of {self.decoded.kv_len}: it has been "
+                "decoded already; ask again for a new one, or go on with all the tokens that it has"
             )
         return new
 
@@ -99,7 +99,7 @@ class RequestCache(AttendingCache):
 _ASK_AGAIN = "ask again in its session: questions about one context share what they begin with"
 
 
-class _Fed:
+class _DecodedTokens:
     """The tokens that the engine has of a request, as `AttendingRows` without rows of their own."""
 
     def __init__(self, context_len: int) -> None:

@@ -83,7 +83,7 @@ class Session:
         self._num_slots, self._max_rows = self.engine.num_slots, self.engine.max_rows
         self._max_positions, self._tail_capacity = self.engine.max_positions, self.engine.tail_capacity
         self._unused = deque(range(self._num_slots))
-        self._given_back: deque[int] = deque()  # slots of garbage-collected requests; appended by any thread
+        self._freed_slots: deque[int] = deque()  # slots of garbage-collected requests; appended by any thread
         self._lock = Lock()  # the engine is used by one thread at a time
         self._has_begun = self._is_open = False
 
@@ -109,7 +109,7 @@ class Session:
         about = f"<Session of {self.loaded.name} over {self.artifact.spec.artifact_id}"
         if not self._is_open:
             return f"{about}, closed>"
-        num_requests = self._num_slots - len(self._unused) - len(self._given_back)
+        num_requests = self._num_slots - len(self._unused) - len(self._freed_slots)
         return f"{about}, {num_requests} of {self._num_slots} requests, open>"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -173,7 +173,7 @@ class Session:
             slot = self._free_slot()
             self.engine.open(slot, 0, self.config, self.selector)  # type: ignore[arg-type]  # refuses others by name
             self._unused.popleft()
-            request = RequestCache(self, slot, self._given_back)
+            request = RequestCache(self, slot, self._freed_slots)
             if observer is not None:
                 if not isinstance(self.engine, CpuEngine):
                     raise ConfigError("steps are shown on the CPU; leave out the observer, or the placement")
@@ -182,13 +182,13 @@ class Session:
 
     def feed(self, request: RequestCache, token_ids: list[int], first_wanted: int) -> Tensor:
         """Feed tokens; return the logits after those from index first_wanted on, [num_wanted, vocab_size] float32."""
-        fed, size, logits = request.fed, self._max_rows, []
+        decoded, size, logits = request.decoded, self._max_rows, []
         with self._lock:
             self._require_open()
-            if fed.has_failed:
+            if decoded.has_failed:
                 raise ConfigError("a step of this request has failed before; ask again for a new one")
-            self._require_rows(len(fed.token_ids) + len(token_ids))
-            fed.has_failed = True  # until all steps have succeeded
+            self._require_rows(len(decoded.token_ids) + len(token_ids))
+            decoded.has_failed = True  # until all steps have succeeded
             for start in range(0, len(token_ids), size):
                 rows = [
                     StepRow(request.slot, token_id, wants_token=number >= first_wanted)
@@ -196,10 +196,10 @@ class Session:
                 ]
                 with interrupts_wait():
                     result = self.engine.step(rows, want_logits=rows[-1].wants_token)
-                fed.token_ids += token_ids[start : start + size]
+                decoded.token_ids += token_ids[start : start + size]
                 if result.logits is not None:
                     logits.append(torch.from_numpy(result.logits[max(0, first_wanted - start) :].copy()))
-            fed.has_failed = False
+            decoded.has_failed = False
         return torch.cat(logits)
 
     def require_unchanged(self) -> None:
@@ -241,8 +241,8 @@ class Session:
         """Return the first free slot; those of garbage-collected requests become free here."""
         for tidy in (lambda: None, gc.collect):  # a request may be held only by a reference cycle
             tidy()
-            while self._given_back:
-                slot = self._given_back.popleft()
+            while self._freed_slots:
+                slot = self._freed_slots.popleft()
                 self.engine.close_slot(slot)
                 self._unused.append(slot)
             if self._unused:

@@ -78,13 +78,13 @@ def _itself(method: Any) -> Any:
 def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any) -> None:
     """Raise ConfigError or ContextError for arguments of `generate` that a request does not support."""
     in_call = {**_set(given.get("generation_config")), **{k: v for k, v in given.items() if v is not None}}
-    said = {**_set(defaults), **in_call}
+    options = {**_set(defaults), **in_call}
     for name in _ASSISTED:
-        if said.get(name):
+        if options.get(name):
             raise ConfigError(
                 f"a request is decoded token by token and takes none back, as assisted decoding would; leave out {name}"
             )
-    _require_cached(said)
+    _require_cached(options)
     asked, default = in_call.get("cache_implementation"), getattr(defaults, "cache_implementation", None)
     # transformers would ignore the request, or raise an error of its own; a default of hybrid it ignores
     if asked or default not in (None, "hybrid"):
@@ -92,7 +92,7 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
             "a request of a session is the cache, and cache_implementation asks for another; leave it out (of the "
             "model's generation_config, too), or the request"
         )
-    if cache.fed.token_ids:
+    if cache.decoded.token_ids:
         cache.session.require_unchanged()
     ids, mask = given.get("input_ids", given.get("inputs")), given.get("attention_mask")
     if ids is None:
@@ -107,8 +107,8 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
     else:
         cache.new_among(ids[0].tolist())
     for name in ("max_new_tokens", "max_length"):
-        require_at_least(name, said.get(name, 0), 0)
-    num_new = said.get("max_new_tokens")
+        require_at_least(name, options.get(name, 0), 0)
+    num_new = options.get("max_new_tokens")
     if num_new is None and "max_length" in in_call:
         num_new = max(0, in_call["max_length"] - ids.shape[1])
     cache.session.require_room(prompt_len, num_new)
@@ -150,8 +150,8 @@ def _set(generation_config: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(generation_config).items() if v is not None} if generation_config else {}
 
 
-def _require_cached(said: dict[str, Any]) -> None:
-    if said.get("use_cache") is False:
+def _require_cached(options: dict[str, Any]) -> None:
+    if options.get("use_cache") is False:
         raise ConfigError("a request of a session is a cache, and use_cache is False; leave it out, or set it to True")
 
 
@@ -161,7 +161,7 @@ def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPas
         if given.get(name) is not None and given[name] is not False:
             raise ConfigError(f"a request of a session takes token ids and gives logits; leave out {name}")
     _require_cached(given)
-    if not cache.fed.token_ids:
+    if not cache.decoded.token_ids:
         cache.session.require_unchanged()
     ids, keep = _sequences(given.get("input_ids")), given.get("logits_to_keep", 0)
     if ids.shape[0] != 1:

@@ -3,7 +3,7 @@
 # C0 and C1 control characters, except tab and newline (below); and overrides of the writing direction, which no
 # language needs and which make the rest of a line read backwards
 _CODES = *range(32), *range(127, 160), 0x202D, 0x202E
-_ORDERS = {code: "\N{REPLACEMENT CHARACTER}" for code in _CODES if chr(code) not in "\t\n"}
+_REPLACEMENTS = {code: "\N{REPLACEMENT CHARACTER}" for code in _CODES if chr(code) not in "\t\n"}
 
 
 def size(num_bytes: float) -> str:
@@ -25,6 +25,6 @@ def last_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
-def harmless(text: str) -> str:
+def printable(text: str) -> str:
     """Replace a terminal's control characters: text may come from strangers, as an artifact's notes or an answer."""
-    return text.translate(_ORDERS)
+    return text.translate(_REPLACEMENTS)

@@ -240,8 +240,8 @@ def _groups() -> list[str]:
 def run(arguments: argparse.Namespace) -> None:
     loaded = None if arguments.show else load_model(arguments.model, device=arguments.device, stretch=arguments.stretch)
     header = {"bench": "long", "search": asdict(SearchConfig()), "torch": torch.__version__}
-    alike = () if loaded is None else ("search",)
-    records = Records(arguments.json, {**header, "machine": machine()}, KEY, alike)
+    fixed_fields = () if loaded is None else ("search",)
+    records = Records(arguments.json, {**header, "machine": machine()}, KEY, fixed_fields)
     if loaded is None:
         shown = [json.loads(file.read_text()) for file in arguments.show]
         records.content["cases"] = merge([content["cases"] for content in shown], records)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal
 
 from bench.accuracy.attending.attend import Codes, Reading
-from bench.accuracy.attending.context import ContextLayer, heads_apart
+from bench.accuracy.attending.context import ContextLayer, split_heads
 from bench.accuracy.attending.lists import ListCodes
 from bench.accuracy.attending.low_bit import kivi, q4_0, turbo_quant
 from bench.accuracy.attending.others import H2oCodes, MagicpigCodes, PqcacheCodes, QuestCodes, SparqCodes
@@ -36,7 +36,7 @@ class LongContender:
     per_query_head: bool = False  # chooses rows for each query head separately
 
     def codes(self, layer: ContextLayer) -> Codes | None:
-        return None if self.make is None else self.make(heads_apart(layer) if self.per_query_head else layer)
+        return None if self.make is None else self.make(split_heads(layer) if self.per_query_head else layer)
 
     def reading(self, keep: float, context_len: int) -> Reading:
         top_k = max(1, round(keep * context_len)) if self.has_keep else 0

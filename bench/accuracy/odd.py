@@ -59,10 +59,10 @@ def _sql(random: Random) -> Iterator[str]:
 
 def _clauses(random: Random) -> Iterator[str]:
     for number in range(10_000):
-        who, days = random.choice(("Lessee", "Licensee", "Supplier")), random.choice(("ten (10)", "thirty (30)"))
+        party, days = random.choice(("Lessee", "Licensee", "Supplier")), random.choice(("ten (10)", "thirty (30)"))
         clause, euros = random.randrange(1, 20), random.randrange(100, 9000)
         yield (
-            f"{number // 8 + 1}.{number % 8 + 1}. The {who} shall, within {days} days of receipt of written notice "
+            f"{number // 8 + 1}.{number % 8 + 1}. The {party} shall, within {days} days of receipt of written notice "
             f"under Clause {clause}, pay to the other party the sum of EUR {euros} without prejudice to any other "
             f"right or remedy, save as provided in Schedule {random.randrange(1, 7)}."
         )

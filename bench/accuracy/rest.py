@@ -35,10 +35,10 @@ def compare(loaded: LoadedModel, text: str, lengths: tuple[int, int], search: Se
 
     context.predict(attend_layer)
     found = torch.cat(errors)
-    told = {"mean": float(found.mean()), "median": float(found.median()), "below": float((found < 0).float().mean())}
+    stats = {"mean": float(found.mean()), "median": float(found.median()), "below": float((found < 0).float().mean())}
     key = {"model": loaded.name, "text": text, "text_sha256": sha256, "context_len": context_len}
     sizes = {"eval_len": lengths[1], "keep": search.keep, "num_queries": len(found)}
-    return key | sizes | {name: round(value, 4) for name, value in told.items()}
+    return key | sizes | {name: round(value, 4) for name, value in stats.items()}
 
 
 def mass_errors(layer: ContextLayer, step: Step, index: SketchIndex, reading: Reading) -> Tensor:
@@ -50,14 +50,14 @@ def mass_errors(layer: ContextLayer, step: Step, index: SketchIndex, reading: Re
     attend(layer, step, codes, reading, chosen.append)
     near, _ = reading.near(layer.context_len, step.k.shape[1], torch.arange(step.q.shape[2], device=step.q.device))
     is_rest = (~near[:, : layer.context_len]).repeat(len(layer.k), 1, 1).scatter(2, torch.cat(chosen, dim=1), False)
-    told = layer.softmax_scale * codes.logits(step.q.flatten(1, 2)).unflatten(1, step.q.shape[1:3])
+    estimated = layer.softmax_scale * codes.logits(step.q.flatten(1, 2)).unflatten(1, step.q.shape[1:3])
     exact = layer.softmax_scale * step.q @ layer.k[:, None].mT
-    told_mass, mass = (x.masked_fill(~is_rest[:, None], -torch.inf).logsumexp(-1) for x in (told, exact))
+    estimated_mass, mass = (x.masked_fill(~is_rest[:, None], -torch.inf).logsumexp(-1) for x in (estimated, exact))
     first = step.q[:, :, 0].flatten(0, 1).cpu().numpy(), index, is_rest[:, 0].cpu().numpy(), layer.softmax_scale
-    defined = torch.from_numpy(reference.attend_rest(*first)[1]).to(told)
-    off = float((told_mass[:, :, 0].flatten() - defined).abs().max())
+    defined = torch.from_numpy(reference.attend_rest(*first)[1]).to(estimated)
+    off = float((estimated_mass[:, :, 0].flatten() - defined).abs().max())
     gate(off < 1e-3, f"the rest's mass should be that of the sketch's definition, it is off by {off} nats")
-    return told_mass - mass
+    return estimated_mass - mass
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
     loaded = load_model(arguments.model)
     search = {name: value for name, value in asdict(SearchConfig()).items() if name != "keep"}  # each case has its own
     header = {"bench": "selectors", "model": loaded.name, "search": search, "machine": machine()}
-    records = Records(arguments.json, header, KEY, alike=("search",))
+    records = Records(arguments.json, header, KEY, fixed_fields=("search",))
     for name in arguments.texts.split(","):
         lengths = arguments.context_len, arguments.eval_len
         compare(loaded, name, lengths, contenders, arguments.keep, arguments.store, records)

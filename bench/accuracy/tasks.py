@@ -50,17 +50,16 @@ def run_task(
             run
             for run in runs
             if not all(
-                records.has(**key, depth=asked.depth, contender=run[0].name, keep=run[1])
-                for asked in haystack.questions
+                records.has(**key, depth=item.depth, contender=run[0].name, keep=run[1]) for item in haystack.questions
             )
         ]
-        for asked, prompts in _prefills(loaded, haystack, length, question) if missing else ():
+        for items, prompts in _prefills(loaded, haystack, length, question) if missing else ():
             with tempfile.TemporaryDirectory() as store, Context(loaded, prompts[0].context, Path(store)) as context:
                 for contender, keep in missing:
                     artifact = context.any_artifact() if contender is FULL else context.artifact(contender.preset)
                     ids = [prompt.question for prompt in prompts]
                     said = answer_all(loaded, artifact, contender, keep, ids, TASKS[task].max_new_tokens)
-                    for one, text in zip(asked, said, strict=True):
+                    for one, text in zip(items, said, strict=True):
                         score = string_match(text, one.answers)
                         case = {**key, "depth": one.depth, "contender": contender.name, "keep": keep}
                         case |= {"stretch": stretch, "score": round(score, 4), "answers": one.answers, "said": text}
@@ -75,8 +74,8 @@ def _prefills(
     if question == "sparse":
         yield list(haystack.questions), prompts
     else:
-        for asked, prompt in zip(haystack.questions, prompts, strict=True):
-            yield [asked], [prompt.set_up(question)]
+        for item, prompt in zip(haystack.questions, prompts, strict=True):
+            yield [item], [prompt.set_up(question)]
 
 
 def make_prompts(loaded: LoadedModel, haystack: Haystack, length: int) -> list[Prompt]:
@@ -87,9 +86,9 @@ def make_prompts(loaded: LoadedModel, haystack: Haystack, length: int) -> list[P
     context = context_ids(tokenizer, text, wrapping)
     before = "" if wrapping != "none" else "\n"
     prompts = []
-    for asked in haystack.questions:
-        ids = question_ids(tokenizer, context, before + asked.text, wrapping)
-        start = tokenizer(("\n" if before else "") + asked.answer_start, add_special_tokens=False).input_ids
+    for item in haystack.questions:
+        ids = question_ids(tokenizer, context, before + item.text, wrapping)
+        start = tokenizer(("\n" if before else "") + item.answer_start, add_special_tokens=False).input_ids
         prompts.append(Prompt(context, np.concatenate([ids, np.asarray(start, dtype=np.int32)])))
     return prompts
 
@@ -155,7 +154,7 @@ def _ask_all(arguments: argparse.Namespace) -> dict[str, Any]:
     header = {"bench": "tasks", "model": loaded.name, "machine": machine(), "dtype": arguments.dtype}
     if loaded.device.type == "cuda":
         header["gpu"] = torch.cuda.get_device_name(loaded.device)
-    records = Records(arguments.json, header, KEY, alike=("dtype",))
+    records = Records(arguments.json, header, KEY, fixed_fields=("dtype",))
     for length in arguments.lengths:
         for name in names:
             for sample in range(arguments.samples):

@@ -39,7 +39,7 @@ def ways() -> list[Way]:
     letter, lists = preset("paper"), preset("lists")
     assert isinstance(letter, ListConfig) and isinstance(lists, ListConfig)
 
-    def alone(name: str, index: ListConfig = letter, **more: Any) -> Way:
+    def single_change(name: str, index: ListConfig = letter, **more: Any) -> Way:
         return Way(name, index, "letter", per_query_head=not index.share_group, **more)
 
     def path(name: str, index: ListConfig) -> Way:
@@ -51,20 +51,20 @@ def ways() -> list[Way]:
         path("paper", letter),
         path("+ keys centred", replace(letter, center_keys=True)),
         path("+ weighed by norm", replace(lists, share_group=False)),
-        alone("weighed by norm", replace(letter, weigh_by_norm=True)),
-        alone("L = 0.1 N", replace(letter, list_len=0.1)),
-        alone("L = 0.4 N", replace(letter, list_len=0.4)),
-        alone("L = N", replace(letter, list_len=1.0)),
-        alone(f"a window of {SHORT_WINDOW}", window_len=SHORT_WINDOW),
-        alone(f"a window of {SHORT_WINDOW}, own rows too", window_len=SHORT_WINDOW, own_window=SHORT_WINDOW),
+        single_change("weighed by norm", replace(letter, weigh_by_norm=True)),
+        single_change("L = 0.1 N", replace(letter, list_len=0.1)),
+        single_change("L = 0.4 N", replace(letter, list_len=0.4)),
+        single_change("L = N", replace(letter, list_len=1.0)),
+        single_change(f"a window of {SHORT_WINDOW}", window_len=SHORT_WINDOW),
+        single_change(f"a window of {SHORT_WINDOW}, own rows too", window_len=SHORT_WINDOW, own_window=SHORT_WINDOW),
         path("+ one choice per KV head (`lists`)", lists),
         path("+ L = N", replace(lists, list_len=1.0)),
-        alone("one choice per KV head", replace(letter, share_group=True)),
+        single_change("one choice per KV head", replace(letter, share_group=True)),
         Way("a sketch chooses, not lists", SketchConfig(), "path"),
         Way("+ the rest by its codes (`default`)", SketchConfig(), "path", rest="codes"),
-        alone("C = 64", replace(letter, num_centroids=64)),
-        alone("m = 16", replace(letter, num_subspaces=16)),
-        alone("C = 200", replace(letter, num_centroids=200)),
+        single_change("C = 64", replace(letter, num_centroids=64)),
+        single_change("m = 16", replace(letter, num_subspaces=16)),
+        single_change("C = 200", replace(letter, num_centroids=200)),
     ]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.accuracy.attending.attend import Codes, Reading, attend
-from bench.accuracy.attending.context import ContextLayer, RealContext, Step, heads_apart, read_context
+from bench.accuracy.attending.context import ContextLayer, RealContext, Step, read_context, split_heads
 from bench.accuracy.attending.heads import describe_heads
 from bench.accuracy.attending.lists import ListCodes, make_layer_codebooks
 from bench.accuracy.attending.sketches import SketchCodes, build_sketch
@@ -147,7 +147,7 @@ def _attend(layer: ContextLayer, step: Step, codes: Codes | None, reading: Readi
 
 
 def _seen_by(way: Way, layer: ContextLayer) -> ContextLayer:
-    return heads_apart(layer) if way.per_query_head else layer
+    return split_heads(layer) if way.per_query_head else layer
 
 
 def _codes(way: Way, layer: ContextLayer, codebooks: Sequence[Tensor]) -> Codes | None:

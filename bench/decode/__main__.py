@@ -100,8 +100,8 @@ def _measure(arguments: argparse.Namespace) -> None:
         torch.cuda.set_per_process_memory_fraction(device_gb * 1e9 / machine["hbm_bytes"])
     print(json.dumps(header), flush=True)
     search = SearchConfig(keep=arguments.keep, search_period=getattr(arguments, "search_period", 1))
-    names, asked = _names(arguments.shape), tuple(getattr(arguments, "schedules", ()))
-    gate(set(asked) <= set(SCHEDULES), f"schedules are {', '.join(SCHEDULES)}, not {', '.join(asked)}")
+    names, schedules = _names(arguments.shape), tuple(getattr(arguments, "schedules", ()))
+    gate(set(schedules) <= set(SCHEDULES), f"schedules are {', '.join(SCHEDULES)}, not {', '.join(schedules)}")
     options = Options(
         shape=shape_named(names[0]),
         search=search,
@@ -109,13 +109,13 @@ def _measure(arguments: argparse.Namespace) -> None:
         seconds=arguments.seconds,
         num_steps=getattr(arguments, "steps", 0),
         slots=getattr(arguments, "slots", None),
-        schedules=asked,
+        schedules=schedules,
         kv_format=KvFormat.parse(arguments.kv_codec) if getattr(arguments, "kv_codec", None) else None,
         is_shared=getattr(arguments, "shared", False),
         as_ampere=as_ampere,
     )
-    untold = ["recording", *(["shape"] if len(names) == 1 else []), *(["keep"] if arguments.command == "op" else [])]
-    results = Results(arguments.out, header, tuple(untold))
+    fixed = ["recording", *(["shape"] if len(names) == 1 else []), *(["keep"] if arguments.command == "op" else [])]
+    results = Results(arguments.out, header, tuple(fixed))
     which = results, recording, options, arguments.contexts, arguments.batches
     if arguments.command == "op":
         run_op_cases(*which, arguments.variants)

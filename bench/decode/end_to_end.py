@@ -22,7 +22,7 @@ from bench.decode.placements import all_rows, placed, schedules, streamed
 from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, window_only
 from bench.decode.recording import Recording
 from bench.decode.results import Results
-from bench.decode.steps import RecordedQueries, attention_only, fed_step
+from bench.decode.steps import RecordedQueries, attention_only, greedy_step
 from bench.decode.workload import DTYPE, Workload
 from bench.random_weights import FEW, Few, random_weights
 from bench.records import Case
@@ -136,7 +136,7 @@ def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, opt
     attention = RecordedQueries(prepared.attention, work)
     runner = make_runner(work, weights, with_other_layers(work, options, attention))
 
-    step = fed_step(runner, work.batch_size)
+    step = greedy_step(runner, work.batch_size)
     for _ in range(2 if prepared.is_slow else WARM_UP_STEPS):
         step()
     prepared.start_counting()

@@ -15,7 +15,7 @@ from workers.searchers.worker import SearchWorker, WorkerSpec, choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
 
 
-class MadeContext:
+class InMemoryContext:
     """The part of an artifact's interface that searchers use, over indexes in memory."""
 
     def __init__(self, shape: ModelSpec, layers: Sequence[LayerIndex | SketchIndex]) -> None:

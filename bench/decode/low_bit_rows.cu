@@ -241,14 +241,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_MULTIPROCESSOR) 
     const int first = split * WARPS + warp, count = first < num_tiles ? (num_tiles - first + APART - 1) / APART : 0;
     const char* const begin = rows + (static_cast<long long>(slot) * num_tiles + first) * TILE_BYTES;
     char* const ring = shared + warp * STAGES * TILE_BYTES;
-    auto ask_for = [&](int i) {
+    auto load_tile = [&](int i) {
         const int stage = i % STAGES;
         load_by_warp(
             1, TILE_BYTES, shared_address(&has_come[warp][stage]),
             [&](u32) { return shared_address(ring + stage * TILE_BYTES); },
             [&](u32) { return begin + static_cast<long long>(i) * APART * TILE_BYTES; });
     };
-    for (int i = 0; i < min(STAGES, count); ++i) ask_for(i);
+    for (int i = 0; i < min(STAGES, count); ++i) load_tile(i);
     uint4 table[2] = {};
     if (LEVELS) table[0] = levels[0], table[1] = levels[1];
     wait_then_let_next_start();
@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_MULTIPROCESSOR) 
         wait_for(&has_come[warp][stage], i / STAGES % 2);
         attention.add(ring + stage * TILE_BYTES, scale, table);
         __syncwarp();
-        if (i + STAGES < count) ask_for(i + STAGES);
+        if (i + STAGES < count) load_tile(i + STAGES);
     }
     __syncthreads();  // no warp reads a tile any more: their memory is reused
     float* const of_warps = reinterpret_cast<float*>(shared);  // [WARPS, GROUP, PART]

@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.accuracy.attending.low_bit import (
     coded_by_range,
     coded_q4_0,
-    coded_turned,
+    encode_rotated,
     largest_channels,
     normal_levels,
 )
@@ -35,12 +35,12 @@ TILE_LEN = 32  # rows
 HEAD_DIM = 128  # the only one for which the kernel was tried
 NUM_WARPS, MAX_STAGES = 8, 4
 OTHER_BYTES = 2 << 10  # shared memory of a block besides tiles
-TURNED_BITS = 4, 3  # of codes in the first and second half of the channels: TurboQuant
+ROTATED_BITS = 4, 3  # of codes in the first and second half of the channels: TurboQuant
 
 
 @dataclass(frozen=True, slots=True)
 class LowBitFormat:
-    """How rows are coded. bits: of a code; None: TURNED_BITS."""
+    """How rows are coded. bits: of a code; None: ROTATED_BITS."""
 
     bits: int | None
     block: int  # dimensions of a row that share a scale
@@ -49,7 +49,7 @@ class LowBitFormat:
     num_blocks: int = 2  # of a multiprocessor: the fastest number
 
     def tile_bytes(self, head_dim: int) -> int:
-        code_bits = sum(TURNED_BITS) / len(TURNED_BITS) if self.bits is None else self.bits
+        code_bits = sum(ROTATED_BITS) / len(ROTATED_BITS) if self.bits is None else self.bits
         scales = 4 * TILE_LEN * head_dim // self.block  # of keys and values, two bytes each
         return round(TILE_LEN * head_dim * code_bits / 4) + scales * (2 if self.by_channel else 1)
 
@@ -76,7 +76,7 @@ def coded_tiles(rows: Tensor, of: LowBitFormat) -> Tensor:
         codes, scales, zeros = _coded(part, of, by_channel)
         tiles = codes.unflatten(1, (-1, TILE_LEN))
         parts.append(_packed(tiles if which == 0 else tiles.mT, of, is_transposed=which == 1))
-        place = _by_dimension if by_channel else _beside_keys if which == 0 else _beside_values
+        place = _by_dimension if by_channel else _key_fragment if which == 0 else _value_fragment
         parts += [place(numbers) for numbers in (scales, zeros) if numbers is not None]
     return torch.cat(parts, dim=2)
 
@@ -87,9 +87,9 @@ def _coded(rows: Tensor, of: LowBitFormat, by_channel: bool) -> tuple[Tensor, Te
     by_channel: scales and zero points are [num_kv_heads, num_tiles, head_dim].
     """
     if of.bits is None:
-        halves = coded_turned(rows, largest_channels(rows), TURNED_BITS)
+        halves = encode_rotated(rows, largest_channels(rows), ROTATED_BITS)
         codes = torch.cat([numbers for numbers, _, _ in halves], dim=2).int()
-        return codes, torch.cat([norm / len(turn) ** 0.5 for _, norm, turn in halves], dim=2), None
+        return codes, torch.cat([norm / len(rotation) ** 0.5 for _, norm, rotation in halves], dim=2), None
     if not of.by_channel:
         codes, scale = coded_q4_0(rows)
         return codes.flatten(2).int(), scale[..., 0], None
@@ -153,12 +153,12 @@ def _by_dimension(numbers: Tensor) -> Tensor:
     return _as_bytes(numbers.unflatten(2, (-1, 2, 4, 2)).permute(0, 1, 4, 2, 3, 5))
 
 
-def _beside_keys(numbers: Tensor) -> Tensor:
+def _key_fragment(numbers: Tensor) -> Tensor:
     """Lay out [num_kv_heads, num_rows, num_blocks]: a lane reads those of each eighth row from lane / 4 on."""
     return _as_bytes(numbers.unflatten(1, (-1, 4, 8)).permute(0, 1, 3, 4, 2))
 
 
-def _beside_values(numbers: Tensor) -> Tensor:
+def _value_fragment(numbers: Tensor) -> Tensor:
     """Lay out [num_kv_heads, num_rows, num_blocks]: a lane reads two rows of each eight, from 2 (lane % 4)."""
     return _as_bytes(numbers.unflatten(1, (-1, 4, 4, 2)).permute(0, 1, 3, 5, 2, 4))
 
@@ -169,7 +169,7 @@ def _as_bytes(numbers: Tensor) -> Tensor:
 
 def level_table(device: torch.device) -> Tensor:
     """Return the levels of both halves [2, 4] int32: the low bytes of eight bfloat16 levels, then the high bytes."""
-    halves = [normal_levels(bits)[-8:].bfloat16().view(torch.int16).int() & 0xFFFF for bits in TURNED_BITS]
+    halves = [normal_levels(bits)[-8:].bfloat16().view(torch.int16).int() & 0xFFFF for bits in ROTATED_BITS]
     table = [torch.stack([half & 0xFF, half >> 8]).to(torch.uint8).flatten().view(torch.int32) for half in halves]
     return torch.stack(table).to(device)
 

@@ -13,8 +13,8 @@ from bench.decode.prepared import window_only
 from bench.decode.recording import Recording
 from bench.decode.results import Results
 from bench.decode.roofline import full_bytes
-from bench.decode.sparse_op import MOST_SETS, SET_BYTES, AskedSteps, SparseOp
-from bench.decode.steps import apart, together
+from bench.decode.sparse_op import MOST_SETS, SET_BYTES, RecordedCalls, SparseOp
+from bench.decode.steps import merge_requests, split_requests
 from bench.decode.workload import Workload
 from bench.timing import gate
 from csattn.errors import CsattnError
@@ -68,7 +68,7 @@ def full_attention_case(work: Workload, options: Options) -> dict[str, Any]:
     moved = work.num_contexts * full_bytes(options.shape, work.context_len)
     num_sets = max(1, min(num_input_sets(moved, 16), SET_BYTES // moved))
     kv = [work.separate_kv(i) for i in range(num_sets)]
-    inputs = [(together(work.queries(i)[i], k), k, v) for i, (k, v) in enumerate(kv)]
+    inputs = [(merge_requests(work.queries(i)[i], k), k, v) for i, (k, v) in enumerate(kv)]
     full = fastest_full_attention(inputs, options.seconds)
     return {
         **full.timing.to_json(),
@@ -93,7 +93,7 @@ def streamed_case(work: Workload, options: Options) -> dict[str, Any]:
             attention.attend(layer_idx, q, rows, out)
 
     step(1)
-    error = relative_error(out, apart(reference_attention(together(q, kv[0]), *kv), len(q), kv[0]))
+    error = relative_error(out, split_requests(reference_attention(merge_requests(q, kv[0]), *kv), len(q), kv[0]))
     gate(error < TOLERANCE, f"streamed full attention is off by {error:.3f}")
     timing = time_replays(step, STREAMED_LAYERS, options.seconds, least=3)
     prepared.close()
@@ -109,7 +109,7 @@ def window_case(work: Workload, options: Options) -> dict[str, Any]:
     """Time attention to the resident rows alone: sinks, window and tail."""
     window = window_only(work, options.of_layers(MOST_SETS))
     moved = window.step_bytes / MOST_SETS
-    timing = time_graph(AskedSteps(window.attention, work).calls, options.seconds)
+    timing = time_graph(RecordedCalls(window.attention, work).calls, options.seconds)
     return {
         **timing.to_json(),
         **_against_roofline(timing, moved, options.ceilings["read_gbps"]),

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from bench.decode.options import Options
-from bench.decode.placements import engine_shape, made_sinks
+from bench.decode.placements import engine_shape, zero_sinks
 from bench.decode.roofline import ITEM_BYTES, row_bytes
 from bench.decode.workload import Workload
 from csattn.config import SketchConfig
@@ -24,7 +24,7 @@ def with_other_layers(work: Workload, options: Options, searched: StepAttention)
     if options.num_layers == spec.num_layers:
         return searched
     engine = engine_shape(work, options, SketchConfig(), options.search)
-    layers = LocalLayers(engine, spec, searched, made_sinks(engine, work.device, spec.num_layers), work.device)
+    layers = LocalLayers(engine, spec, searched, zero_sinks(engine, work.device, spec.num_layers), work.device)
     lens = [min(reach.num_rows, work.context_len) for reach in engine.local]
     num_kv_heads, head_dim = engine.of_local
     kv = [torch.randn(num_kv_heads, num_rows, 2, head_dim, dtype=engine.dtype) for num_rows in lens]

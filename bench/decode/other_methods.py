@@ -141,7 +141,7 @@ class MethodSearch(ListsPass):
         }
         self._choices = torch.zeros(2, *self._choices.shape, dtype=torch.uint8, device=work.device)
         self._most_blocks = BLOCKS_PER_MULTIPROCESSOR * multiprocessors(work.device)
-        self._own: dict[str, CudaKernel] = {}
+        self._kernels: dict[str, CudaKernel] = {}
         slots = work.batch_size * heads.num_kv_heads
         self._products = torch.zeros(slots, SUBSPACES, CENTROIDS, heads.group_size, device=work.device)
 
@@ -184,18 +184,18 @@ class MethodSearch(ListsPass):
 
     def _choice(self, name: str) -> CudaKernel:
         """Return a kernel of other_choice.cu, for the number of queries that the choice combines."""
-        if name not in self._own:
+        if name not in self._kernels:
             defines = {**self._defines, "GROUP_SIZE": self.shape.group_size, "CROWDED": CROWDED}
-            self._own[name] = cuda_kernel(CHOICE, name, defines, early_start=True)
-        return self._own[name]
+            self._kernels[name] = cuda_kernel(CHOICE, name, defines, early_start=True)
+        return self._kernels[name]
 
     def _score(self, name: str, num_threads: int, *args: Tensor | int) -> None:
         """Enqueue a kernel of other_methods.cu, with `num_threads` for each slot, or as many as there is room for."""
-        if name not in self._own:
-            self._own[name] = cuda_kernel(SCORES, name, self._defines, early_start=True)
+        if name not in self._kernels:
+            self._kernels[name] = cuda_kernel(SCORES, name, self._defines, early_start=True)
         heads = self.shape.num_index_heads
         blocks = max(1, min(-(-num_threads // THREADS), self._most_blocks // (heads * self._batch_size)))
-        self._own[name].launch((blocks, heads, self._batch_size), THREADS, *args)
+        self._kernels[name].launch((blocks, heads, self._batch_size), THREADS, *args)
 
 
 class PageSearch(MethodSearch):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bench.decode.options import Options
 from bench.decode.other_methods import INDEXES, PAGE_LEN, MethodIndex, index_bytes, read_bytes, search_of
-from bench.decode.placements import as_kept, cache_facts, engine_shape, host_rows, layers_of, made_sinks, slot_share
+from bench.decode.placements import cache_facts, encode_rows, engine_shape, host_rows, layers_of, slot_share, zero_sinks
 from bench.decode.prepared import TAIL_LEN, Prepared, require_memory
 from bench.decode.roofline import full_bytes, row_bytes
 from bench.decode.variants import INDEXES as OUR_INDEXES
@@ -47,14 +47,14 @@ def by_other_method(work: Workload, options: Options, method: str, placement: st
         index_shape(config, shape.num_q_heads, shape.num_kv_heads, shape.head_dim),
         far,
         work.device,
-        sinks=made_sinks(engine, work.device),
+        sinks=zero_sinks(engine, work.device),
         searches={work.batch_size: search_of(method, work, DTYPE, search)},
     )
     layers = [INDEXES[method](work.keys(layer_idx)) for layer_idx in range(min(NUM_WIDE_LAYERS, options.num_layers))]
     host = host_rows(work, engine) if isinstance(far, CachedRows) else None
     for context_id in range(work.num_contexts):
         index = [_clone(layers[i % len(layers)]) for i in range(options.num_layers)]
-        kv = layers_of(lambda i: as_kept(work.rows(i), engine), options.num_layers) if host is None else host.layers
+        kv = layers_of(lambda i: encode_rows(work.rows(i), engine), options.num_layers) if host is None else host.layers
         if isinstance(far, DeviceRows):
             far.load(context_id, kv)
         elif host is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.decode.forked import MadeContext, forked_searcher
+from bench.decode.forked import InMemoryContext, forked_searcher
 from bench.decode.options import AHEAD, EVERY_STEP, SLOTS, Options
 from bench.decode.prepared import TAIL_CAPACITY, TAIL_LEN, Prepared, TooLargeError, require_memory
 from bench.decode.roofline import full_bytes, index_bytes, layer_bytes
@@ -77,10 +77,10 @@ def all_rows(work: Workload, options: Options) -> Prepared:
     moved = work.num_contexts * engine.kv_bytes(work.context_len)
     require_memory(moved, "the KV of all contexts on the device")
     far = DeviceRows(engine, work.device)
-    kv = layers_of(lambda layer_idx: as_kept(work.rows(layer_idx), engine), options.num_layers)
+    kv = layers_of(lambda layer_idx: encode_rows(work.rows(layer_idx), engine), options.num_layers)
     for context_id in range(work.num_contexts):
         far.load(context_id, [layer.clone() for layer in kv] if context_id else kv)
-    return Prepared(AttendAll(engine, far, work.device, made_sinks(engine, work.device)), moved)
+    return Prepared(AttendAll(engine, far, work.device, zero_sinks(engine, work.device)), moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ def device_steps(work: Workload, options: Options, config: IndexConfig, search: 
     require_memory(work.num_contexts * options.num_layers * per_layer, "context KV and index on the device")
     engine = engine_shape(work, options, config, search)
     far = DeviceRows(engine, work.device)
-    steps = SearchOnDevice(engine, _index_shape(config, shape), far, work.device, sinks=made_sinks(engine, work.device))
-    kv = layers_of(lambda layer_idx: as_kept(work.rows(layer_idx), engine), options.num_layers)
+    steps = SearchOnDevice(engine, _index_shape(config, shape), far, work.device, sinks=zero_sinks(engine, work.device))
+    kv = layers_of(lambda layer_idx: encode_rows(work.rows(layer_idx), engine), options.num_layers)
     index = indexes_of(work, options.num_layers, config)
     for context_id in range(work.num_contexts):
         own_kv = [layer.clone() for layer in kv] if context_id else kv
@@ -120,7 +120,7 @@ def _hybrid(work: Workload, options: Options, config: IndexConfig, search: Searc
     require_memory(work.num_contexts * options.num_layers * per_layer, "slot cache and index on the device")
     engine = engine_shape(work, options, config, search)
     far = CachedRows(engine, round(share * work.context_len), work.device)
-    steps = SearchOnDevice(engine, _index_shape(config, shape), far, work.device, sinks=made_sinks(engine, work.device))
+    steps = SearchOnDevice(engine, _index_shape(config, shape), far, work.device, sinks=zero_sinks(engine, work.device))
     kv, index = host_rows(work, engine), indexes_of(work, options.num_layers, config)
     for context_id in range(work.num_contexts):
         far.load(context_id, kv)
@@ -149,9 +149,9 @@ def _on_host(
     pool = SearchPool(options.num_threads or available_cpus())
     searcher: StepSearcher = StepSearches(pool)
     if num_workers:
-        searcher = forked_searcher(MadeContext(shape, index), num_workers, work.num_contexts)
+        searcher = forked_searcher(InMemoryContext(shape, index), num_workers, work.num_contexts)
     steps = SearchOnHost(
-        engine, _index_shape(config, shape), far, searcher, work.device, sinks=made_sinks(engine, work.device)
+        engine, _index_shape(config, shape), far, searcher, work.device, sinks=zero_sinks(engine, work.device)
     )
     for context_id in range(work.num_contexts):
         far.load(context_id, kv)
@@ -223,7 +223,7 @@ def indexes_of(work: Workload, num_layers: int, config: IndexConfig) -> list[Dev
     return first + [clone_index(first[layer_idx % len(first)]) for layer_idx in range(len(first), num_layers)]
 
 
-def as_kept(rows: Tensor, engine: EngineShape) -> Tensor:
+def encode_rows(rows: Tensor, engine: EngineShape) -> Tensor:
     """Return a layer's rows on the device as contexts keep them: coded if the engine has a `kv_format`."""
     if engine.kv_format is None:
         return rows
@@ -238,11 +238,11 @@ def host_rows(work: Workload, engine: EngineShape) -> PinnedRows:
     host's cache because another has just read it. The contents of rows do not change the course of a step: the index
     chooses.
     """
-    first, num_layers = as_kept(work.rows(0), engine), engine.num_layers
+    first, num_layers = encode_rows(work.rows(0), engine), engine.num_layers
     num_distinct = max(1, min(NUM_WIDE_LAYERS, num_layers, KV_BYTES // first.nbytes))
     layers = allocate_rows(num_distinct, first.shape, first.dtype)
     for layer_idx, layer in enumerate(layers):
-        layer.copy_(as_kept(work.rows(layer_idx), engine))
+        layer.copy_(encode_rows(work.rows(layer_idx), engine))
     return PinnedRows([layers[layer_idx % num_distinct] for layer_idx in range(num_layers)])
 
 
@@ -258,7 +258,7 @@ def _step_bytes(work: Workload, options: Options, config: IndexConfig, search: S
     return options.num_layers * sum(least_bytes(work, options, config, search).values())
 
 
-def made_sinks(engine: EngineShape, device: torch.device, num_layers: int | None = None) -> Tensor | None:
+def zero_sinks(engine: EngineShape, device: torch.device, num_layers: int | None = None) -> Tensor | None:
     """Return [num_layers, num_q_heads] float32 sink logits, if the model has any. Default: of the searched layers."""
     return torch.zeros(num_layers or engine.num_layers, engine.num_q_heads, device=device) if engine.has_sinks else None
 

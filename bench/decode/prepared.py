@@ -11,7 +11,7 @@ from bench.decode.baselines import fastest_full_attention
 from bench.decode.gpu_timing import num_input_sets
 from bench.decode.options import Options
 from bench.decode.roofline import full_bytes, row_bytes
-from bench.decode.steps import FullAttentionSteps, WindowSteps, together
+from bench.decode.steps import FullAttentionSteps, WindowSteps, merge_requests
 from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import DTYPE, Workload
 from csattn.errors import CsattnError
@@ -49,7 +49,7 @@ def full_attention(work: Workload, options: Options) -> Prepared:
         for i in range(len(first), options.num_layers)
     ]
     num_sets = num_input_sets(moved // options.num_layers, len(first))
-    inputs = [(together(work.queries(i)[i], kv[i][0]), *kv[i]) for i in range(num_sets)]
+    inputs = [(merge_requests(work.queries(i)[i], kv[i][0]), *kv[i]) for i in range(num_sets)]
     full = fastest_full_attention(inputs, seconds=0.05)
     steps = FullAttentionSteps(make_tails(work, options), kv, full.attend)
     return Prepared(steps, moved, lambda _: {"backend": full.name})

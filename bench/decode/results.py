@@ -16,8 +16,8 @@ KEY = (
 class Results(Records):
     """The cases of one file."""
 
-    def __init__(self, path: Path | None, header: dict[str, Any], alike: tuple[str, ...] = ()) -> None:
-        super().__init__(path, {"bench": "decode", **header}, KEY, alike)
+    def __init__(self, path: Path | None, header: dict[str, Any], fixed_fields: tuple[str, ...] = ()) -> None:
+        super().__init__(path, {"bench": "decode", **header}, KEY, fixed_fields)
 
 
 def merge_files(paths: list[Path]) -> dict[str, Any]:

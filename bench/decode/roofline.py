@@ -69,8 +69,8 @@ def layer_bytes(
 ) -> dict[str, int]:
     """Return the bytes of device memory that search and attention must read in one layer: of the index, and of rows."""
     heads = num_index_heads(config, shape.num_q_heads, shape.num_kv_heads)
-    apart = search.rest == "sketch" and (search.lookahead or search.search_period > 1)
-    passes = 1 / search.search_period + apart  # a pass for the rest at every step, by its own query
+    has_rest_pass = search.rest == "sketch" and (search.lookahead or search.search_period > 1)
+    passes = 1 / search.search_period + has_rest_pass  # a pass for the rest at every step, by its own query
     # heads with a choice of their own read rows of their own
     selected = selected_bytes(shape, context_len, search.keep) * heads // shape.num_kv_heads
     moments = heads * moments_bytes(shape) if search.rest == "moments" else 0

@@ -31,7 +31,7 @@ from csattn.selectors.base import ContextView
 from csattn.selectors.magicpig import hash_codes, sampling_probability
 
 TABLES = {"magicpig": Tables(10, 150), "magicpig-300": Tables(11, 300)}
-ALIKE = "kind", "shape", "context_len", "batch_size", "weights"  # fields that the cases of a batch share
+BATCH_FIELDS = "kind", "shape", "context_len", "batch_size", "weights"  # fields that the cases of a batch share
 NUM_STEPS = 40  # timed for each layer
 PROBE_BYTES, PROBES = 4 << 30, 5
 NUMBER_BYTES = 4  # of a row id in a bucket, and of a key's norm
@@ -43,7 +43,7 @@ class Sampled:
 
     us: NDArray[np.float64]  # CPU time
     rows: NDArray[np.int64]  # rows read; one that several query heads of a group sample counts once
-    met: NDArray[np.int64]  # entries in the buckets of all query heads, in all tables
+    bucket_entries: NDArray[np.int64]  # entries in the buckets of all query heads, in all tables
 
 
 def add_sampled(results: Results, work: Workload, options: Options, variants: list[str], key: Case) -> None:
@@ -52,15 +52,16 @@ def add_sampled(results: Results, work: Workload, options: Options, variants: li
     key: the fields that the batch's cases share. Raises GateError if the variant `window` has not been measured before.
     """
     for variant in (variant for variant in variants if variant in TABLES):
-        wanted = {"variant": "window", **{name: key.get(name) for name in ALIKE}}
-        alone = [case for case in results.cases if all(case.get(name) == value for name, value in wanted.items())]
+        wanted = {"variant": "window", **{name: key.get(name) for name in BATCH_FIELDS}}
+        windows = [case for case in results.cases if all(case.get(name) == value for name, value in wanted.items())]
         gate(
-            bool(alone), f"{variant}'s step begins with that of sinks and window; ask for the variant window before it"
+            bool(windows),
+            f"{variant}'s step begins with that of sinks and window; ask for the variant window before it",
         )
         found: Case = {**key, "variant": variant, "placement": "host", "schedule": "every step"}
         if not results.has(**found):
             started = time.perf_counter()
-            case = sampled_case(work, options, variant, alone[0])
+            case = sampled_case(work, options, variant, windows[0])
             results.add({**found, "data": work.data, **case, "case_s": round(time.perf_counter() - started, 1)})
 
 
@@ -69,13 +70,15 @@ def sampled_case(work: Workload, options: Options, variant: str, window: Case) -
     tables, num_kv_heads = TABLES[variant], work.heads.num_kv_heads
     read_gbps = host_read_gbps()
     layers = sample(work, options, tables)
-    cpu_us, rows, met = (np.mean([getattr(of, name) for of in layers], axis=0) for name in ("us", "rows", "met"))
+    cpu_us, rows, bucket_entries = (
+        np.mean([getattr(of, name) for of in layers], axis=0) for name in ("us", "rows", "bucket_entries")
+    )
     longer_us = [np.maximum(of.us - window["attention_us"], 0) for of in layers]
     times_us = window["p50_us"] + options.num_layers * np.mean(longer_us, axis=0)
     p50, p99 = (float(x) for x in np.percentile(times_us, [50, 99]))
     mean = float(times_us.mean())
     of_row = row_bytes(options.shape) // num_kv_heads + NUMBER_BYTES
-    step_bytes = options.num_layers * (of_row * rows.mean() + NUMBER_BYTES * met.mean())
+    step_bytes = options.num_layers * (of_row * rows.mean() + NUMBER_BYTES * bucket_entries.mean())
     bound_us = step_bytes / options.num_layers / read_gbps / 1e3
     index_rows = options.num_layers * num_kv_heads * work.num_contexts * work.context_len
     return {
@@ -109,20 +112,20 @@ def _of_layer(
     layer = hash_layer(work.rows(layer_idx), tables)
     attention = SampledAttention(team, layer, work.num_contexts, work.batch_size, options.shape.num_q_heads, view)
     queries = work.queries(layer_idx).float().cpu()
-    attention.ask(queries[0])
+    attention.hash_queries(queries[0])
     attention.attend()
     _check(layer, attention, queries[0, 0, 0], view)
-    us, rows, met = [], [], []
+    us, rows, bucket_entries = [], [], []
     for step in range(1, 1 + NUM_STEPS):
         read = row_bytes(options.shape) // work.heads.num_kv_heads * attention.num_rows
-        attention.ask(queries[step % len(queries)])
-        others.read((options.num_layers - 1) * (read + NUMBER_BYTES * attention.num_met))
+        attention.hash_queries(queries[step % len(queries)])
+        others.read((options.num_layers - 1) * (read + NUMBER_BYTES * attention.num_bucket_entries))
         started = time.perf_counter()
         attention.attend()
         us.append((time.perf_counter() - started) * 1e6)
         rows.append(attention.num_rows)
-        met.append(attention.num_met)
-    return Sampled(np.array(us), np.array(rows), np.array(met))
+        bucket_entries.append(attention.num_bucket_entries)
+    return Sampled(np.array(us), np.array(rows), np.array(bucket_entries))
 
 
 def _check(layer: HashedLayer, attention: SampledAttention, q: Tensor, view: ContextView) -> None:
@@ -130,8 +133,8 @@ def _check(layer: HashedLayer, attention: SampledAttention, q: Tensor, view: Con
     tables, rows, starts = layer.tables, layer.rows[0], layer.starts[0].tolist()
     codes = hash_codes(q, layer.projections, tables.number).tolist()
     buckets = [of[at[code] : at[code + 1]] for of, at, code in zip(rows, starts, codes, strict=True)]
-    meetings = torch.bincount(torch.cat(buckets).long(), minlength=view.context_len)
-    taken = view.middle.start + (meetings[view.middle] >= 2).nonzero()[:, 0]
+    collisions = torch.bincount(torch.cat(buckets).long(), minlength=view.context_len)
+    taken = view.middle.start + (collisions[view.middle] >= 2).nonzero()[:, 0]
     k, v = layer.kv[0, taken].float().unbind(1)
     cosines = torch.cosine_similarity(k - layer.key_mean[0], q, dim=-1)
     log_weights = -sampling_probability(cosines, tables.num_bits, tables.number).log().float()

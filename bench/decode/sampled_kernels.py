@@ -1,10 +1,10 @@
 """MagicPIG's work on the CPU in a layer of a step, as stages: count hash collisions, attend to rows that collide twice.
 
-`csattn.selectors.magicpig` is the definition. A row meets a query in each table in which both have the same code. A
-piece of the first stage is a part of a query head's tables: a thread counts meetings in one byte per row, and keeps a
-bit for each row that met at least once in this part, and one for each that met at least twice. A piece of the second
-stage is a range of a KV head's rows, to which its query heads attend one after the other, so that a row that several of
-them sample is read from memory once and then from a cache. The third stage joins the ranges.
+`csattn.selectors.magicpig` is the definition. A row collides with a query in each table in which both have the same
+code. A piece of the first stage is a part of a query head's tables: a thread counts collisions in one byte per row, and
+keeps a bit for each row that collides at least once in this part, and one for each that collides at least twice. A
+piece of the second stage is a range of a KV head's rows, to which its query heads attend one after the other, so that a
+row that several of them sample is read from memory once and then from a cache. The third stage joins the ranges.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ ARGUMENTS = (
     "softmax_scale",  # address of a float64
     "log_weights",  # [STEPS + 2] float32, at each 1 - cosine in steps of 2 / STEPS
     "counters",  # [num_threads, num_words * WORD] uint8, zeros between pieces
-    "met",  # [batch_size, num_q_heads, NUM_PARTS, 2, num_words] uint64: bits of rows that met at least once, and twice
+    "collision_bits",  # [batch_size, num_q_heads, NUM_PARTS, 2, num_words] uint64: rows that collide once, and twice
     "num_ranges",  # ranges of RANGE_WORDS words
     "parts",  # [batch_size, num_q_heads, num_ranges, head_dim + 2] float32
     "entries_read",  # [batch_size * num_q_heads * NUM_PARTS] int64, written: bucket entries
@@ -60,8 +60,8 @@ ARGUMENTS = (
 arguments_at = words_at(ARGUMENTS)
 
 
-def meet_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """Count meetings. A piece is a part of the tables of a query head: NUM_PARTS * num_q_heads for each request."""
+def count_collisions_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """Count collisions. A piece is a part of the tables of a query head: NUM_PARTS * num_q_heads for each request."""
     args = arguments_at(arguments)
     _count(args, piece, thread)
     _keep_bits(args, piece, thread)
@@ -99,7 +99,7 @@ def _num_words(args: Any) -> int:
 
 @exact_kernel
 def _count(args: Any, piece: int, thread: int) -> None:
-    """Count meetings in the thread's counters."""
+    """Count collisions in the thread's counters."""
     head, part = piece // NUM_PARTS, piece % NUM_PARTS
     request, q_head = head // (args.num_kv_heads * args.group_size), head % (args.num_kv_heads * args.group_size)
     context, kv_head = request % args.num_contexts, q_head // args.group_size
@@ -114,11 +114,11 @@ def _count(args: Any, piece: int, thread: int) -> None:
     for table in range(first, last):
         prefetch_early(starts, table * (args.num_codes + 1) + codes[table])
     for table in range(first, min(first + AHEAD, last)):
-        _ask_for_bucket(starts, rows, table, codes[table], args.num_codes, context_len)
+        _prefetch_bucket(starts, rows, table, codes[table], args.num_codes, context_len)
     read = 0
     for table in range(first, last):
         if table + AHEAD < last:
-            _ask_for_bucket(starts, rows, table + AHEAD, codes[table + AHEAD], args.num_codes, context_len)
+            _prefetch_bucket(starts, rows, table + AHEAD, codes[table + AHEAD], args.num_codes, context_len)
         at = table * (args.num_codes + 1) + codes[table]
         begin, end = table * context_len + starts[at], table * context_len + starts[at + 1]
         for row in rows[begin:end]:
@@ -128,7 +128,7 @@ def _count(args: Any, piece: int, thread: int) -> None:
 
 
 @exact_kernel
-def _ask_for_bucket(
+def _prefetch_bucket(
     starts: NDArray[np.int32], rows: NDArray[np.int32], table: int, code: int, num_codes: int, context_len: int
 ) -> None:
     """Prefetch the first and last cache line of a bucket, and those between if there are any."""
@@ -142,10 +142,10 @@ def _ask_for_bucket(
 
 @exact_kernel
 def _keep_bits(args: Any, piece: int, thread: int) -> None:
-    """Write the bits of rows that met at least once, and twice, and set the thread's counters to zero."""
+    """Write the bits of rows that collide at least once, and twice, and set the thread's counters to zero."""
     num_words = _num_words(args)
     counters = array_at(args.counters + thread * num_words * WORD, num_words * WORD, np.uint8(0))
-    bits = array_at(args.met + 16 * piece * num_words, 2 * num_words, np.uint64(0))
+    bits = array_at(args.collision_bits + 16 * piece * num_words, 2 * num_words, np.uint64(0))
     zeros, ones, twos = fill(U8x64, 0), fill(U8x64, 1), fill(U8x64, 2)
     for word in range(num_words):
         counts = load(U8x64, counters, word * WORD)
@@ -182,15 +182,15 @@ def _attend(args: Any, piece: int, like: Any) -> None:
 def _take(args: Any, kv_head: int, first_word: int, taken: NDArray[np.uint64]) -> int:
     """Write each head's bits of sampled rows to taken [group_size, words of the range]; return how many any samples."""
     num_words, any_taken = _num_words(args), 0
-    met = array_at(args.met + 16 * kv_head * len(taken) * NUM_PARTS * num_words, 0, np.uint64(0))
+    collision_bits = array_at(args.collision_bits + 16 * kv_head * len(taken) * NUM_PARTS * num_words, 0, np.uint64(0))
     for word in range(taken.shape[1]):
         of_group, inside = np.uint64(0), _inside(args.first, args.stop, (first_word + word) * WORD)
         for g in range(len(taken)):
             once = twice = np.uint64(0)
             for part in range(NUM_PARTS):
                 at = 2 * (g * NUM_PARTS + part) * num_words + first_word + word
-                here = met[at]
-                twice |= met[at + num_words] | (once & here)
+                here = collision_bits[at]
+                twice |= collision_bits[at + num_words] | (once & here)
                 once |= here
             taken[g, word] = twice & inside
             of_group |= twice & inside
@@ -245,7 +245,7 @@ def _score(
 ) -> None:
     head_dim = len(q)
     for block in range(-EARLY_ROWS, room, LANES):
-        _ask_for_halves(rows, block + EARLY_ROWS, room, 0, head_dim, like)
+        _prefetch_halves(rows, block + EARLY_ROWS, room, 0, head_dim, like)
         if block >= 0:
             score_16(q, rows, block, like, head_dim, 1, softmax_scale, scores, block, room)
 
@@ -256,13 +256,13 @@ def _mix(
 ) -> None:
     head_dim = len(part) - 2
     for block in range(-EARLY_ROWS, room, LANES):
-        _ask_for_halves(rows, block + EARLY_ROWS, room, head_dim, head_dim, like)
+        _prefetch_halves(rows, block + EARLY_ROWS, room, head_dim, head_dim, like)
         if block >= 0:
             mix(weights, block, rows[block:], LANES, head_dim, like, head_dim, part)
 
 
 @exact_kernel
-def _ask_for_halves(rows: NDArray[np.int64], first: int, room: int, start: int, width: int, like: Any) -> None:
+def _prefetch_halves(rows: NDArray[np.int64], first: int, room: int, start: int, width: int, like: Any) -> None:
     """Prefetch the keys or the values of the next LANES rows: `width` elements of each, from `start`."""
     for i in range(first, min(first + LANES, room)):
         row = array_at(rows[i], start + width, like)
@@ -292,8 +292,8 @@ def _join(part: NDArray[np.float32], other: NDArray[np.float32]) -> None:
     """Merge `other` into `part`: [head_dim + 2] each, weighted sum of values, largest logit, sum of weights."""
     head_dim = len(part) - 2
     top = max(part[head_dim], other[head_dim])
-    ours, others = np.float32(np.exp(part[head_dim] - top)), np.float32(np.exp(other[head_dim] - top))
+    weight, other_weight = np.float32(np.exp(part[head_dim] - top)), np.float32(np.exp(other[head_dim] - top))
     for j in range(head_dim):
-        part[j] = ours * part[j] + others * other[j]
+        part[j] = weight * part[j] + other_weight * other[j]
     part[head_dim] = top
-    part[head_dim + 1] = ours * part[head_dim + 1] + others * other[head_dim + 1]
+    part[head_dim + 1] = weight * part[head_dim + 1] + other_weight * other[head_dim + 1]

@@ -15,8 +15,8 @@ from bench.decode.sampled_kernels import (
     STEPS,
     WORD,
     attend_stage,
+    count_collisions_stage,
     join_stage,
-    meet_stage,
 )
 from csattn.cpu.addresses import array_at
 from csattn.cpu.arguments import words_of
@@ -143,7 +143,7 @@ class SampledAttention:
             "softmax_scale": np.array([view.softmax_scale]),
             "log_weights": log_weights(layer.tables),
             "counters": np.zeros((team.num_threads, num_words * WORD), np.uint8),
-            "met": np.empty((heads, NUM_PARTS, 2, num_words), np.uint64),
+            "collision_bits": np.empty((heads, NUM_PARTS, 2, num_words), np.uint64),
             "num_ranges": num_ranges,
             "parts": np.empty((heads, num_ranges, head_dim + 2), np.float32),
             "entries_read": self._entries_read,
@@ -154,11 +154,11 @@ class SampledAttention:
         self._values = values  # keeps alive what the stages read
         arguments = words_of(ARGUMENTS, values)
         self._tape = Tape()
-        self._tape.add(meet_stage, arguments, len(self._entries_read))
+        self._tape.add(count_collisions_stage, arguments, len(self._entries_read))
         self._tape.add(attend_stage, arguments, len(self._rows_read))
         self._tape.add(join_stage, arguments, heads)
 
-    def ask(self, q: Tensor) -> None:
+    def hash_queries(self, q: Tensor) -> None:
         """Hash queries for the next `attend`. q: [batch_size, num_q_heads, head_dim]."""
         q, means = q.float().cpu(), self._layer.key_mean
         group_size = q.shape[1] // len(means)
@@ -176,7 +176,7 @@ class SampledAttention:
         return int(self._rows_read.sum())
 
     @property
-    def num_met(self) -> int:
+    def num_bucket_entries(self) -> int:
         """Bucket entries that the last `attend` read."""
         return int(self._entries_read.sum())
 

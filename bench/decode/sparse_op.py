@@ -48,8 +48,8 @@ class SparseOp:
         self.shape, loaded = of_sets.shape, device_steps(work, of_sets, config, search)
         self.steps, self.kv, self.index = loaded.steps, loaded.kv[0], loaded.index[0]
         self.steps.tails.normal_()
-        self._asked = AskedSteps(self.steps, work)
-        self.calls, self.out = self._asked.calls, self._asked.out
+        self._calls = RecordedCalls(self.steps, work)
+        self.calls, self.out = self._calls.calls, self._calls.out
 
     def check(self) -> None:
         """Raise GateError if selections have the wrong number or order, or if attention is off."""
@@ -60,7 +60,7 @@ class SparseOp:
 
     def _wanted(self, request: int, head: int) -> Tensor:
         """Return the expected output of a query head in the first call, [head_dim]. All contexts have equal rows."""
-        selection = self.steps.chosen(0, self._asked.rows)
+        selection = self.steps.chosen(0, self._calls.rows)
         index_head = head * selection.valid_len.shape[1] // self.shape.num_q_heads
         kv_head = head * self.shape.num_kv_heads // self.shape.num_q_heads
         middle = slice(self.search.sink_len, self.work.context_len - self.search.window_len)
@@ -71,7 +71,7 @@ class SparseOp:
         gate(inside and bool((chosen.diff() > 0).all()), "selected rows are not ascending, or are resident ones")
         kv, tail = self.kv[kv_head], self.steps.tails[0, request, kv_head, :TAIL_LEN]
         seen = torch.cat([kv[: middle.start], kv[chosen], kv[middle.stop :], tail]).float()
-        q = self._asked.q[0, request, head].float()
+        q = self._calls.q[0, request, head].float()
         scores = seen[:, 0] @ q * self.shape.softmax_scale
         out, lse = scores.softmax(0) @ seen[:, 1], scores.logsumexp(0)
         rest = self._rest(q.cpu(), kv_head, middle, chosen.cpu())
@@ -97,7 +97,7 @@ class SparseOp:
         return torch.from_numpy(out)[0], torch.from_numpy(lse)[0]
 
 
-class AskedSteps:
+class RecordedCalls:
     """Calls to the layers of an attention in turn, each with the recorded queries of one step."""
 
     def __init__(self, attention: StepAttention, work: Workload) -> None:

@@ -42,18 +42,18 @@ class RecordedQueries(StepAttention):
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         if layer_idx == 1:
-            self._go_on()
+            self._advance()
         self._inner.look_ahead(layer_idx, self._predicted_now[0, layer_idx], rows)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         if layer_idx == 0 and not self._looks_ahead_first:
-            self._go_on()
+            self._advance()
         self._inner.attend(layer_idx, self._own_now[0, layer_idx], rows, out)
 
     def end_step(self, rows: StepRows) -> None:
         self._inner.end_step(rows)
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Advance to the queries of the next step."""
         torch.index_select(self._own, 0, self._step, out=self._own_now)
         if self.lookahead:
@@ -79,7 +79,7 @@ class FullAttentionSteps(StepAttention):
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         k, v = self._kv[layer_idx]
-        out.copy_(apart(self._attend(together(q, k), k, v), len(q), k))
+        out.copy_(split_requests(self._attend(merge_requests(q, k), k, v), len(q), k))
 
 
 class WindowSteps(StepAttention):
@@ -113,29 +113,29 @@ class WindowSteps(StepAttention):
         self._attention.attend(q, resident, self.tails[layer_idx], resident, self._nothing, rows, out)
 
 
-def fed_step(runner: ModelRunner, batch_size: int) -> Callable[[], None]:
+def greedy_step(runner: ModelRunner, batch_size: int) -> Callable[[], None]:
     """Return a function that runs a step and then feeds each row its argmax token, at the next position and tail row.
 
     The host does not wait for the device.
     """
     rows, next_ids = runner.rows(batch_size), runner.step(batch_size).next_ids
 
-    def feed() -> None:
+    def advance() -> None:
         active = rows.tail_lens > 0
         rows.token_ids.copy_(next_ids.clamp(min=0))
         rows.positions.add_(active)
         rows.tail_lens.add_(active)
 
-    feed_again = capture([feed], warm_up=[lambda: None]).replay if next_ids.is_cuda else feed
+    replay_advance = capture([advance], warm_up=[lambda: None]).replay if next_ids.is_cuda else advance
 
     def step() -> None:
         runner.step(batch_size)
-        feed_again()
+        replay_advance()
 
     return step
 
 
-def together(q: Tensor, k: Tensor) -> Tensor:
+def merge_requests(q: Tensor, k: Tensor) -> Tensor:
     """Return queries as full attention takes them. If all requests share one context, they become heads of one request.
 
     q: [batch_size, num_q_heads, head_dim]; k: [num_contexts, num_kv_heads, ...].
@@ -146,8 +146,8 @@ def together(q: Tensor, k: Tensor) -> Tensor:
     return by_kv_head.reshape(1, -1, 1, q.shape[2])
 
 
-def apart(out: Tensor, batch_size: int, k: Tensor) -> Tensor:
-    """Undo `together` for its output: [batch_size, num_q_heads, head_dim]."""
+def split_requests(out: Tensor, batch_size: int, k: Tensor) -> Tensor:
+    """Undo `merge_requests` for its output: [batch_size, num_q_heads, head_dim]."""
     if len(k) == batch_size:
         return out[:, :, 0]
     return out.view(k.shape[1], batch_size, -1, out.shape[3]).transpose(0, 1).reshape(batch_size, -1, out.shape[3])

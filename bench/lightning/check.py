@@ -11,7 +11,7 @@ from csattn.lightning.prefill.stream import choose_by_contenders
 from csattn.lightning.topk.device import MAX_K
 
 TOLERANCE = 4e-3  # relative to the largest score, for operands of 16 bits or fewer
-AGAIN = 10
+NUM_REPEATS = 10
 
 
 def check(device: str, num_queries: int, num_keys: int, num_tokens: int, shape: Shape) -> list[str]:
@@ -23,16 +23,16 @@ def check(device: str, num_queries: int, num_keys: int, num_tokens: int, shape: 
     dtypes = (torch.float32,) if device == "cpu" else (torch.bfloat16, torch.float16, torch.float32, FP8)
     for dtype in dtypes:
         for kind in KINDS:
-            made = make_operands(kind, num_queries, num_keys, shape.num_heads, shape.head_dim, key_scale=True)
-            scale = made.key_scale
+            inputs = make_operands(kind, num_queries, num_keys, shape.num_heads, shape.head_dim, key_scale=True)
+            scale = inputs.key_scale
             assert scale is not None
-            arrays = made.q.to(dtype), made.k.to(dtype), made.weights, scale
+            arrays = inputs.q.to(dtype), inputs.k.to(dtype), inputs.weights, scale
             operands = Operands(*(array.to(device) for array in arrays))
             wrong = _faults(operands, kind == "random")
-            faults += _said(f"{str(dtype).removeprefix('torch.')}, {kind}", wrong)
+            faults += _report(f"{str(dtype).removeprefix('torch.')}, {kind}", wrong)
     for name, make in (("noise", make_noise), ("noise on the FP4 grid, in FP8", make_fp8_operands)):
         operands = make(num_tokens, shape, device)
-        faults += _said(name, _noise_faults(operands, shape, device))
+        faults += _report(name, _noise_faults(operands, shape, device))
     return faults
 
 
@@ -66,7 +66,7 @@ def _noise_faults(operands: Operands, shape: Shape, device: str) -> list[str]:
     k = min(512, len(operands.k))
     first = choose_keys(operands, k, lens)
     wrong = []
-    for number in range(AGAIN):
+    for number in range(NUM_REPEATS):
         again = choose_keys(operands, k, lens, workspace_bytes=(1 << 20) << (number % 5))
         if not torch.equal(again, first):
             wrong.append(f"repetition {number} differs")
@@ -90,6 +90,6 @@ def _exact_of_last(operands: Operands, last: slice, k: int) -> torch.Tensor:
     return indices.masked_fill(best.isinf(), -1)
 
 
-def _said(name: str, wrong: list[str]) -> list[str]:
+def _report(name: str, wrong: list[str]) -> list[str]:
     print(f"{'wrong' if wrong else 'right'}: {name}", *wrong, sep="\n    " if wrong else "", flush=True)
     return [f"{name}: {fault}" for fault in wrong]

@@ -116,8 +116,10 @@ def _find_needles(loaded: LoadedModel, text: str, context_len: int, records: Rec
     prompts = make_prompts(loaded, haystack, context_len)
     context = read_context(loaded, prompts[0].context, prompts[0].question)
     k, lens = round(CHOSEN * context_len), torch.tensor([context_len], dtype=torch.int32)
-    for asked, prompt in zip(haystack.questions, prompts, strict=True):
-        rows = _rows_of(loaded.tokenizer(asked.answers[0], add_special_tokens=False).input_ids, prompt.context.tolist())
+    for needle, prompt in zip(haystack.questions, prompts, strict=True):
+        rows = _rows_of(
+            loaded.tokenizer(needle.answers[0], add_special_tokens=False).input_ids, prompt.context.tolist()
+        )
         asking = replace(context, following=np.append(prompt.question, prompt.question[-1:]))
         num_found, num_kept = 0, [0] * len(list(_settings(context_len)))
         for layer, q in zip(context.layers, _last_queries(asking), strict=True):
@@ -130,7 +132,7 @@ def _find_needles(loaded: LoadedModel, text: str, context_len: int, records: Rec
                 ]
         for (setting, _), kept in zip(_settings(context_len), num_kept, strict=True):
             found = {"k": k, "rows_found_exactly": num_found, "rows_found": kept}
-            records.add({**key, **setting, "depth": asked.depth, **found})
+            records.add({**key, **setting, "depth": needle.depth, **found})
 
 
 def indexers(layer: ContextLayer, q: Tensor) -> Iterator[Operands]:

@@ -26,7 +26,7 @@ KINDS = {"sparse": "compressed_sparse_attention", "heavy": "heavily_compressed_a
 VARIANTS = ("csattn", "transformers")
 SEED = 2026
 CHECKED = 1024  # tokens whose results are compared first
-MOST_APART = {torch.float32: 1e-3, torch.bfloat16: 4e-2}  # largest difference, relative to the result's norm
+MAX_DISTANCE = {torch.float32: 1e-3, torch.bfloat16: 4e-2}  # largest difference, relative to the result's norm
 K = 1024
 
 
@@ -69,8 +69,8 @@ class Layer:
         mask = torch.zeros_like(back, dtype=self.dtype).masked_fill_(
             (back < 0) | (back >= self._weights.window), -torch.inf
         )
-        turned = {"compress": self._rotary(hidden[None], position_ids=positions, layer_type="compress")}
-        out: Tensor = self._module(hidden[None], turned, positions, mask[None, None], None)[0][0]
+        rotary = {"compress": self._rotary(hidden[None], position_ids=positions, layer_type="compress")}
+        out: Tensor = self._module(hidden[None], rotary, positions, mask[None, None], None)[0][0]
         return out
 
     def num_flops(self, num_tokens: int) -> float:
@@ -132,10 +132,11 @@ def _cases(max_tokens: int) -> Iterator[tuple[int, str]]:
 
 def _check(layer: Layer, kind: str) -> None:
     hidden = layer.tokens(CHECKED)
-    ours, theirs = (layer.run(variant, hidden).float() for variant in VARIANTS)
-    apart = float((ours - theirs).norm() / theirs.norm())
+    ours, reference = (layer.run(variant, hidden).float() for variant in VARIANTS)
+    distance = float((ours - reference).norm() / reference.norm())
     gate(
-        apart < MOST_APART[layer.dtype], f"{kind}: the results of {CHECKED} tokens are {apart:.1e} of their norm apart"
+        distance < MAX_DISTANCE[layer.dtype],
+        f"{kind}: the results of {CHECKED} tokens are {distance:.1e} of their norm apart",
     )
 
 

@@ -51,7 +51,7 @@ def main() -> None:
         gate(len(ids) == context_len + NUM_STEPS, f"the text has {len(token_ids)} tokens")
         for name in ("llama.cpp", *options.weights.split(",")):
             run = _llama_cpp if name == "llama.cpp" else _csattn
-            case = {"context_len": context_len, "by": name, **_told(run(name, ids, context_len, options))}
+            case = {"context_len": context_len, "by": name, **_measured_fields(run(name, ids, context_len, options))}
             print(case, flush=True)
             cases.append(case)
     finish(
@@ -59,7 +59,7 @@ def main() -> None:
     )
 
 
-def _told(measured: dict[str, Any]) -> dict[str, Any]:
+def _measured_fields(measured: dict[str, Any]) -> dict[str, Any]:
     steps_ms = measured.pop("steps_ms")[WARM_UP:]
     gate(len(steps_ms) == NUM_STEPS - WARM_UP, f"{len(steps_ms)} steps came")
     return measured | {"step_p50_ms": float(np.median(steps_ms)), "step_most_ms": max(steps_ms)}
@@ -72,8 +72,8 @@ def _llama_cpp(_name: str, ids: NDArray[np.int32], context_len: int, options: ar
         command = [options.python, child, str(options.model), str(tokens), str(context_len), str(options.threads)]
         ended = subprocess.run(command, capture_output=True, text=True)
     gate(ended.returncode == 0, f"llama.cpp ended with {ended.returncode}: {ended.stderr[-1000:]}")
-    told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return {"weights": LlamaFileType(int(told.pop("file_type"))).name.removeprefix("MOSTLY_"), **told}
+    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return {"weights": LlamaFileType(int(result.pop("file_type"))).name.removeprefix("MOSTLY_"), **result}
 
 
 def _csattn(name: str, ids: NDArray[np.int32], context_len: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -24,9 +24,9 @@ def main(model: str, tokens: str, prefilled: str, threads: str) -> None:
         started = time.perf_counter()
         llama.eval([token_id])
         steps_ms.append((time.perf_counter() - started) * 1e3)
-    told = {"version": __version__, "file_type": llama.metadata["general.file_type"]}
-    told |= {"prefill_s": prefill_s, "steps_ms": steps_ms, "stored_bytes": llama.save_state().llama_state_size}
-    print(json.dumps(told))
+    result = {"version": __version__, "file_type": llama.metadata["general.file_type"]}
+    result |= {"prefill_s": prefill_s, "steps_ms": steps_ms, "stored_bytes": llama.save_state().llama_state_size}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from bench.records import called
 from bench.timing import finish, gate, machine
 from bench.turns.service import MODEL, serving
 
-AT_ONCE = 8  # concurrent requests, each with a context of its own
+NUM_CONCURRENT = 8  # concurrent requests, each with a context of its own
 MOST_ANSWERED = 256  # tokens of an answer; RULER's tasks ask for 128 at most
 OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
 
@@ -76,7 +76,7 @@ class LmEval:
         """Return the scores by sample. Raises TimeoutError when time.monotonic() exceeds `until`."""
         settings = {
             "model": model, "base_url": url, "tokenizer": self._tokenizer, "tokenizer_backend": "huggingface",
-            "max_length": self._length, "num_concurrent": AT_ONCE, "timeout": 3600, "max_retries": 5,
+            "max_length": self._length, "num_concurrent": NUM_CONCURRENT, "timeout": 3600, "max_retries": 5,
         }  # fmt: skip
         while not os.path.exists(self._address):
             gate(self._process.poll() is None, f"lm-eval of {self._of} ended: {self._log.read_text()[-2000:]}")
@@ -105,7 +105,7 @@ def require_time(until: float | None) -> None:
 def judge(part: Part, variant: Variant, lm_eval: LmEval, store: Path, options: argparse.Namespace) -> Outcome:
     """Score some samples by lm-eval, with a service of their own."""
     settings = [*variant.settings, f"build.dtype={options.dtype}", f"engine.max_context_len={max(options.lengths)}"]
-    settings += [f"engine.num_contexts={AT_ONCE}", "limits.request_timeout_s=3600", *options.set]
+    settings += [f"engine.num_contexts={NUM_CONCURRENT}", "limits.request_timeout_s=3600", *options.set]
     with serving(store, *settings, model=options.model) as service:
         since = time.perf_counter()
         scores = lm_eval.scores(service.model, f"{service.url}/v1/completions", part.samples, options.until)

@@ -127,8 +127,8 @@ def require_cheap(turns: list[tuple[list[Any], Reply]], name: str) -> dict[str, 
     own = [0] + [after.prompt_tokens - before.prompt_tokens - before.new_tokens for before, after in pairwise(replies)]
     for turn, (reply, tokens) in enumerate(zip(replies, own, strict=True)):
         if turn:
-            told = f"{name}: turn {turn + 1} computed {reply.computed} tokens, and its own are {tokens}"
-            gate(reply.computed <= tokens + BLOCK_ROWS + 1, told)
+            message = f"{name}: turn {turn + 1} computed {reply.computed} tokens, and its own are {tokens}"
+            gate(reply.computed <= tokens + BLOCK_ROWS + 1, message)
     sent = [reply.prompt_tokens for reply in replies]
     computed = [reply.computed for reply in replies]
     return {

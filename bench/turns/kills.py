@@ -73,8 +73,8 @@ async def talk(backend: LocalBackend, plan: list[dict[str, Any]], goes_on: bool)
             async with aclosing(backend.generate(ask_of(number, turn, answers, salt))) as events:
                 async for event in events:
                     text += "" if isinstance(event, Done) else event.text
-                    told = {"conversation": number, "turn": turn, "text": text, "whole": isinstance(event, Done)}
-                    tell(told)
+                    line = {"conversation": number, "turn": turn, "text": text, "whole": isinstance(event, Done)}
+                    write_line(line)
             answers = [*answers[:turn], text, *answers[turn + 1 :]]
             turn += 1
             if turn == NUM_TURNS:
@@ -83,13 +83,13 @@ async def talk(backend: LocalBackend, plan: list[dict[str, Any]], goes_on: bool)
                 turn, salt = 0, state["next_salt"]
 
     async with backend:
-        tell({"begun": os.getpid()})
+        write_line({"begun": os.getpid()})
         await asyncio.gather(*(go_on(number, state) for number, state in enumerate(plan)))
 
 
-def tell(told: dict[str, Any]) -> None:
+def write_line(event: dict[str, Any]) -> None:
     """Report in one write, so that a line is whole or missing, however the process ends."""
-    os.write(1, json.dumps(told).encode() + b"\n")
+    os.write(1, json.dumps(event).encode() + b"\n")
 
 
 def serve_lives(model: str | None) -> None:
@@ -102,7 +102,7 @@ def serve_lives(model: str | None) -> None:
             backend = make_backend(loaded, model, Path(life["store"]), life["keeps"])
             asyncio.run(talk(backend, life["plan"], life["keeps"]))
             os._exit(0)
-        tell({"over": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])})
+        write_line({"over": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])})
 
 
 @dataclass
@@ -129,28 +129,28 @@ class Kills:
         self.server.stdin.write(json.dumps(life) + "\n")
         self.server.stdin.flush()
         for line in self.server.stdout:
-            told = json.loads(line)
-            if "over" in told:
+            event = json.loads(line)
+            if "over" in event:
                 wanted = 0 if dies_after_s is None else -signal.SIGKILL
-                gate(told["over"] == wanted, f"a process ended with {told['over']}, not {wanted}")
+                gate(event["over"] == wanted, f"a process ended with {event['over']}, not {wanted}")
                 return
-            if "begun" in told:
+            if "begun" in event:
                 if dies_after_s is not None:
-                    kill_later(told["begun"], dies_after_s)
+                    kill_later(event["begun"], dies_after_s)
                 continue
-            self.hear(told, plan, is_reference=dies_after_s is None)
+            self.check_event(event, plan, is_reference=dies_after_s is None)
         raise RuntimeError("the process that forks the others ended")
 
-    def hear(self, told: dict[str, Any], plan: list[dict[str, Any]], is_reference: bool) -> None:
-        number, turn, text = told["conversation"], told["turn"], told["text"]
+    def check_event(self, event: dict[str, Any], plan: list[dict[str, Any]], is_reference: bool) -> None:
+        number, turn, text = event["conversation"], event["turn"], event["text"]
         if is_reference:
             self.answers[number][turn] = text
             return
         want = self.answers[number][turn]
-        right = text == want if told["whole"] else want.startswith(text)
+        right = text == want if event["whole"] else want.startswith(text)
         gate(right, f"conversation {number}, turn {turn}: {text!r} instead of {want!r}")
         self.tokens_seen += 1
-        if told["whole"]:
+        if event["whole"]:
             self.whole += 1
             self.turns[number] = (turn + 1) % NUM_TURNS
             if turn + 1 == NUM_TURNS:

@@ -61,10 +61,10 @@ def serving(store: Path, *settings: str, model: Path | None = None) -> Iterator[
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        told = next((line for line in process.stdout if line.startswith("{")), None)
-        if told is None:
+        ready_line = next((line for line in process.stdout if line.startswith("{")), None)
+        if ready_line is None:
             raise RuntimeError(f"the service ended with {process.wait()} before it was ready")
-        yield Service(process, json.loads(told)["url"], MODEL if model is None else model.name)
+        yield Service(process, json.loads(ready_line)["url"], MODEL if model is None else model.name)
     finally:
         if process.poll() is None:
             process.terminate()

@@ -31,20 +31,20 @@ def key_error(kv: Tensor, form: Format) -> float:
     moved = torch.from_numpy(codec.decode(codec.encode(keys.contiguous().numpy()))) - keys
     moved, keys = moved[..., 0, :], keys[..., 0, :]
     moved = moved - moved.mean(2, keepdim=True)  # an error that all keys share changes no attention weight
-    error, apart, large = (_mean_square(x) for x in (moved, _beyond_neighbours(keys), keys))
-    shares = [(w * error).sum(-1) / (w * apart).sum(-1) for w in (1.0, large)]
+    error, distinct, large = (_mean_square(x) for x in (moved, _minus_neighbours(keys), keys))
+    shares = [(w * error).sum(-1) / (w * distinct).sum(-1) for w in (1.0, large)]
     return float(torch.stack(shares).nan_to_num(0.0, posinf=0.0).sqrt().max())  # 0 if tokens add nothing to keys
 
 
-def _beyond_neighbours(keys: Tensor) -> Tensor:
+def _minus_neighbours(keys: Tensor) -> Tensor:
     """Return the residual of a linear regression of each row on the mean of the two rows next to it, by channel.
 
     It removes a vector that RoPE rotates at a constant rate: such a vector is proportional to its neighbours' mean.
     """
-    key, beside = keys[:, :, 1:-1], (keys[:, :, :-2] + keys[:, :, 2:]) / 2
-    key, beside = (x - x.mean((1, 2), keepdim=True) for x in (key, beside))
-    factor = (key * beside).sum((1, 2), keepdim=True) / (beside * beside).sum((1, 2), keepdim=True)
-    return key - factor.nan_to_num(0.0) * beside
+    key, interpolated = keys[:, :, 1:-1], (keys[:, :, :-2] + keys[:, :, 2:]) / 2
+    key, interpolated = (x - x.mean((1, 2), keepdim=True) for x in (key, interpolated))
+    factor = (key * interpolated).sum((1, 2), keepdim=True) / (interpolated * interpolated).sum((1, 2), keepdim=True)
+    return key - factor.nan_to_num(0.0) * interpolated
 
 
 def _mean_square(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def test_turned_rows_spend_more_bits_on_the_largest_channels(rng):
     rows = torch.from_numpy(rng.standard_normal((2, 500, 64), dtype=np.float32))
     large = torch.from_numpy(rng.permutation(64)[:32])
     rows[..., large] *= 20.0
-    errors = {bits: (low_bit._turned(rows, bits) - rows).square().mean((0, 1)) for bits in ((3,), (4, 3), (4,))}
+    errors = {bits: (low_bit._decode_rotated(rows, bits) - rows).square().mean((0, 1)) for bits in ((3,), (4, 3), (4,))}
     theirs, others = large, torch.tensor([i for i in range(64) if i not in large])
     # Max, 1960: of a normal distribution's variance 3 bits lose 0.0345, 4 bits 0.0095
     assert float(errors[4, 3][theirs].mean()) == pytest.approx(0.0095 * 400, rel=0.1)

@@ -21,10 +21,12 @@ PATIENCE_S = 60.0
 def _run_telling(tell: Callable[[BuildState], None], *arguments: Any) -> JobResult:
     """In place of the board, which is told now and then."""
 
-    def told(job: Job, loaded: Any, plan: Any, store: Path, num_threads: int, show: Any, *more: Any, **options: Any):
+    def reporting(
+        job: Job, loaded: Any, plan: Any, store: Path, num_threads: int, show: Any, *more: Any, **options: Any
+    ):
         return build_job(job, loaded, plan, store, num_threads, tell, *more, **options)
 
-    with patch.object(index_build.tasks, "build_job", told):
+    with patch.object(index_build.tasks, "build_job", reporting):
         return run_job(*arguments)
 
 

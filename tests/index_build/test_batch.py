@@ -141,19 +141,19 @@ def test_jobs_are_built_once_and_a_failure_stops_nothing(place: Path, tmp_path: 
         {"context": "1.txt", "model": "model", "preset": "lists"},
         {"context": "0.txt", "model": "model"},
     )
-    told: list[tuple[int, BuildState | JobResult]] = []
+    events: list[tuple[int, BuildState | JobResult]] = []
 
     def note(job_idx: int, news: BuildState | JobResult) -> None:
-        told.append((job_idx, news))
+        events.append((job_idx, news))
 
     report = run_batch(read_jobs(file), tmp_path, device="cpu", on_progress=note, on_result=note)
     assert outcomes(report) == ["built", "failed", "failed", "built", "reused"]
     assert "hub/absent could not be loaded" in str(report.results[1].error)
     assert "an index needs at least" in str(report.results[2].error)
     assert loads == [str(place / "model"), "hub/absent"], "a model is loaded once, whatever the order"
-    results = [(job_idx, news) for job_idx, news in told if isinstance(news, JobResult)]
+    results = [(job_idx, news) for job_idx, news in events if isinstance(news, JobResult)]
     assert results == [(job_idx, report.results[job_idx]) for job_idx in (0, 2, 3, 4, 1)]
-    shares = [news.share for job_idx, news in told if job_idx == 3 and isinstance(news, BuildState)]
+    shares = [news.share for job_idx, news in events if job_idx == 3 and isinstance(news, BuildState)]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     for summary in list_store(tmp_path):
@@ -221,11 +221,11 @@ def test_time_left_counts_only_what_is_built() -> None:
 
 
 def test_small_steps_are_not_summed_up_over_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, totals = JsonBatchProgress([job(1, 100), job(2, 100)]), Mock(wraps=BatchTotals([job(1, 100)], 0.0).totals)
+    events, totals = JsonBatchProgress([job(1, 100), job(2, 100)]), Mock(wraps=BatchTotals([job(1, 100)], 0.0).totals)
     monkeypatch.setattr(BatchTotals, "totals", totals)
-    told.on_progress(0, BuildState(50, 0.0, 0.019, ""))
+    events.on_progress(0, BuildState(50, 0.0, 0.019, ""))
     totals.assert_not_called()
-    told.on_progress(0, BuildState(50, 0.0, 0.021, ""))
+    events.on_progress(0, BuildState(50, 0.0, 0.021, ""))
     totals.assert_called_once()
 
 
@@ -261,11 +261,11 @@ def test_a_list_tells_programs_what_became_of_each_and_may_wait_for_no_disk(
     with pytest.raises(SystemExit):
         main()
     printed = capsys.readouterr()
-    told = [json.loads(line) for line in printed.err.splitlines()]
-    assert [one["progress"] for one in told] == sorted(one["progress"] for one in told)
-    assert (told[-1]["progress"], told[-1]["finished"], told[-1]["contexts"]) == (1.0, 2, 2) and len(told) > 4
+    events = [json.loads(line) for line in printed.err.splitlines()]
+    assert [one["progress"] for one in events] == sorted(one["progress"] for one in events)
+    assert (events[-1]["progress"], events[-1]["finished"], events[-1]["contexts"]) == (1.0, 2, 2) and len(events) > 4
     jobs = json.loads(printed.out.splitlines()[-1])["jobs"]
-    assert [one["job"] for one in told if "job" in one] == jobs
+    assert [one["job"] for one in events if "job" in one] == jobs
     assert [job["outcome"] for job in jobs] == ["failed", "built"] and "there is no room" in jobs[0]["error"]
 
 

@@ -66,9 +66,9 @@ def test_a_store_may_lie_below_a_home(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_build_tells_how_far_it_is(tmp_path: Path) -> None:
-    told: list[float] = []
-    build_context(loaded(), TEXT, tmp_path, on_progress=lambda progress: told.append(progress.share))
-    assert told == sorted(told) and 0 < told[0] < told[-1] == 1
+    shares: list[float] = []
+    build_context(loaded(), TEXT, tmp_path, on_progress=lambda progress: shares.append(progress.share))
+    assert shares == sorted(shares) and 0 < shares[0] < shares[-1] == 1
 
 
 @pytest.mark.parametrize(

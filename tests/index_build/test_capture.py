@@ -12,7 +12,7 @@ from tests.tiny import FAMILIES, make_model, token_ids
 
 
 def all_layers(model, ids, **options):
-    return [(c.q.clone(), c.kv.clone(), leaving) for c, leaving in prefill(model, ids, **options)]
+    return [(c.q.clone(), c.kv.clone(), hidden_out) for c, hidden_out in prefill(model, ids, **options)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -22,11 +22,11 @@ def test_prefill_equals_the_models_own_forward(family: str) -> None:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         want = model.model(ids[None], **{CACHE: cache}, output_hidden_states=True)
-    for layer_idx, (_, kv, leaving) in enumerate(layers):
+    for layer_idx, (_, kv, hidden_out) in enumerate(layers):
         torch.testing.assert_close(kv[:, :, 0], cache.layers[layer_idx].keys[0], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(kv[:, :, 1], cache.layers[layer_idx].values[0], rtol=1e-4, atol=1e-4)
         if layer_idx + 1 < len(layers):
-            torch.testing.assert_close(leaving, want.hidden_states[layer_idx + 1][0], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(hidden_out, want.hidden_states[layer_idx + 1][0], rtol=1e-3, atol=1e-3)
 
 
 def test_captured_queries_reproduce_the_captured_attention() -> None:
@@ -47,8 +47,8 @@ def test_what_leaves_layers_of_latents_is_what_leaves_the_models_own(family: str
     model, ids = make_model(family), torch.from_numpy(token_ids(150)).long()
     with torch.no_grad():
         want = model.model(ids[None], output_hidden_states=True).hidden_states
-    for layer_idx, (_, _, leaving) in enumerate(all_layers(model, ids, chunk_len=64)[:-1]):
-        torch.testing.assert_close(leaving, want[layer_idx + 1][0], rtol=1e-3, atol=1e-3)
+    for layer_idx, (_, _, hidden_out) in enumerate(all_layers(model, ids, chunk_len=64)[:-1]):
+        torch.testing.assert_close(hidden_out, want[layer_idx + 1][0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_a_prefill_goes_on_when_another_of_the_same_model_ends() -> None:
     before, alone = model.config._attn_implementation, all_layers(model, ids)
     first, second = prefill(model, ids), prefill(model, ids)
     next(first)
-    beside = [next(second)[1]]
+    interleaved = [next(second)[1]]
     first.close()
-    beside += [leaving for _, leaving in second]
-    assert all(torch.equal(got, leaving) for got, (*_, leaving) in zip(beside, alone, strict=True))
+    interleaved += [hidden_out for _, hidden_out in second]
+    assert all(torch.equal(got, hidden_out) for got, (*_, hidden_out) in zip(interleaved, alone, strict=True))
     assert model.config._attn_implementation == before

@@ -78,16 +78,16 @@ def test_a_second_builder_waits_and_finds_the_artifact(
     job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
 ) -> None:
     """... of which it tells once."""
-    plan, told = plan_job(job, loaded), []
+    plan, calls = plan_job(job, loaded), []
     lock = BuildLock(tmp_path / f".building-{plan.spec.artifact_id}.lock").acquire()
 
     def build_it() -> None:
-        told.append("waits")
+        calls.append("waits")
         lock.release()
         build_plan(loaded, plan, tmp_path)
 
     report = build_plan(loaded, plan, tmp_path, on_wait=build_it)
-    assert report.reused and told == ["waits"]
+    assert report.reused and calls == ["waits"]
     verify_artifact(report.path)
     assert hashes(tmp_path) == in_one_go
 

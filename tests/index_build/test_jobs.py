@@ -150,7 +150,7 @@ def test_each_gpu_has_a_process_that_stays(two_nodes: Any, tmp_path: Path, monke
 
 def test_processes_that_die_as_they_start_are_given_up(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("index_build.jobs.Builder", mishaps.BuilderThatDies)
-    monkeypatch.setattr("index_build.jobs._MOST_LOST", 2)
+    monkeypatch.setattr("index_build.jobs._MAX_LOST", 2)
     place = make_place(tmp_path / "place", 1)
     report = run_on_ray(read_jobs(write_list(place, {"context": "0.txt", "model": "model"})), tmp_path / "store")
     assert "die as they start" in (report.results[0].error or "")

@@ -55,11 +55,11 @@ class Sender:
 
         self._outbox.send(captured, make, write, then)
         if len(self._memory) == 1:
-            self._outbox.settle()
+            self._outbox.wait_until_read()
 
     def skip(self) -> None:
         self._capture()
-        self._outbox.settle()
+        self._outbox.wait_until_read()
 
 
 def test_on_the_cpu_a_layer_is_written_before_send_returns() -> None:
@@ -71,7 +71,7 @@ def test_on_the_cpu_a_layer_is_written_before_send_returns() -> None:
         assert seen[0]["kv"] is kv, "nothing is copied"
         assert seen[0]["codes"] is codes
         assert seen[1] == {}
-        outbox.settle(seen.clear)
+        outbox.wait_until_read(seen.clear)
         assert seen == []
 
 

@@ -40,8 +40,8 @@ def test_prefill_on_the_gpu_is_prefill_on_the_cpu(dtype: torch.dtype) -> None:
     ids = torch.from_numpy(token_ids(300)).long()
     captures = [
         [
-            (capture.kv.cpu().float().clone(), leaving.cpu().float())
-            for capture, leaving in prefill(model, ids, chunk_len=128)
+            (capture.kv.cpu().float().clone(), hidden_out.cpu().float())
+            for capture, hidden_out in prefill(model, ids, chunk_len=128)
         ]
         for model in (make_model().to(dtype), make_model().to("cuda", dtype))
     ]

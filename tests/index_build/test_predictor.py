@@ -62,21 +62,21 @@ def test_wide_heads_are_fitted_by_several_threads() -> None:
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_a_predictor_comes_with_the_index(monkeypatch: pytest.MonkeyPatch, is_beside: bool) -> None:
     """What is fitted beside it, by one thread, is what the layer's queries say."""
-    monkeypatch.setattr(build_layers, "_PRODUCTS_BESIDE", 10**9 if is_beside else 0)
+    monkeypatch.setattr(build_layers, "_PRODUCTS_PER_ELEMENT", 10**9 if is_beside else 0)
     model = loaded()
     num_fitted = 0
     with ThreadPoolExecutor(2) as threads, threads_kept():
         torch.set_num_threads(2)
-        for capture, leaving in prefill(model.model, torch.from_numpy(token_ids(300)).long()):
-            fit = build_layers.fit_now_or_beside(model, capture, leaving)
-            arrays = build_layers.index_beside(fit, capture, SketchConfig(), threads)
+        for capture, hidden_out in prefill(model.model, torch.from_numpy(token_ids(300)).long()):
+            fit = build_layers.make_fit(model, capture, hidden_out)
+            arrays = build_layers.index_and_fit(fit, capture, SketchConfig(), threads)
             if not model.geometry.is_predicted(capture.layer_idx + 1):
                 assert "next_query" not in arrays
                 continue
             num_fitted += 1
             layer, rows = model.model.model.layers[capture.layer_idx + 1], sample_rows(300, 16)
             with torch.inference_mode():
-                early, own = (queries_before_rope(layer, hidden[rows]) for hidden in (capture.hidden_in, leaving))
+                early, own = (queries_before_rope(layer, hidden[rows]) for hidden in (capture.hidden_in, hidden_out))
                 torch.testing.assert_close(arrays["next_query"], fit_predictor(early, own), rtol=1e-3, atol=1e-4)
     assert num_fitted == model.geometry.num_layers - 1
 
@@ -105,7 +105,7 @@ def test_who_comes_later_has_all_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     capture, _ = next(iter(prefill(model.model, torch.from_numpy(token_ids(100)).long())))
     with ThreadPoolExecutor(2) as threads, threads_kept():
         torch.set_num_threads(2)
-        build_layers.index_beside(fit_later, capture, SketchConfig(), threads)
+        build_layers.index_and_fit(fit_later, capture, SketchConfig(), threads)
         (thread := Thread(target=lambda: seen.append(torch.get_num_threads()))).start()
         thread.join()
     assert seen == [2]
@@ -118,5 +118,5 @@ def test_what_a_predictor_fails_with_is_raised() -> None:
     model, num_threads = loaded(), torch.get_num_threads()
     capture, _ = next(iter(prefill(model.model, torch.from_numpy(token_ids(100)).long())))
     with ThreadPoolExecutor(2) as threads, pytest.raises(RuntimeError, match="no predictor"):
-        build_layers.index_beside(alone(fail), capture, SketchConfig(), threads)
+        build_layers.index_and_fit(alone(fail), capture, SketchConfig(), threads)
     assert torch.get_num_threads() == num_threads

@@ -82,8 +82,8 @@ def _(cache: SlotCache) -> None:
 def _(blocks: Blocks) -> None:
     """Raise AssertionError if the book-keeping is wrong. No block may be in use."""
     with blocks._lock:
-        assert blocks._num_bytes == sum(held.data.nbytes for held in blocks._held.values()), (
+        assert blocks._num_bytes == sum(entry.data.nbytes for entry in blocks._entries.values()), (
             f"{blocks!r} counts wrongly"
         )
         assert blocks._num_bytes <= blocks._budget_bytes, f"{blocks!r} holds more than it may"
-        assert not any(held.num_users for held in blocks._held.values()), f"{blocks!r} has a block that is in use"
+        assert not any(entry.num_users for entry in blocks._entries.values()), f"{blocks!r} has a block that is in use"

@@ -295,7 +295,7 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(tmp_path, monkeypatch, 
         assert found(blocks, name(0), name(1)) == lists(0, 1), "memory has them still"
         assert files_of(tmp_path) == [] and blocks.counts.refused == 2
         assert caplog.text.count("No space left") == 1
-        patch.setattr(block_files, "_SILENT_S", 0.0)
+        patch.setattr(block_files, "_LOG_EVERY_S", 0.0)
         assert blocks.put(name(2), data(2))
         blocks.flush()
         assert caplog.text.count("No space left") == 2 and "(3 so far)" in caplog.text

@@ -36,7 +36,7 @@ def test_the_least_recently_used_page_goes(batches, num_slots) -> None:
         found = tier.look_up(asked)
         assert [page in want for page in batch] == (found >= 0).tolist()
         tier.pin(found[found >= 0])
-        put = tier.put(asked[found < 0])
+        put = tier.assign(asked[found < 0])
         assert (put >= 0).all()
         tier.unpin(found[found >= 0])
         for page in [page for page in batch if page in want]:
@@ -62,7 +62,7 @@ def test_the_oldest_are_found_among_many(rng, num_slots) -> None:
         room = num_slots - len(want)
         for _ in range((found < 0).sum() - room):
             want.popitem(last=False)
-        tier.put(batch[found < 0])
+        tier.assign(batch[found < 0])
         want.update(dict.fromkeys(batch[found < 0].tolist()))
         assert set(np.flatnonzero(tier.look_up(np.arange(1000)) >= 0).tolist()) == set(want)
         check(tier)
@@ -70,10 +70,10 @@ def test_the_oldest_are_found_among_many(rng, num_slots) -> None:
 
 def test_a_pinned_page_is_never_replaced() -> None:
     tier = Tier(10, 3)
-    kept = tier.put(pages(0, 1))
+    kept = tier.assign(pages(0, 1))
     tier.pin(kept)
-    assert tier.put(pages(2))[0] >= 0
-    assert (tier.put(pages(3, 4)) >= 0).sum() == 1  # where 2 lay; nothing else may go
+    assert tier.assign(pages(2))[0] >= 0
+    assert (tier.assign(pages(3, 4)) >= 0).sum() == 1  # where 2 lay; nothing else may go
     assert np.array_equal(tier.look_up(pages(0, 1)), kept)
     check(tier)
     with pytest.raises(AssertionError, match="in use"):
@@ -85,8 +85,8 @@ def test_a_pinned_page_is_never_replaced() -> None:
 
 def test_a_put_that_may_not_evict_takes_free_slots_only() -> None:
     tier = Tier(10, 2)
-    tier.put(pages(0))
-    assert (tier.put(pages(1, 2, 3), evict=False) == NOWHERE).tolist() == [False, True, True]
+    tier.assign(pages(0))
+    assert (tier.assign(pages(1, 2, 3), evict=False) == NOWHERE).tolist() == [False, True, True]
     assert tier.look_up(pages(0))[0] >= 0
     check(tier)
 
@@ -96,7 +96,7 @@ def test_a_put_that_may_not_evict_takes_free_slots_only() -> None:
 )
 def test_check_finds_what_is_wrong(what, where, value) -> None:
     tier = Tier(4, 3)
-    assert tier.put(pages(2)) == [0]
+    assert tier.assign(pages(2)) == [0]
     check(tier)
     getattr(tier, what)[where] = value
     with pytest.raises(AssertionError):

@@ -21,10 +21,10 @@ from rich.console import Console
 
 from csattn import __version__
 from tests.workers.test_cli import csattn, in_process, last_line
-from workers.cli import asking, examining, serving, shelf, terminal, version
+from workers.cli import doctor_command, generating, serving, store_commands, terminal, version
 from workers.doctor import Facts, examine, gather_facts
 from workers.settings import example
-from workers.settings.parts import KEYS, suited_lookahead
+from workers.settings.parts import KEYS, default_lookahead
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_doctor_finds_this_machine_usable(tmp_path: Path, capsys, monkeypatch) -
         assert "error" not in found.probes[name], found.probes[name]
     assert found.probes["memory"]["available_bytes"] <= found.probes["memory"]["total_bytes"]
     assert found.openmp_waits == os.environ["OMP_WAIT_POLICY"]
-    monkeypatch.setattr(examining, "gather_facts", lambda store: found)
+    monkeypatch.setattr(doctor_command, "gather_facts", lambda store: found)
     result = last_line(in_process("doctor", "--store", tmp_path / "store", "--json", capsys=capsys))
     assert result["healthy"] and result["problems"] == 0
     assert {"python", "torch", "device", "cupy", "faiss", "numba", "ray", "store"} <= {
@@ -96,7 +96,7 @@ def test_doctor_exits_with_1_where_there_is_a_problem(capsys, monkeypatch) -> No
         name: {"error": "it is broken"} for name in ("torch", "numba", "memory", "store", "kept", "faiss", "ray")
     }
     sick = Facts(python=(3, 11), packages={}, probes={**answers, "cupy": {"error": ""}, "triton": {"error": ""}})
-    monkeypatch.setattr(examining, "gather_facts", lambda store: sick)
+    monkeypatch.setattr(doctor_command, "gather_facts", lambda store: sick)
     done = in_process("doctor", "--json", capsys=capsys)
     assert done.returncode == 1
     result = json.loads(done.stdout.strip().splitlines()[-1])
@@ -119,9 +119,9 @@ def test_a_terminal_shows_what_its_encoding_lacks_in_other_letters(tmp_path: Pat
     command = [sys.executable, "-c", "from workers.cli import main; main()", "ls", "--store", str(store), "--json"]
     done = subprocess.run(command, capture_output=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr.decode("big5")
-    told = done.stdout.decode("big5")
-    assert "\u5e97\\xe9" in told
-    assert json.loads(told.splitlines()[-1])["store"] == str(store)
+    output = done.stdout.decode("big5")
+    assert "\u5e97\\xe9" in output
+    assert json.loads(output.splitlines()[-1])["store"] == str(store)
 
 
 def test_columns_are_as_wide_as_what_the_encoding_makes_of_them() -> None:
@@ -177,8 +177,8 @@ def test_an_answer_is_written_as_the_model_said_it(monkeypatch, capsys) -> None:
         for piece in said:
             given[6](piece)
 
-    monkeypatch.setattr(asking, "answer", answer)
-    asking.speak(*[cast(Any, None)] * 7, "csattn")
+    monkeypatch.setattr(generating, "answer", answer)
+    generating.speak(*[cast(Any, None)] * 7, "csattn")
     assert capsys.readouterr().out == f"csattn: {said}\n"
 
 
@@ -244,7 +244,7 @@ def test_an_interrupt_is_no_success(capsys, monkeypatch) -> None:
     def interrupted(store):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shelf, "listing", interrupted)
+    monkeypatch.setattr(store_commands, "listing", interrupted)
     done = in_process("ls", "--json", capsys=capsys)
     assert done.returncode == 130 and "interrupted" in done.stderr and "build" not in done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["error"]["type"] == "Interrupted"
@@ -268,7 +268,7 @@ def test_memory_that_cannot_be_had_is_a_sentence(capsys, monkeypatch, error, wor
             raise error
         error.zeros(1 << 62, dtype=error.uint8)
 
-    monkeypatch.setattr(shelf, "listing", listing)
+    monkeypatch.setattr(store_commands, "listing", listing)
     done = in_process("ls", "--json", capsys=capsys)
     assert done.returncode == 1
     assert "not enough memory (" in done.stderr and words in done.stderr and "`csattn doctor`" in done.stderr
@@ -279,7 +279,7 @@ def test_another_error_of_a_library_keeps_its_traceback(capsys, monkeypatch) -> 
     def listing(store):
         raise RuntimeError("sizes of tensors must match")
 
-    monkeypatch.setattr(shelf, "listing", listing)
+    monkeypatch.setattr(store_commands, "listing", listing)
     with pytest.raises(RuntimeError, match="sizes of tensors"):
         in_process("ls", capsys=capsys)
 
@@ -294,22 +294,22 @@ def test_the_version_is_told_without_a_verb(capsys) -> None:
 def test_help_tells_defaults_that_are_chosen_later(capsys, monkeypatch, verb) -> None:
     """In square brackets within a help text they would vanish, taken for markup."""
     monkeypatch.setenv("COLUMNS", "200")
-    told = in_process(verb, "--help", capsys=capsys).stdout
+    output = in_process(verb, "--help", capsys=capsys).stdout
     model = "the artifact's" if verb == "generate" else "the installed SmolLM2-135M"
-    assert f"[default: ({model})]" in told and "all cores" in told
+    assert f"[default: ({model})]" in output and "all cores" in output
 
 
 def test_help_tells_where_layers_are_searched_ahead(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    ahead = [placement for placement in ("cpu", "device", "hybrid", "host") if suited_lookahead(placement)]
-    assert suited_lookahead("cpu", rows_on_disk=True) == 1
-    told = in_process("generate", "--help", capsys=capsys).stdout
-    assert f"1 in {', '.join(ahead)} or with rows on disk, else 0" in told
+    ahead = [placement for placement in ("cpu", "device", "hybrid", "host") if default_lookahead(placement)]
+    assert default_lookahead("cpu", rows_on_disk=True) == 1
+    output = in_process("generate", "--help", capsys=capsys).stdout
+    assert f"1 in {', '.join(ahead)} or with rows on disk, else 0" in output
 
 
 def test_neither_loads_a_heavy_library() -> None:
     program = (
-        "import sys; import workers.cli.app, workers.cli.examining, workers.settings, workers.doctor.facts; "
+        "import sys; import workers.cli.app, workers.cli.doctor_command, workers.settings, workers.doctor.facts; "
         "print([name for name in ('torch', 'numba', 'faiss', 'numpy', 'ray') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -11,8 +11,8 @@ from rich.console import Console
 from csattn.artifact import open_artifact
 from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import choose_wrapping, context_ids
-from workers.cli import showing
-from workers.cli.showing import DOCUMENT, QUESTIONS, Exchange, Question
+from workers.cli import demo
+from workers.cli.demo import DOCUMENT, QUESTIONS, Exchange, Question
 from workers.engine.answer import Answer
 from workers.plots import PICTURE_SIZE
 
@@ -69,7 +69,7 @@ def test_facts_are_spread_over_the_document(document):
 
 def test_the_table_is_made_from_the_answers():
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(showing.comparison([make_exchange("It is the petrel.", "No idea."), make_exchange("A", "A")]))
+    console.print(demo.comparison([make_exchange("It is the petrel.", "No idea."), make_exchange("A", "A")]))
     first, second = (line for line in console.export_text().splitlines() if "boat" in line)
     assert [cell.strip() for cell in first.split("│")[1:-1]] == [
         "What is the boat called?", "yes / no", "no", "12.3 / 12.3", "400 / 6400", "6.2 %", "0.75",
@@ -85,21 +85,21 @@ def test_the_json_says_who_was_right():
 
 def test_a_short_demo_runs_from_end_to_end(tmp_path, demo_model, document, monkeypatch, capsys):
     short = document[: document.index("3. The harbour")].strip()
-    monkeypatch.setattr(showing, "show_loading", lambda model, dtype: demo_model)
-    monkeypatch.setattr(showing, "_MAX_NEW_TOKENS", 12)
-    result = showing.show(tmp_path, short, QUESTIONS[:1])
+    monkeypatch.setattr(demo, "show_loading", lambda model, dtype: demo_model)
+    monkeypatch.setattr(demo, "_MAX_NEW_TOKENS", 12)
+    result = demo.show(tmp_path, short, QUESTIONS[:1])
     (exchange,) = result["questions"]
     assert exchange["full"]["right"]
     assert exchange["full"]["rows_read_per_step"] == exchange["full"]["rows_full_attention"]
     assert exchange["share_read"] < 0.25
     assert 0 < exchange["recall_at_k"] <= 1
-    png = (tmp_path / showing.PICTURE_NAME).read_bytes()
+    png = (tmp_path / demo.PICTURE_NAME).read_bytes()
     assert struct.unpack(">II", png[16:24]) == PICTURE_SIZE
     printed = capsys.readouterr().out
     assert exchange["sparse"]["text"] in printed
     with open_artifact(tmp_path / "store" / result["artifact"]) as artifact:
-        row = showing.fact_row(demo_model, artifact, short, QUESTIONS[0])
+        row = demo.fact_row(demo_model, artifact, short, QUESTIONS[0])
         near = demo_model.tokenizer.decode(artifact.token_ids[row - 2 : row + 5])
     assert "Edmund" in near
     with pytest.raises(ValueError, match="substring not found"):
-        showing.fact_row(demo_model, artifact, short, replace(QUESTIONS[0], fact="nowhere", answer="no"))
+        demo.fact_row(demo_model, artifact, short, replace(QUESTIONS[0], fact="nowhere", answer="no"))

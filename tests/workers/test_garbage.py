@@ -8,10 +8,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 SAYS = """
 import atexit, gc
-from workers.garbage import spare_garbage
+from workers.garbage import reduce_gc
 atexit.register(lambda: print(gc.get_threshold()[0], gc.get_freeze_count() > 1000))
-spare_garbage()
-spare_garbage()
+reduce_gc()
+reduce_gc()
 """
 # what a library that is made with nanobind brings
 NANOBIND = 'kept = type("nb_type_0", (type,), {"__module__": "nanobind"})'
@@ -22,9 +22,7 @@ def test_there_is_one_place_that_says_how() -> None:
         path: path.read_text() for package in ("workers", "index_build") for path in (ROOT / package).rglob("*.py")
     }
     setting = [path for path, source in sources.items() if re.search(r"gc\.(set_threshold|freeze)\b", source)]
-    calling = [
-        path.name for path, source in sources.items() if re.search(r"^ +spare_garbage\(\)", source, re.MULTILINE)
-    ]
+    calling = [path.name for path, source in sources.items() if re.search(r"^ +reduce_gc\(\)", source, re.MULTILINE)]
     assert [path.name for path in setting] == ["garbage.py"]
     assert sorted(calling) == ["attention_actor.py", "entry.py", "probes.py", "standby.py"]
 

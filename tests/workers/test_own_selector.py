@@ -23,7 +23,7 @@ from csattn.selectors import About, register
 from index_build.pipeline import build_artifact
 from tests.selections import check_selection
 from tests.tiny import loaded, token_ids
-from workers.api.asking import read_chat
+from workers.api.parsing import read_chat
 from workers.cli import comparing
 from workers.cli.app import app
 from workers.engine.fidelity import Seen
@@ -167,7 +167,7 @@ def rows_of_all_heads(*rows: int, valid: int | None = None, heads: int = 2) -> S
 OUT, SHARE = np.zeros((4, 16), np.float32), np.full(4, 0.5, np.float32)
 
 
-def told(**more: Any) -> Selection:
+def chosen(**more: Any) -> Selection:
     """One sound row of all heads, but for what is said."""
     return replace(rows_of_all_heads(9), **more)
 
@@ -177,17 +177,17 @@ def told(**more: Any) -> Selection:
     [
         (None, "selector mine gave None; wanted a Selection of numpy arrays"),
         (Selection(torch.zeros(2, 1), torch.ones(2)), "kv_indices of type Tensor; wanted a numpy array of int32 or"),  # type: ignore[arg-type]
-        (told(kv_indices=np.full((2, 1), 9.5)), "gave kv_indices of float64; wanted a numpy array of int32 or int64"),
-        (told(kv_indices=np.full((2, 1), 9, np.uint8)), "gave kv_indices of uint8"),
-        (told(kv_indices=np.full((2, 1), 9, ">i4")), "gave kv_indices of >i4"),
-        (told(valid_len=np.full(2, 0.5)), "gave valid_len of float64"),
-        (told(kv_indices=np.full((2, 1), -1), valid_len=np.full(2, -1)), "a valid_len of -1 and 1 rows a head"),
-        (told(log_weights=np.zeros((1, 1), np.float32)), r"log_weights of shape \[1, 1\]; wanted \[2, 1\]"),
-        (told(log_weights=[[0.0], [0.0]]), "log_weights of type list; wanted a numpy array of float32 or float64"),
-        (told(rest=3), "rest.out of type NoneType"),
-        (told(rest=Rest(OUT[:1], SHARE)), r"rest.out of shape \[1, 16\]; wanted \[4, 16\]"),
-        (told(rest=Rest(OUT, SHARE[:1])), r"rest.share of shape \[1\]; wanted \[4\]"),
-        (told(rest=Rest(OUT, SHARE + 1.5)), "a rest.share of 2.0; wanted 0 to 1"),
+        (chosen(kv_indices=np.full((2, 1), 9.5)), "gave kv_indices of float64; wanted a numpy array of int32 or int64"),
+        (chosen(kv_indices=np.full((2, 1), 9, np.uint8)), "gave kv_indices of uint8"),
+        (chosen(kv_indices=np.full((2, 1), 9, ">i4")), "gave kv_indices of >i4"),
+        (chosen(valid_len=np.full(2, 0.5)), "gave valid_len of float64"),
+        (chosen(kv_indices=np.full((2, 1), -1), valid_len=np.full(2, -1)), "a valid_len of -1 and 1 rows a head"),
+        (chosen(log_weights=np.zeros((1, 1), np.float32)), r"log_weights of shape \[1, 1\]; wanted \[2, 1\]"),
+        (chosen(log_weights=[[0.0], [0.0]]), "log_weights of type list; wanted a numpy array of float32 or float64"),
+        (chosen(rest=3), "rest.out of type NoneType"),
+        (chosen(rest=Rest(OUT[:1], SHARE)), r"rest.out of shape \[1, 16\]; wanted \[4, 16\]"),
+        (chosen(rest=Rest(OUT, SHARE[:1])), r"rest.share of shape \[1\]; wanted \[4\]"),
+        (chosen(rest=Rest(OUT, SHARE + 1.5)), "a rest.share of 2.0; wanted 0 to 1"),
         (rows_of_all_heads(9, heads=3), r"kv_indices of shape \[3, 1\] .* of 2 or 4 heads"),
         (rows_of_all_heads(9, 8), "gave 8 at place 1 of head 0, of 2 rows; wanted them ascending, each once"),
         (rows_of_all_heads(9, 9), "each once"),

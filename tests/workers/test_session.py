@@ -262,11 +262,11 @@ def test_a_call_of_the_model_takes_a_whole_request_as_generate_does(store) -> No
     model, question = loaded().model, token_ids(9, seed=3)
     with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():
         want = logits_of(session, question, [9])
-        asked = session.continue_with(question)
-        assert torch.equal(model(**asked).logits[0], want)
-        assert asked[CACHE].get_seq_length() == CONTEXT_LEN + 9
+        inputs = session.continue_with(question)
+        assert torch.equal(model(**inputs).logits[0], want)
+        assert inputs[CACHE].get_seq_length() == CONTEXT_LEN + 9
         with pytest.raises(ConfigError, match="it has been decoded already; ask again"):
-            model(**asked)
+            model(**inputs)
         positions = torch.arange(CONTEXT_LEN + 9)[None]
         assert torch.equal(model(**session.continue_with(question), position_ids=positions).logits[0], want)
         alone = session.continue_with(question)
@@ -281,11 +281,11 @@ def test_another_context_before_the_question_is_refused(store, place) -> None:
         f"from position {place} on they are not the context's" if place else "without it before them; give a whole"
     )
     with csattn_session(loaded(), artifact_of(store)) as session:
-        asked = session.continue_with(token_ids(9, seed=3))
-        asked["input_ids"][0, place] += 1
+        inputs = session.continue_with(token_ids(9, seed=3))
+        inputs["input_ids"][0, place] += 1
         for call in (model, model.generate):
             with pytest.raises(ConfigError, match=sentence):
-                call(**asked)
+                call(**inputs)
 
 
 def test_a_question_may_be_read_in_chunks(store) -> None:
@@ -298,12 +298,12 @@ def test_a_question_may_be_read_in_chunks(store) -> None:
 def test_other_tokens_than_a_request_has_are_refused(store) -> None:
     model = loaded().model
     with csattn_session(loaded(), artifact_of(store)) as session:
-        asked = session.continue_with(token_ids(9, seed=3))
-        whole_ids = model.generate(**asked, max_new_tokens=4, do_sample=False)
+        inputs = session.continue_with(token_ids(9, seed=3))
+        whole_ids = model.generate(**inputs, max_new_tokens=4, do_sample=False)
         whole_ids[0, CONTEXT_LEN + 2] += 1
-        asked |= {"input_ids": whole_ids, "attention_mask": torch.ones_like(whole_ids)}
+        inputs |= {"input_ids": whole_ids, "attention_mask": torch.ones_like(whole_ids)}
         with pytest.raises(ConfigError, match="do not follow a request of 412"):
-            model.generate(**asked, max_new_tokens=4)
+            model.generate(**inputs, max_new_tokens=4)
 
 
 def test_new_ids_alone_are_known_by_a_mask_of_all(store) -> None:
@@ -327,11 +327,11 @@ def test_new_ids_alone_are_known_by_a_mask_of_all(store) -> None:
 )
 def test_what_generate_cannot_do_with_a_request_is_refused_before_it_begins(store, options, sentence) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
-        asked = session.continue_with(token_ids(9))
+        inputs = session.continue_with(token_ids(9))
         with pytest.raises(ConfigError, match=sentence):
-            loaded().model.generate(**asked, **options)
-        assert asked[CACHE].get_seq_length() == CONTEXT_LEN
-        loaded().model.generate(**asked, max_new_tokens=1)
+            loaded().model.generate(**inputs, **options)
+        assert inputs[CACHE].get_seq_length() == CONTEXT_LEN
+        loaded().model.generate(**inputs, max_new_tokens=1)
     with (
         csattn_session(loaded(), artifact_of(store)) as session,
         pytest.raises(ConfigError, match="use_cache is False"),
@@ -345,11 +345,11 @@ def test_an_answer_that_does_not_fit_is_refused_before_it_begins(store, said) ->
         "4 new tokens were asked for, .* pass max_new_tokens of at most 3, or open the session with more tail_cap"
     )
     with csattn_session(loaded(), artifact_of(store), tail_capacity=20) as session:
-        asked = session.continue_with(token_ids(18))
+        inputs = session.continue_with(token_ids(18))
         for options in (said, {"generation_config": GenerationConfig(**said)}):
             with pytest.raises(ContextError, match=sentence):
-                loaded().model.generate(**asked, **options)
-        assert asked[CACHE].get_seq_length() == CONTEXT_LEN
+                loaded().model.generate(**inputs, **options)
+        assert inputs[CACHE].get_seq_length() == CONTEXT_LEN
         with pytest.raises(ContextError, match="room for 0; ask a shorter question, or open"):
             loaded().model.generate(**session.continue_with(token_ids(21)))
 
@@ -357,16 +357,16 @@ def test_an_answer_that_does_not_fit_is_refused_before_it_begins(store, said) ->
 def test_the_models_last_position_is_no_matter_of_tail_capacity(store) -> None:
     question = token_ids(MAX_POSITIONS - CONTEXT_LEN - 5)
     with csattn_session(loaded(), artifact_of(store)) as session:
-        asked = session.continue_with(question)
+        inputs = session.continue_with(question)
         assert session.room_for(MAX_POSITIONS - 5, 60) == 5
         with pytest.raises(ContextError, match=r"pass max_new_tokens of at most 5$"):
-            loaded().model.generate(**asked, max_new_tokens=6)
-        assert loaded().model.generate(**asked, max_new_tokens=5, min_new_tokens=5).shape[1] == MAX_POSITIONS
+            loaded().model.generate(**inputs, max_new_tokens=6)
+        assert loaded().model.generate(**inputs, max_new_tokens=5, min_new_tokens=5).shape[1] == MAX_POSITIONS
         with (
             pytest.raises(ContextError, match=f"room for {MAX_POSITIONS - CONTEXT_LEN} behind this context"),
             torch.inference_mode(),
         ):
-            loaded().model(torch.zeros(1, 9, dtype=torch.long), **{CACHE: asked[CACHE]})
+            loaded().model(torch.zeros(1, 9, dtype=torch.long), **{CACHE: inputs[CACHE]})
 
 
 def test_a_batch_is_refused_with_a_sentence(store) -> None:
@@ -416,12 +416,12 @@ def test_what_a_request_cannot_give_is_refused(store) -> None:
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_request_is_not_copied(store, make) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
-        asked = session.continue_with(token_ids(3))
+        inputs = session.continue_with(token_ids(3))
         with pytest.raises(ConfigError, match=r"a request cannot be copied, .* ask again in its session"):
-            make(asked[CACHE])
+            make(inputs[CACHE])
         with pytest.raises(ConfigError, match="cannot go back to fewer tokens; ask again in its session"):
-            asked[CACHE].crop(CONTEXT_LEN)
-        loaded().model.generate(**asked, max_new_tokens=1)
+            inputs[CACHE].crop(CONTEXT_LEN)
+        loaded().model.generate(**inputs, max_new_tokens=1)
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -653,12 +653,12 @@ def test_a_session_that_has_ended_holds_nothing_of_its_context(store) -> None:
 
 def test_what_a_cell_shows_is_one_line(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
-        asked = session.continue_with(token_ids(3))
-        loaded().model(**asked)
+        inputs = session.continue_with(token_ids(3))
+        loaded().model(**inputs)
         assert (
             repr(session) == f"<Session of tiny-llama over {session.artifact.spec.artifact_id}, 1 of 16 requests, open>"
         )
-        assert repr(asked[CACHE]) == "<RequestCache of 403 tokens, 3 of its own>"
+        assert repr(inputs[CACHE]) == "<RequestCache of 403 tokens, 3 of its own>"
     assert repr(session).endswith(", closed>")
     assert repr(loaded()) == "<LoadedModel tiny-llama: float32, on cpu>"
 
@@ -680,8 +680,8 @@ def test_a_chat_question_continues_the_context_token_for_token(tmp_path: Path) -
     ids = context_ids(model.tokenizer, text, wrapping)
     report = build_artifact(model, ids, preset("default"), tmp_path, notes={"wrapping": wrapping})
     with open_artifact(report.path) as artifact, csattn_session(model, artifact) as session:
-        asked = session.ask("when?")["input_ids"][0].tolist()
+        inputs = session.ask("when?")["input_ids"][0].tolist()
     messages = [{"role": "system", "content": text.strip()}, {"role": "user", "content": "when?"}]
     want = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert asked == model.tokenizer(want, add_special_tokens=False).input_ids
-    assert asked[: len(ids)] == np.asarray(ids).tolist()
+    assert inputs == model.tokenizer(want, add_special_tokens=False).input_ids
+    assert inputs[: len(ids)] == np.asarray(ids).tolist()

@@ -231,18 +231,18 @@ def test_what_are_no_ids_of_a_sequence_is_refused(session, ids, sentence) -> Non
 
 @pytest.mark.parametrize("mask", [torch.zeros(1, 1, 409, 409, dtype=torch.bool), {"full_attention": None}])
 def test_another_mask_than_of_tokens_is_refused(session, mask) -> None:
-    asked = {**session.continue_with(token_ids(9)), "attention_mask": mask}
+    inputs = {**session.continue_with(token_ids(9)), "attention_mask": mask}
     with pytest.raises(ConfigError, match="attends to all of its tokens; leave out padding, and what masks it"):
-        loaded().model(**asked)
+        loaded().model(**inputs)
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, CONTEXT_LEN + 9), (1, 900)])
 def test_a_mask_of_other_tokens_is_refused(session, shape) -> None:
-    asked = {**session.continue_with(token_ids(9)), "attention_mask": torch.ones(shape)}
+    inputs = {**session.continue_with(token_ids(9)), "attention_mask": torch.ones(shape)}
     sentence = f"mask of shape {shape} does not belong to 409 token ids of one sequence; leave it out, or give ones of"
     for call in (loaded().model, loaded().model.generate):
         with pytest.raises(ConfigError, match=re.escape(sentence)):
-            call(**asked)
+            call(**inputs)
 
 
 @pytest.mark.parametrize(
@@ -266,10 +266,10 @@ def test_positions_are_whole_numbers(session, positions, got) -> None:
     ],
 )
 def test_logits_that_no_token_has_are_refused_before_anything_is_computed(session, keep, got) -> None:
-    asked = session.continue_with(token_ids(9))
+    inputs = session.continue_with(token_ids(9))
     with pytest.raises(ConfigError, match=f"logits_to_keep must be .* below 9 in one row, got {got}; leave it out"):
-        loaded().model(**asked, logits_to_keep=keep)
-    assert asked[CACHE].get_seq_length() == CONTEXT_LEN
+        loaded().model(**inputs, logits_to_keep=keep)
+    assert inputs[CACHE].get_seq_length() == CONTEXT_LEN
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,10 @@ CHANGES: list[Callable[[Any], Any]] = [put_adapter, merge_adapter, lambda model:
 def test_a_model_that_changes_within_a_session_is_refused(artifact, mine, change) -> None:
     model = mine.model
     with csattn_session(mine, artifact) as session:
-        asked = session.continue_with(token_ids(9))
-        half = model.generate(**asked, max_new_tokens=2)
+        inputs = session.continue_with(token_ids(9))
+        half = model.generate(**inputs, max_new_tokens=2)
         change(model)
-        going_on = {**asked, "input_ids": half, "attention_mask": torch.ones_like(half)}
+        going_on = {**inputs, "input_ids": half, "attention_mask": torch.ones_like(half)}
         for call, given in ((model, session.continue_with(token_ids(9))), (model.generate, going_on)):
             with pytest.raises(ModelError, match=SENTENCE):
                 call(**given)
@@ -96,10 +96,10 @@ def test_a_model_that_was_changed_is_neither_opened_nor_built_with(artifact, min
 
 def test_a_model_that_is_not_in_memory_is_refused(artifact, mine) -> None:
     with csattn_session(mine, artifact) as session:
-        asked = session.continue_with(token_ids(9))
+        inputs = session.continue_with(token_ids(9))
         mine.model.to("meta")
         with pytest.raises(ModelError, match=SENTENCE):
-            mine.model(**asked)
+            mine.model(**inputs)
     with pytest.raises(ModelError, match=r"weights are not in memory, model.embed_tokens.weight for one"):
         wrap_model(mine.model, byte_tokenizer(), "away")
 
@@ -110,12 +110,12 @@ def test_a_layers_hook_is_refused_and_the_models_own_is_called(artifact, mine, k
     with csattn_session(mine, artifact) as session:
         model(torch.ones(1, 2, dtype=torch.long), output_hidden_states=True)  # leaves hooks of transformers
         model.register_forward_hook(lambda module, given, got: calls.append(module))
-        asked = session.continue_with(token_ids(9))
+        inputs = session.continue_with(token_ids(9))
         hook = getattr(model.model.layers[1].mlp, kind)(lambda *given: None)
         with pytest.raises(ModelError, match=r"model.layers.1.mlp of mine has a forward hook, .*; remove it"):
-            model(**asked)
+            model(**inputs)
         hook.remove()
-        model(**asked)
+        model(**inputs)
     assert calls == [model]
 
 
@@ -182,8 +182,8 @@ def test_forwards_that_compute_the_same_are_a_models_own(artifact, mine) -> None
 def test_a_model_whose_memory_moves_within_a_session_is_refused(artifact, mine) -> None:
     """Its engine would read what has been freed."""
     with csattn_session(mine, artifact) as session:
-        asked = session.continue_with(token_ids(9))
-        want = mine.model(**asked).logits
+        inputs = session.continue_with(token_ids(9))
+        want = mine.model(**inputs).logits
         mine.model.model.layers[1].mlp.share_memory()
         with pytest.raises(ModelError, match=r"the weights of mine have moved to shared memory .*; open a new one"):
             mine.model(**session.continue_with(token_ids(9)))

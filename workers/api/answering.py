@@ -12,21 +12,21 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from workers.api.answers import Form, used_by
-from workers.api.asking import Asked
 from workers.api.body import ClientGone
 from workers.api.errors import error_body, failed
 from workers.api.measures import Measures
-from workers.api.request_log import log, request_line, tell_failure
-from workers.api.responses import ResponseAsked, ResponseForm
+from workers.api.parsing import ParsedRequest
+from workers.api.request_log import log, log_failure, request_line
+from workers.api.responses import ParsedResponse, ResponseForm
 from workers.serving.backend import Backend
 from workers.serving.messages import Ask, Done, Event, Piece, ServingError, TimedOutError, Usage, WorkerLostError
 from workers.settings import LimitSettings
 
 T = TypeVar("T")
 GRACE_S = 1.0  # beyond a request's timeout: normally the backend ends it in time and counts it; if not, this side does
-MAX_HELD = 16  # queued events of a request with several answers, besides one in each answer's task
+MAX_QUEUED = 16  # queued events of a request with several answers, besides one in each answer's task
 QUIET_S = 2.0  # before a stream's first event: failures get an HTTP status for so long, then keep-alives come as often
-WAITING = b": the answer has not begun yet\n\n"  # an SSE comment, which clients skip
+KEEP_ALIVE_COMMENT = b": the answer has not begun yet\n\n"  # an SSE comment, which clients skip
 BROKEN_OFF = "the answer broke off; the request may be sent again"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # else proxies would buffer it
 
@@ -37,22 +37,22 @@ class Answering:
     def __init__(
         self,
         backend: Backend,
-        asked: Asked,
+        parsed: ParsedRequest,
         measures: Measures,
         arrived_at: float,
         limits: LimitSettings,
         is_logged: bool,  # its usage, also if a stream breaks off: every piece then reports it
     ) -> None:
-        self._backend, self._asked, self._measures = backend, asked, measures
-        self._tells_usage = is_logged and asked.stream
+        self._backend, self._parsed, self._measures = backend, parsed, measures
+        self._tells_usage = is_logged and parsed.stream
         self.used: dict[str, Usage] = {}  # by request id, each answer's usage so far, if known
         self._arrived_at = arrived_at  # in seconds of time.monotonic()
         self._timeout_s = limits.request_timeout_s
-        self._form: Form | ResponseForm = ResponseForm(asked) if isinstance(asked, ResponseAsked) else Form(asked)
+        self._form: Form | ResponseForm = ResponseForm(parsed) if isinstance(parsed, ParsedResponse) else Form(parsed)
 
     async def whole(self) -> dict[str, Any]:
         """Return all answers in one object."""
-        pieces: list[list[Piece]] = [[] for _ in self._asked.asks]
+        pieces: list[list[Piece]] = [[] for _ in self._parsed.asks]
         dones: dict[int, Done] = {}
         async with aclosing(self._all_events()) as events:
             async for index, event in events:
@@ -79,38 +79,38 @@ class Answering:
                     chunks = form.piece(index, event)
                 for chunk in chunks:
                     yield chunk
-        for chunk in form.end([dones[index] for index in range(len(self._asked.asks))]):
+        for chunk in form.end([dones[index] for index in range(len(self._parsed.asks))]):
             yield chunk
 
     async def _all_events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Yield the events of all answers as they come, with the answer's index. A failed answer ends the others."""
-        if len(self._asked.asks) == 1:
-            async with aclosing(self._events(self._asked.asks[0])) as events:
+        if len(self._parsed.asks) == 1:
+            async with aclosing(self._events(self._parsed.asks[0])) as events:
                 async for event in events:
                     yield 0, event
             return
-        coming: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue(MAX_HELD)  # full: answers wait
-        jobs = [asyncio.ensure_future(self._pass_on(i, ask, coming)) for i, ask in enumerate(self._asked.asks)]
+        queue: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue(MAX_QUEUED)  # full: answers wait
+        jobs = [asyncio.ensure_future(self._pass_on(i, ask, queue)) for i, ask in enumerate(self._parsed.asks)]
         try:
             num_left = len(jobs)
             while num_left:
-                index, came = await coming.get()
-                if isinstance(came, BaseException):
-                    raise came
-                num_left -= isinstance(came, Done)
-                yield index, came
+                index, item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                num_left -= isinstance(item, Done)
+                yield index, item
         finally:
             for job in jobs:
                 job.cancel()
             await asyncio.wait(jobs)
 
-    async def _pass_on(self, index: int, ask: Ask, coming: "asyncio.Queue[tuple[int, Event | BaseException]]") -> None:
+    async def _pass_on(self, index: int, ask: Ask, queue: "asyncio.Queue[tuple[int, Event | BaseException]]") -> None:
         try:
             async with aclosing(self._events(ask)) as events:
                 async for event in events:
-                    await coming.put((index, event))
+                    await queue.put((index, event))
         except Exception as error:
-            await coming.put((index, error))
+            await queue.put((index, error))
 
     async def _events(self, ask: Ask) -> AsyncGenerator[Event, None]:
         """Yield the backend's events up to Done, within the request's timeout; closing this closes the backend's."""
@@ -163,7 +163,7 @@ class EventStream(Response):
         self._chunks, self._measures, self._end = chunks, measures, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(self._send(scope, send), receive)
+        await cancel_if_disconnected(self._send(scope, send), receive)
 
     async def _send(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._chunks) as chunks:
@@ -186,13 +186,13 @@ class EventStream(Response):
         """Yield keep-alives until the first chunk is there, then all chunks, then the end."""
         try:
             while not first.done():
-                yield WAITING
+                yield KEEP_ALIVE_COMMENT
                 await asyncio.wait({first}, timeout=QUIET_S)
             yield _event(first.result())
             async for chunk in chunks:
                 yield _event(chunk)
         except ServingError as error:
-            tell_failure(scope, error)
+            log_failure(scope, error)
             yield self._broken_off(scope, error)
         except Exception:
             log.exception("%s failed", request_line(scope))
@@ -206,7 +206,7 @@ class EventStream(Response):
         return _event(error_body(error))
 
 
-async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+async def cancel_if_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """Return the work's result. If the client disconnects first, cancel the work, wait for it, and raise ClientGone."""
     job = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))

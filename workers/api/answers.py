@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from workers.api.asking import Asked
+from workers.api.parsing import ParsedRequest
 from workers.serving.messages import CallPart, Done, Event, Piece, TokenScore, Usage
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's value for a token that cannot come; JSON has no infinity
@@ -15,21 +15,21 @@ LOWEST_LOGPROB = -9999.0  # OpenAI's value for a token that cannot come; JSON ha
 class Form:
     """Makes the objects of one request's answers, which share an id, a time and a model."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked, self._is_chat = asked, asked.kind == "chat"
-        self._has_logprobs = asked.asks[0].sampling.top_logprobs is not None
-        self._num_chars = [0] * len(asked.asks)  # of each answer's tokens so far, without an incomplete one
-        self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in asked.asks]
+    def __init__(self, parsed: ParsedRequest) -> None:
+        self._parsed, self._is_chat = parsed, parsed.kind == "chat"
+        self._has_logprobs = parsed.asks[0].sampling.top_logprobs is not None
+        self._num_chars = [0] * len(parsed.asks)  # of each answer's tokens so far, without an incomplete one
+        self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in parsed.asks]
         self._head = {
-            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{asked.asks[0].request_id}",
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{parsed.asks[0].request_id}",
             "created": int(time.time()),
-            "model": asked.model,
+            "model": parsed.model,
         }
 
     def whole(self, pieces: list[list[Piece]], dones: list[Done]) -> dict[str, Any]:
         """Return all answers in one object. pieces, dones: of each answer."""
         name = "chat.completion" if self._is_chat else "text_completion"
-        choices = [self._choice(index, *told) for index, told in enumerate(zip(pieces, dones, strict=True))]
+        choices = [self._choice(index, *answer) for index, answer in enumerate(zip(pieces, dones, strict=True))]
         return {**self._head, "object": name, "choices": choices, "usage": self._usage(dones)}
 
     def first(self, index: int, event: Event) -> list[dict[str, Any]]:
@@ -55,13 +55,13 @@ class Form:
 
     def end(self, dones: list[Done]) -> list[dict[str, Any]]:
         """Return the chunk with the usage of all answers, if it was requested."""
-        if not self._asked.include_usage:
+        if not self._parsed.include_usage:
             return []
         return [{**self._stream_head(), "choices": [], "usage": self._usage(dones)}]
 
     def _choice(self, index: int, pieces: list[Piece], done: Done) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
-        said: dict[str, Any] = {"text": text}
+        content: dict[str, Any] = {"text": text}
         if self._is_chat:
             calls = gathered(pieces)
             message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
@@ -76,9 +76,9 @@ class Form:
                     }
                     for call in calls
                 ]
-            said = {"message": message}
+            content = {"message": message}
         scores = [score for piece in pieces for score in piece.scores]
-        return {"index": index, **said, "logprobs": self._logprobs(index, scores), "finish_reason": done.reason}
+        return {"index": index, **content, "logprobs": self._logprobs(index, scores), "finish_reason": done.reason}
 
     def _stream_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
@@ -86,7 +86,7 @@ class Form:
     def _chunk(
         self,
         index: int,
-        said: dict[str, Any] | str,
+        content: dict[str, Any] | str,
         scores: list[TokenScore] | None = None,
         reason: str | None = None,
         used: Usage | None = None,
@@ -94,12 +94,12 @@ class Form:
         """used: this answer's usage so far."""
         choice = {
             "index": index,
-            "delta" if self._is_chat else "text": said,
+            "delta" if self._is_chat else "text": content,
             "logprobs": self._logprobs(index, scores) if scores else None,
             "finish_reason": reason,
         }
-        so_far = usage([used], used.new_tokens) if used and self._asked.asks[0].reports_usage else None
-        with_usage = {"usage": so_far} if self._asked.include_usage else {}
+        so_far = usage([used], used.new_tokens) if used and self._parsed.asks[0].reports_usage else None
+        with_usage = {"usage": so_far} if self._parsed.include_usage else {}
         return {**self._stream_head(), "choices": [choice], **with_usage}
 
     def _logprobs(self, index: int, scores: list[TokenScore]) -> dict[str, Any] | None:
@@ -126,7 +126,7 @@ class Form:
 
     def _usage(self, dones: list[Done]) -> dict[str, Any]:
         """Return the usage of all answers; a prompt with several answers counts once."""
-        return usage(dones[:: self._asked.num_choices], sum(done.new_tokens for done in dones))
+        return usage(dones[:: self._parsed.num_choices], sum(done.new_tokens for done in dones))
 
 
 def gathered(pieces: list[Piece]) -> list[CallPart]:

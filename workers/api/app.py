@@ -13,8 +13,7 @@ from starlette.responses import FileResponse, Response
 
 from csattn import __version__
 from csattn.errors import ConfigError
-from workers.api.answering import Answering, EventStream, unless_gone
-from workers.api.asking import MAX_TOKEN_ID, Asked, read_chat, read_completion, read_new_context
+from workers.api.answering import Answering, EventStream, cancel_if_disconnected
 from workers.api.body import BodyReader, Pace
 from workers.api.contexts import ServedModel, context_object, find_context, listed, model_object, model_objects
 from workers.api.errors import HttpError, error_reply, quoted
@@ -22,6 +21,7 @@ from workers.api.fields import Fields
 from workers.api.guard import Guard
 from workers.api.measures import Measures
 from workers.api.names import context_or_own, short_model_name
+from workers.api.parsing import MAX_TOKEN_ID, ParsedRequest, read_chat, read_completion, read_new_context
 from workers.api.responses import read_response
 from workers.api.status import status_object
 from workers.api.tools import read_tools
@@ -176,13 +176,13 @@ class Routes:
             self._max_positions = (await self._backend.tokenize(TokenizeAsk(text=""))).max_positions
         return ServedModel(self._model, self._since, self._max_positions)
 
-    async def _answer(self, request: Request, asked: Asked) -> Response:
-        of_request = self._backend, asked, self._measures, request.state.arrived_at, self._limits
+    async def _answer(self, request: Request, parsed: ParsedRequest) -> Response:
+        of_request = self._backend, parsed, self._measures, request.state.arrived_at, self._limits
         answering = Answering(*of_request, is_logged=self._is_logged)
         request.state.used = answering.used
-        if asked.stream:
-            return EventStream(answering.chunks(), self._measures, *([b""] if asked.kind == "response" else []))
-        return _json(await unless_gone(answering.whole(), request.receive))
+        if parsed.stream:
+            return EventStream(answering.chunks(), self._measures, *([b""] if parsed.kind == "response" else []))
+        return _json(await cancel_if_disconnected(answering.whole(), request.receive))
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -251,6 +251,6 @@ def tokens_object(tokens: Tokens, wants_texts: bool) -> dict[str, Any]:
 
 def _check_model(fields: Fields, model: str) -> None:
     """Raise UnknownModelError unless a given `model` is the model or one of its contexts; all share a tokenizer."""
-    asked = fields.text("model", 256)
-    if asked is not None:
-        context_or_own(asked, model)
+    requested_model = fields.text("model", 256)
+    if requested_model is not None:
+        context_or_own(requested_model, model)

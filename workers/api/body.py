@@ -23,7 +23,7 @@ class BodyReader:
 
     def __init__(self, limits: LimitSettings, pace: "Pace") -> None:
         self._limits, self._pace = limits, pace
-        self._held_bytes = 0
+        self._buffered_bytes = 0
 
     async def read_json(self, request: Request) -> Any:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -56,19 +56,19 @@ class BodyReader:
                 piece = message.get("body", b"")
                 if num_bytes + len(piece) > limits.max_body_bytes:
                     raise too_large(limits.max_body_bytes)
-                self._hold(len(piece))
+                self._reserve(len(piece))
                 num_bytes += len(piece)
                 pieces.append(piece)
                 if not message.get("more_body", False):
                     return pieces
                 await self._pace.keep(len(piece))
         finally:
-            self._held_bytes -= num_bytes
+            self._buffered_bytes -= num_bytes
 
-    def _hold(self, size: int) -> None:
-        if self._held_bytes + size > MANY_BODIES * self._limits.max_body_bytes:
+    def _reserve(self, size: int) -> None:
+        if self._buffered_bytes + size > MANY_BODIES * self._limits.max_body_bytes:
             raise HttpError(503, "overloaded", "too many large bodies are coming in at once; send it again later")
-        self._held_bytes += size
+        self._buffered_bytes += size
 
 
 class Pace:

@@ -53,9 +53,9 @@ def model_objects(contexts: Sequence[ContextInfo], model: ServedModel) -> list[d
     ]
 
 
-def model_object(contexts: Sequence[ContextInfo], asked: str, model: ServedModel) -> dict[str, Any]:
+def model_object(contexts: Sequence[ContextInfo], requested_model: str, model: ServedModel) -> dict[str, Any]:
     """Return the object of one model id. Raises UnknownModelError for one that is not in the list."""
-    context = context_or_own(asked, model.name)
+    context = context_or_own(requested_model, model.name)
     wanted = model_id(model.name, context) if context else model.name
     for found in model_objects(contexts, model):
         if found["id"] == wanted:

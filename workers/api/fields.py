@@ -9,7 +9,7 @@ from workers.api.errors import quoted
 from workers.serving.messages import BadRequestError
 
 _HALF = "holds half a surrogate pair (\\ud800 to \\udfff), which is no text"
-ALIKE = 0.75  # of 1: similarity from which a known field is suggested; cache_prompt must not suggest cache_salt
+MIN_SIMILARITY = 0.75  # of 1: from it on, a known field is suggested; cache_prompt must not suggest cache_salt
 KINDS: dict[type, str] = {
     str: "text",
     bool: "true or false",
@@ -51,7 +51,7 @@ class Fields:
         if value is None:
             return None
         if type(value) is not int:  # true is an int to Python, not to a client
-            self.refuse(name, f"is {told(value)}, wanted a whole number from {lowest} to {highest}")
+            self.refuse(name, f"is {shown_value(value)}, wanted a whole number from {lowest} to {highest}")
         if not lowest <= value <= highest:
             self.refuse(name, f"must lie between {lowest} and {highest}, got {quoted(value)}")
         return value
@@ -63,7 +63,7 @@ class Fields:
             return None
         bounds = f"{'more than' if above else 'at least'} {lowest:g} and at most {highest:g}"
         if type(value) not in (int, float):
-            self.refuse(name, f"is {told(value)}, wanted a number of {bounds}")
+            self.refuse(name, f"is {shown_value(value)}, wanted a number of {bounds}")
         if not (lowest < value if above else lowest <= value) or not value <= highest:
             self.refuse(name, f"must be {bounds}, got {quoted(value)}")
         return float(value)
@@ -72,7 +72,7 @@ class Fields:
         """Return a boolean field; False if it is absent."""
         value = self._take(name)
         if value is not None and type(value) is not bool:
-            self.refuse(name, f"is {told(value)}, wanted true or false")
+            self.refuse(name, f"is {shown_value(value)}, wanted true or false")
         return bool(value)
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> str | None:
@@ -80,7 +80,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, str) or value not in allowed:
-            self.refuse(name, f"is {told(value)}, wanted one of {', '.join(allowed)}")
+            self.refuse(name, f"is {shown_value(value)}, wanted one of {', '.join(allowed)}")
         return value
 
     def texts(self, name: str, most: int, most_chars: int) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ class Fields:
         """Return a required list of one entry or more."""
         value = self._take(name)
         if not isinstance(value, list) or not value:
-            came = "missing" if value is None else "an empty list" if value == [] else told(value)
+            came = "missing" if value is None else "an empty list" if value == [] else shown_value(value)
             self.refuse(name, f"is {came}, wanted a list of one entry or more")
         return value
 
@@ -129,12 +129,12 @@ class Fields:
         value = self._take(name)
         self._unwanted.add(name)
         if value is not None and not any(type(value) is type(item) and value == item for item in neutral):
-            self.refuse(name, f"is {told(value)}: {why}")
+            self.refuse(name, f"is {shown_value(value)}: {why}")
 
     def finish(self) -> None:
         """Refuse all fields that were not read."""
         for name in self._left:
-            near = difflib.get_close_matches(name[:64], sorted(self._known - self._unwanted), 1, ALIKE)
+            near = difflib.get_close_matches(name[:64], sorted(self._known - self._unwanted), 1, MIN_SIMILARITY)
             meant = f"; did you mean {near[0]}?" if near else ""
             raise BadRequestError(
                 f"{self.where}{quoted(name)[1:-1]} is not a field that this service knows{meant}", quoted(name)[1:-1]
@@ -154,7 +154,7 @@ class Fields:
 
     def _checked_text(self, name: str, value: object, most_chars: int) -> str:
         if not isinstance(value, str):
-            self.refuse(name, f"is {told(value)}, wanted text")
+            self.refuse(name, f"is {shown_value(value)}, wanted text")
         if len(value) > most_chars:
             self.refuse(name, f"has {len(value)} characters, wanted at most {most_chars}")
         if lone_surrogate(value) is not None:
@@ -166,6 +166,6 @@ def kind_of(value: object) -> str:
     return KINDS.get(type(value), "of another type")
 
 
-def told(value: object) -> str:
+def shown_value(value: object) -> str:
     """Return how an error shows a value: its kind if it is a list or an object, else the value itself."""
     return kind_of(value) if isinstance(value, dict | list) else quoted(value)

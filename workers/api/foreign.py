@@ -19,7 +19,7 @@ IGNORED = (
 _NO_FORM = "answers are held to a form by response_format; send that"
 _NO_SAMPLER = "tokens are not drawn so here; leave it out"
 # the neutral values of each, and why it can have no others
-_NOT_DONE: dict[str, tuple[tuple[Any, ...], str]] = {
+_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bad_words": (([],), "words cannot be forbidden here; forbid tokens by logit_bias"),
     "chat_template": ((), "conversations are written by the model's own chat template"),
     "documents": (([],), "documents are sent as text, in messages or as a context"),
@@ -51,8 +51,8 @@ _NOT_DONE: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def take_foreign(fields: Fields) -> None:
+def check_foreign_fields(fields: Fields) -> None:
     """Ignore or refuse these fields, each with a message of its own."""
     fields.ignore(*IGNORED)
-    for name, (neutral, why) in _NOT_DONE.items():
+    for name, (neutral, why) in _UNSUPPORTED.items():
         fields.only(name, *neutral, why=why)

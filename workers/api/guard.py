@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from workers.api.body import MANY_BODIES, ClientGone, Pace, too_large
 from workers.api.errors import HttpError, error_reply, failed
 from workers.api.measures import Measures
-from workers.api.request_log import log, request_line, tell_failure, tell_request
+from workers.api.request_log import log, log_failure, log_request, request_line
 from workers.serving.messages import ServingError
 from workers.settings import Settings
 
@@ -58,7 +58,7 @@ class Guard:
             self._measures.in_flight.dec(not is_scrape)
         self._measures.requests.labels(_route(scope), status).inc()
         if self._settings.server.access_log:
-            tell_request(scope, status, time.monotonic() - state["arrived_at"])
+            log_request(scope, status, time.monotonic() - state["arrived_at"])
 
     async def _answer(self, scope: Scope, headers: Headers, incoming: "_Incoming", outgoing: "_Outgoing") -> int:
         """Pass a request on or refuse it; return the status."""
@@ -67,7 +67,7 @@ class Guard:
                 self._admit(scope, headers)
                 await self._app(scope, incoming.receive, outgoing.send)
             except ServingError as error:
-                tell_failure(scope, error)
+                log_failure(scope, error)
                 await self._refuse(error, scope, incoming, outgoing)
             except ClientGone:
                 raise
@@ -127,7 +127,7 @@ class Guard:
         # closing with unread bytes would reset the connection, and the reply might be lost
         await outgoing.send({"type": "http.response.start", "status": reply.status_code, "headers": reply.raw_headers})
         await outgoing.send({"type": "http.response.body", "body": reply.body, "more_body": True})
-        if not incoming.waits_for_our_word:
+        if not incoming.expects_continue:
             self._num_open -= 1  # a refused client that lingers, say without a key, takes nobody's place
             try:
                 await _drain(incoming.receive, MANY_BODIES * self._limits.max_body_bytes, self._pace)
@@ -142,7 +142,7 @@ class _Incoming:
     def __init__(self, receive: Receive, headers: Headers) -> None:
         self._receive = receive
         self.is_complete = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
-        self.waits_for_our_word = "expect" in headers
+        self.expects_continue = "expect" in headers
 
     async def receive(self) -> Message:
         message = await self._receive()

@@ -20,26 +20,26 @@ def model_id(model: str, context: str) -> str:
     return f"{model}@{context}"
 
 
-def context_of(asked: str, model: str) -> str:
+def context_of(given: str, model: str) -> str:
     """Return the context in a model id, without looking up whether it exists."""
-    name, at, context = asked.partition("@")
+    name, at, context = given.partition("@")
     if not at or not names_model(name, model) or CONTEXT_NAME.fullmatch(context) is None:
         raise UnknownModelError(
-            f"there is no model {quoted(asked, 100)}; wanted {model}, or {model}@ and a context's name; GET /v1/models "
+            f"there is no model {quoted(given, 100)}; wanted {model}, or {model}@ and a context's name; GET /v1/models "
             "lists them",
             "model",
         )
     return context
 
 
-def context_or_own(asked: str, model: str) -> str:
+def context_or_own(given: str, model: str) -> str:
     """As `context_of`, but "" for the model's name alone: the prompt's beginning then finds its context."""
-    return "" if "@" not in asked and names_model(asked, model) else context_of(asked, model)
+    return "" if "@" not in given and names_model(given, model) else context_of(given, model)
 
 
-def names_model(asked: str, model: str) -> bool:
-    """Whether `asked` names the model, in any usual spelling: capitals, an owner or directory, the demo's file name."""
-    plain = _plain(asked)
+def names_model(given: str, model: str) -> bool:
+    """Whether `given` names the model, in any usual spelling: capitals, an owner or directory, the demo's file name."""
+    plain = _plain(given)
     return plain == model or (model == DEMO_MODEL and plain == _DEMO_FILE)
 
 

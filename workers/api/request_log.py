@@ -14,14 +14,14 @@ _MAX_CHARS = 200
 Scope = MutableMapping[str, Any]
 
 
-def tell_failure(scope: Scope, error: ServingError) -> None:
+def log_failure(scope: Scope, error: ServingError) -> None:
     """Log a failure that is not the client's fault: an overload, a timeout, a bug, a broken file."""
     if error.status >= 500 or error.status == 429 or error.detail:
         why = clipped(" ".join((error.detail or error.message).split()))
         log.warning("%s: %d %s, %s (request %s)", request_line(scope), error.status, error.code, why, _id(scope))
 
 
-def tell_request(scope: Scope, status: int, took_s: float) -> None:
+def log_request(scope: Scope, status: int, took_s: float) -> None:
     """Log a request when it is over (the access log)."""
     state = scope["state"]
     broken_off = f", broken off: {state['broken_off']}," if "broken_off" in state else ""

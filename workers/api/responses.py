@@ -7,9 +7,16 @@ from itertools import takewhile
 from typing import Any, cast
 
 from workers.api.answers import chat_score, usage
-from workers.api.asking import CHAT_TOKENS, Asked, ignore_what_changes_nothing, max_new_tokens, read_ours, read_sampling
 from workers.api.fields import Fields
 from workers.api.names import context_or_own
+from workers.api.parsing import (
+    CHAT_TOKENS,
+    ParsedRequest,
+    ignore_neutral,
+    max_new_tokens,
+    read_extensions,
+    read_sampling,
+)
 from workers.api.tools import MAX_TOOLS, read_call, read_format, read_tools
 from workers.api.turns import EFFORTS, ROLES, content_of, require_answerable, require_turns
 from workers.serving.messages import Ask, CallPart, Done, Event, Piece, Turn
@@ -21,21 +28,21 @@ UNSTORED = "nothing is stored here; send the conversation itself as input"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseAsked(Asked):
-    """told: the request's fields that the response repeats."""
+class ParsedResponse(ParsedRequest):
+    """echoed_fields: the request's fields that the response repeats."""
 
-    told: dict[str, Any] = field(default_factory=dict)
+    echoed_fields: dict[str, Any] = field(default_factory=dict)
 
 
-def read_response(body: object, request_id: str, model: str, limits: LimitSettings) -> ResponseAsked:
+def read_response(body: object, request_id: str, model: str, limits: LimitSettings) -> ParsedResponse:
     """Read a body for /v1/responses."""
-    told = (
+    echoed_fields = (
         {name: body.get(name) for name in ("instructions", "metadata", "text", "tool_choice", "tools")}
         if isinstance(body, dict)
         else {}
     )
     fields = Fields(body)
-    asked_model = fields.needed_text("model", 256)
+    requested_model = fields.needed_text("model", 256)
     turns = _turns(fields, limits)
     text = fields.inner("text")
     form = {} if text is None else read_format(text, "format", has_wrapper=False)
@@ -47,7 +54,7 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
     if set(includes) - {LOGPROBS, "reasoning.encrypted_content"}:
         fields.refuse("include", f"names something else than {LOGPROBS}, which is all that can be included")
     effort = _effort(fields)
-    _refuse_what_is_not_done(fields)
+    _refuse_unsupported(fields)
     stream = fields.flag("stream")
     fields.ignore("stream_options")
     sampling = read_sampling(
@@ -55,9 +62,9 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
         max_new_tokens=max_new_tokens(fields, ("max_output_tokens",), CHAT_TOKENS, limits),
         top_logprobs=(top or 0) if LOGPROBS in includes else None,
     )
-    ours = read_ours(fields)
+    extensions = read_extensions(fields)
     fields.finish()
-    context = context_or_own(asked_model, model)
+    context = context_or_own(requested_model, model)
     ask = Ask(
         request_id=request_id,
         context=context,
@@ -67,16 +74,16 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
         sampling=sampling,
         **form,
         **tools,
-        **ours,
+        **extensions,
     )
-    return ResponseAsked((ask,), 1, asked_model, "response", stream, told=told)
+    return ParsedResponse((ask,), 1, requested_model, "response", stream, echoed_fields=echoed_fields)
 
 
 class ResponseForm:
     """Makes the objects of one response, whole or as a stream's events."""
 
-    def __init__(self, asked: ResponseAsked) -> None:
-        self._asked, self._ask = asked, asked.asks[0]
+    def __init__(self, parsed: ParsedResponse) -> None:
+        self._parsed, self._ask = parsed, parsed.asks[0]
         self._created_at = int(time.time())
         self._items: list[dict[str, Any]] = []  # the last one may be open
         self._is_open = False
@@ -168,8 +175,8 @@ class ResponseForm:
         self._is_open, item = False, self._items[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            done, told = "response.function_call_arguments.done", {key: item[key] for key in ("arguments", "name")}
-            events = [self._of_item(done, item_id=item["id"], **told)]
+            done, call = "response.function_call_arguments.done", {key: item[key] for key in ("arguments", "name")}
+            events = [self._of_item(done, item_id=item["id"], **call)]
         else:
             part = item["content"][0]
             is_message = item["type"] == "message"
@@ -192,7 +199,7 @@ class ResponseForm:
         return {"type": kind, "sequence_number": self._num_events - 1, **more}
 
     def _response(self, done: Done | None) -> dict[str, Any]:
-        sampling, told = self._ask.sampling, self._asked.told
+        sampling, echoed_fields = self._ask.sampling, self._parsed.echoed_fields
         is_cut = done is not None and done.reason == "length"
         return {
             "id": f"resp_{self._ask.request_id}",
@@ -201,18 +208,18 @@ class ResponseForm:
             "status": "in_progress" if done is None else "incomplete" if is_cut else "completed",
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "instructions": told["instructions"],
+            "instructions": echoed_fields["instructions"],
             "max_output_tokens": sampling.max_new_tokens,
-            "metadata": told["metadata"] or {},
-            "model": self._asked.model,
+            "metadata": echoed_fields["metadata"] or {},
+            "model": self._parsed.model,
             "output": list(self._items),
             "parallel_tool_calls": self._ask.parallel_calls,
             "previous_response_id": None,
             "store": False,
             "temperature": sampling.temperature,
-            "text": told["text"] or {"format": {"type": "text"}},
-            "tool_choice": told["tool_choice"] or "auto",
-            "tools": told["tools"] or [],
+            "text": echoed_fields["text"] or {"format": {"type": "text"}},
+            "tool_choice": echoed_fields["tool_choice"] or "auto",
+            "tools": echoed_fields["tools"] or [],
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None if done is None else _usage(done),
@@ -220,13 +227,13 @@ class ResponseForm:
 
 
 def _usage(done: Done) -> dict[str, Any]:
-    told = usage([done], done.new_tokens)
+    counts = usage([done], done.new_tokens)
     return {
-        "input_tokens": told["prompt_tokens"],
+        "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": done.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": done.new_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": told["total_tokens"],
+        "total_tokens": counts["total_tokens"],
     }
 
 
@@ -236,13 +243,13 @@ def _turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
     turns: list[Turn] = []
     if instructions := fields.text("instructions", most_chars):
         turns.append(Turn("system", instructions))
-    came = fields.any_of("input")
-    if isinstance(came, list):
+    value = fields.any_of("input")
+    if isinstance(value, list):
         reasoning = ""
-        for index, item in enumerate(came):
+        for index, item in enumerate(value):
             reasoning = _add_item(turns, Fields(item, f"input[{index}]."), most_chars, reasoning)
     else:
-        turns.append(Turn("user", Fields({"input": came}).needed_text("input", most_chars)))
+        turns.append(Turn("user", Fields({"input": value}).needed_text("input", most_chars)))
     if not turns:
         fields.refuse("input", "has no message to answer, wanted text or items")
     require_turns(tuple(turns), fields, "input", most_chars)
@@ -254,10 +261,12 @@ def _add_item(turns: list[Turn], fields: Fields, most_chars: int, reasoning: str
     """Add an item of `input` to turns; return the reasoning that belongs to the assistant's next turn."""
     kind = fields.choice("type", ("message", "function_call", "function_call_output", "reasoning")) or "message"
     fields.ignore("id", "status", "phase")
-    told = ""
+    next_reasoning = ""
     if kind == "reasoning":
         fields.ignore("summary", "encrypted_content")
-        told = reasoning + content_of(fields, fields.where, most_chars, is_needed=False, kinds=("reasoning_text",))
+        next_reasoning = reasoning + content_of(
+            fields, fields.where, most_chars, is_needed=False, kinds=("reasoning_text",)
+        )
     elif kind == "message":
         role = fields.choice("role", ("system", "developer", "user", "assistant")) or "user"
         content = content_of(fields, fields.where, most_chars, kinds=TEXT_KINDS)
@@ -275,11 +284,11 @@ def _add_item(turns: list[Turn], fields: Fields, most_chars: int, reasoning: str
         content = content_of(Fields({"content": output}, fields.where), fields.where, most_chars, kinds=TEXT_KINDS)
         turns.append(Turn("tool", content, call_id=call_id))
     fields.finish()
-    return told
+    return next_reasoning
 
 
-def _refuse_what_is_not_done(fields: Fields) -> None:
-    ignore_what_changes_nothing(fields)
+def _refuse_unsupported(fields: Fields) -> None:
+    ignore_neutral(fields)
     fields.only("previous_response_id", why=UNSTORED)
     fields.only("conversation", why=UNSTORED)
     fields.only("background", False, why="answers are given at once")

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from csattn.checks import lone_surrogate
-from workers.api.fields import Fields, told
+from workers.api.fields import Fields, shown_value
 from workers.serving.messages import Tool, ToolCall, Turn
 
 MAX_TOOLS = 128
@@ -105,7 +105,7 @@ def _tool(value: object, where: str, is_nested: bool) -> Tool:
     outer = Fields(value, where)
     kind = outer.any_of("type")
     if kind != "function":
-        outer.refuse("type", f'is {told(kind)}, wanted "function": the service runs no tools of its own')
+        outer.refuse("type", f'is {shown_value(kind)}, wanted "function": the service runs no tools of its own')
     outer.ignore("cache_control")
     fields = outer.inner("function") if is_nested else outer
     if fields is None:

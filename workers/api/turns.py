@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from csattn.checks import lone_surrogate
 from workers.api.errors import quoted
-from workers.api.fields import Fields, told
+from workers.api.fields import Fields, shown_value
 from workers.api.tools import read_calls, require_answered_calls
 from workers.serving.messages import ToolCall, Turn
 from workers.settings import LimitSettings
@@ -75,7 +75,7 @@ def read_speaks_next(fields: Fields) -> bool | None:
     """Read `add_generation_prompt`; None if it is absent."""
     value = fields.any_of("add_generation_prompt")
     if value is not None and type(value) is not bool:
-        fields.refuse("add_generation_prompt", f"is {told(value)}, wanted true or false")
+        fields.refuse("add_generation_prompt", f"is {shown_value(value)}, wanted true or false")
     return value
 
 
@@ -114,7 +114,7 @@ def content_of(
         part = Fields(item, f"{where}content[{index}].")
         kind = part.any_of("type")
         if kind not in kinds:
-            part.refuse("type", f'is {told(kind)}, wanted "{kinds[0]}": only text is read here')
+            part.refuse("type", f'is {shown_value(kind)}, wanted "{kinds[0]}": only text is read here')
         texts.append(part.needed_text("text", most_chars))
         part.ignore("annotations", "cache_control", "logprobs")
         part.finish()

@@ -45,7 +45,7 @@ app = typer.Typer(
 app.add_typer(config, name="config")
 
 
-def _tell_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         print(f"csattn {full_version()}")
         raise typer.Exit
@@ -54,7 +54,7 @@ def _tell_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Options that belong to no command."""
@@ -138,13 +138,13 @@ def generate(
     json: Json = False,
 ) -> None:
     """Answer a question from an artifact, printing tokens as they come."""
-    from workers.cli import asking, terminal
-    from workers.settings import suited_lookahead
+    from workers.cli import generating, terminal
+    from workers.settings import default_lookahead
 
     if lookahead is None:
-        lookahead = suited_lookahead(placement or "cpu", host_budget is not None)
-    config = asking.search_config(keep, lookahead, search_period, window_len, rest)
-    options = asking.AskOptions(
+        lookahead = default_lookahead(placement or "cpu", host_budget is not None)
+    config = generating.search_config(keep, lookahead, search_period, window_len, rest)
+    options = generating.AskOptions(
         selector=selector,
         max_new_tokens=max_new_tokens,
         compare=compare,
@@ -156,7 +156,7 @@ def generate(
         kv_codec=kv_codec,
         host_budget=host_budget,
     )
-    terminal.end(asking.ask(artifact, prompt, config, options), json)
+    terminal.end(generating.ask(artifact, prompt, config, options), json)
 
 
 app.command()(stream)
@@ -190,12 +190,12 @@ def evaluate(
 ) -> None:
     """Compare attention that is sparse in every layer with full attention, on a text's next tokens, teacher-forced."""
     from offload.codecs.formats import KvFormat
-    from workers.cli import asking, comparing, terminal
+    from workers.cli import comparing, generating, terminal
 
     plan = comparing.Plan(
         context_len=context_len,
         eval_len=eval_len,
-        config=asking.search_config(keep, 0, search_period, window_len, rest),
+        config=generating.search_config(keep, 0, search_period, window_len, rest),
         presets=comparing.names("presets", presets, PRESET_NAMES),
         selectors=[selector_named(name) for name in comparing.names("selectors", selectors, tuple(ABOUT))],
         lookaheads=[int(ahead) for ahead in comparing.names("lookahead", lookahead, ("0", "1"))],
@@ -207,18 +207,18 @@ def evaluate(
 @app.command()
 def inspect(artifact: ArtifactPath, json: Json = False) -> None:
     """Show what an artifact holds and how it was made."""
-    from workers.cli import shelf, terminal
+    from workers.cli import store_commands, terminal
 
-    terminal.end(shelf.inspect(artifact), json)
+    terminal.end(store_commands.inspect(artifact), json)
 
 
 @app.command()
 def verify(artifact: ArtifactPath, json: Json = False) -> None:
     """Compare every byte of an artifact, or of all in a store's directory, with its manifest. Exits with 1 if one is
     not intact, or has a format that this csattn does not read."""
-    from workers.cli import shelf, terminal
+    from workers.cli import store_commands, terminal
 
-    result = shelf.verify(artifact)
+    result = store_commands.verify(artifact)
     terminal.end(result, json)
     sys.exit(0 if result["intact"] else 1)
 
@@ -226,9 +226,9 @@ def verify(artifact: ArtifactPath, json: Json = False) -> None:
 @app.command()
 def ls(store: Store = Path("store"), json: Json = False) -> None:
     """List the finished artifacts of a store."""
-    from workers.cli import shelf, terminal
+    from workers.cli import store_commands, terminal
 
-    terminal.end(shelf.listing(store), json)
+    terminal.end(store_commands.listing(store), json)
 
 
 @app.command()
@@ -249,9 +249,9 @@ def gc(
     json: Json = False,
 ) -> None:
     """Remove what interrupted builds left behind and, on request, copies and what services have kept."""
-    from workers.cli import shelf, terminal
+    from workers.cli import store_commands, terminal
 
-    terminal.end(shelf.clean(store, cache_bytes, kept), json)
+    terminal.end(store_commands.clean(store, cache_bytes, kept), json)
 
 
 @app.command()
@@ -262,9 +262,9 @@ def demo(
     json: Json = False,
 ) -> None:
     """Build a context from a document of the project, ask three questions, and draw what was read."""
-    from workers.cli import showing, terminal
+    from workers.cli import demo, terminal
 
-    terminal.end(showing.run(out), json)
+    terminal.end(demo.run(out), json)
 
 
 @app.command()
@@ -280,9 +280,9 @@ def doctor(
 
     For a MODEL, say how many bytes it takes and why it would be refused; no weights are read.
     """
-    from workers.cli import examining, terminal
+    from workers.cli import doctor_command, terminal
 
-    result = examining.doctor(store, model, weights)
+    result = doctor_command.doctor(store, model, weights)
     terminal.end(result, json)
     sys.exit(0 if result["healthy"] else 1)
 

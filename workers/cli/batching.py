@@ -14,7 +14,7 @@ from index_build.board import BuildState
 from index_build.job_list import Job, read_jobs
 from workers.capacity import require_room_for_weights
 from workers.cli.building import use_threads
-from workers.cli.terminal import Bar, err, out, table, tell_json
+from workers.cli.terminal import Bar, err, out, print_json_to_stderr, table
 from workers.cli.usage import UsageError
 
 HEARTBEAT_S = 15.0  # while there is progress, a line at least this often
@@ -42,15 +42,15 @@ def build_jobs(
             display.on_result(idx, result)
 
         try:
-            told: Any = {"on_progress": display.on_progress, "on_result": on_result, "num_threads": threads}
+            callbacks: Any = {"on_progress": display.on_progress, "on_result": on_result, "num_threads": threads}
             if ray_address is None:
                 use_threads(threads)
                 with nullcontext() if sync else unsynced():
-                    report = run_batch(jobs, store, device=device, require_room=_require_room, **told)
+                    report = run_batch(jobs, store, device=device, require_room=_require_room, **callbacks)
             else:
                 from index_build.jobs import run_on_ray
 
-                report = run_on_ray(jobs, store, ray_address, device=device, **told)
+                report = run_on_ray(jobs, store, ray_address, device=device, **callbacks)
         except KeyboardInterrupt:
             results = tuple(finished[idx] for idx in sorted(finished))
             show_summary(BatchReport(results, time.perf_counter() - started))
@@ -153,22 +153,22 @@ class JsonBatchProgress:
     """For programs: one JSON object per line on stderr, when a context has ended or another percent of all is done."""
 
     def __init__(self, jobs: Sequence[Job]):
-        self._totals, self._num_jobs, self._told = BatchTotals(jobs, time.monotonic()), len(jobs), 0.0
+        self._totals, self._num_jobs, self._reported_share = BatchTotals(jobs, time.monotonic()), len(jobs), 0.0
 
     def on_progress(self, idx: int, progress: BuildState) -> None:
         self._totals.update(idx, progress)
-        if self._totals.done >= (self._told + 0.01) * self._totals.whole:
-            self._tell()
+        if self._totals.done >= (self._reported_share + 0.01) * self._totals.whole:
+            self._report()
 
     def on_result(self, idx: int, result: JobResult) -> None:
         self._totals.finish(idx, result)
-        self._tell(job=result.to_json())
+        self._report(job=result.to_json())
 
-    def _tell(self, **more: object) -> None:
+    def _report(self, **more: object) -> None:
         now = self._totals.totals(time.monotonic())
-        self._told = now.share
+        self._reported_share = now.share
         what = {"progress": round(now.share, 4), "finished": now.num_finished, "contexts": self._num_jobs}
-        tell_json({**what, **more})
+        print_json_to_stderr({**what, **more})
 
 
 class BatchDisplay(Bar):
@@ -184,22 +184,22 @@ class BatchDisplay(Bar):
     def on_progress(self, idx: int, progress: BuildState) -> None:
         self._totals.update(idx, progress)
         self._where[idx] = f"{self._jobs[idx].context.name} {progress.where}"
-        self._tell("; ".join(self._where.values()), self._clock() - self._last_line_s >= HEARTBEAT_S)
+        self._show_line("; ".join(self._where.values()), self._clock() - self._last_line_s >= HEARTBEAT_S)
 
     def on_result(self, idx: int, result: JobResult) -> None:
         self._totals.finish(idx, result)
         self._where.pop(idx, None)
         what = f"failed: {result.error}" if result.error else f"{result.outcome} in {result.seconds:.1f} s"
-        self._tell(f"{result.job.context.name} {what}", True)
+        self._show_line(f"{result.job.context.name} {what}", True)
 
-    def _tell(self, what: str, as_line: bool) -> None:
+    def _show_line(self, what: str, as_line: bool) -> None:
         """Show a text and the totals on the bar and, if as_line, print them as a line."""
         now_s = self._clock()
         totals = self._totals.totals(now_s)
         left = "" if totals.left_s is None else f", {totals.left_s:.0f} s left"
         done = f"{totals.num_finished}/{len(self._jobs)} contexts, {100 * totals.share:.0f} %"
-        told = f"{what} ({done}, {totals.tokens_per_s:.0f} tokens/s{left})"
-        self.show(told, totals.share, 1.0)
+        line = f"{what} ({done}, {totals.tokens_per_s:.0f} tokens/s{left})"
+        self.show(line, totals.share, 1.0)
         if as_line:
             self._last_line_s = now_s
-            err.print(told, soft_wrap=True)
+            err.print(line, soft_wrap=True)

@@ -46,7 +46,7 @@ def build(
     else:
         require_not_far_too_long(text, loaded)
         if progress != "json":  # there, the last text on stderr is taken for the reason of a failure
-            _tell_special(loaded, text)
+            _warn_of_special_tokens(loaded, text)
         plan = plan_text(text, "stdin" if context == "-" else Path(str(context)).name, options, loaded, device)
     with nullcontext() if sync else unsynced():
         report = run_build(loaded, plan, store, as_json=progress == "json")
@@ -65,7 +65,7 @@ def build(
     }
 
 
-def _tell_special(loaded: LoadedModel, text: str) -> None:
+def _warn_of_special_tokens(loaded: LoadedModel, text: str) -> None:
     """Warn of special tokens: with them, a text that somebody else has written may end its own message."""
     if number := num_special(loaded.tokenizer, text):
         err.print(

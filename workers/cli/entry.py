@@ -14,14 +14,14 @@ import typer
 from csattn.errors import CsattnError
 from csattn.signals import TERMINATED
 from offload.errors import is_out_of_memory
-from workers.cli import ending
+from workers.cli import signals
 from workers.cli.app import app
 from workers.cli.usage import ClickError, sentence_of
-from workers.garbage import spare_garbage
-from workers.words import harmless
+from workers.garbage import reduce_gc
+from workers.words import printable
 
 _BUILDING = ["build"], ["demo"]
-_MAX_TOLD = 300  # characters of a library's message
+_MAX_REPORTED = 300  # characters of a library's message
 _REMEDIES = (
     "end other programs, take a shorter context or a narrower --dtype, or a machine with more; "
     "`csattn doctor` says what there is"
@@ -35,14 +35,14 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):  # an answer may have characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does
-    ending.tell(signal.SIGINT)
-    with ending.sigterm_as_interrupt() if sys.argv[1:2] in _BUILDING else nullcontext():
+    signals.record_signal(signal.SIGINT)
+    with signals.sigterm_as_interrupt() if sys.argv[1:2] in _BUILDING else nullcontext():
         run()
 
 
 def run() -> None:
     """Run a command without handling signals: a service that ends its builds waits for no message."""
-    spare_garbage()
+    reduce_gc()
     try:
         if app(standalone_mode=False, prog_name="csattn") == 130:  # typer catches Ctrl-C itself, and returns this
             raise KeyboardInterrupt
@@ -57,7 +57,7 @@ def run() -> None:
     except SystemExit as ended:
         if ended.code != TERMINATED:
             raise
-        ending.tell(signal.SIGTERM)
+        signals.record_signal(signal.SIGTERM)
         _interrupted()
     except (MemoryError, RuntimeError, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -67,7 +67,7 @@ def run() -> None:
             _fail({"type": "OSError", "message": what}, 1)
         if not is_out_of_memory(error):
             raise
-        wanted = " ".join(str(error).split())[:_MAX_TOLD] or "nothing says how much was wanted"
+        wanted = " ".join(str(error).split())[:_MAX_REPORTED] or "nothing says how much was wanted"
         _fail({"type": "MemoryError", "message": f"there is not enough memory ({wanted}); {_REMEDIES}"}, 1)
 
 
@@ -86,12 +86,12 @@ def _output_that_may_be_full() -> Iterator[None]:
 
 def _interrupted() -> None:
     goes_on = "; a build goes on where it stopped when run again" if sys.argv[1:2] in _BUILDING else ""
-    _fail({"type": "Interrupted", "message": f"interrupted{goes_on}"}, ending.exit_code())
+    _fail({"type": "Interrupted", "message": f"interrupted{goes_on}"}, signals.exit_code())
 
 
 def _fail(error: dict[str, Any], exit_code: int) -> None:
     with suppress(OSError):  # a full disk, say, must not prevent the JSON object
-        print(f"error: {harmless(error['message'])}", file=sys.stderr)
+        print(f"error: {printable(error['message'])}", file=sys.stderr)
     if "--json" in sys.argv[1:]:
         from workers.cli.terminal import print_json
 

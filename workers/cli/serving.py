@@ -13,9 +13,9 @@ from threading import Event
 from csattn.errors import ConfigError
 from csattn.selector_names import SELECTOR_NAMES
 from csattn.signals import ending_signals
-from workers.cli import ending
+from workers.cli import signals
 from workers.cli.terminal import err, out, print_json
-from workers.service.addresses import held, listen
+from workers.service.addresses import listen, reserve_port
 from workers.settings import EngineSettings, Settings, load_settings
 
 _PACKAGES = ("fastapi", "prometheus_client", "uvicorn")  # needed with Ray and without
@@ -34,7 +34,7 @@ def serve(
         raise KeyboardInterrupt  # with the signal's exit code: a supervisor must not take it for a service that ran
 
     _on_signal(end)  # until the service has handlers of its own
-    settings = _settled(load_settings(file, os.environ, flags).settings)
+    settings = _with_absolute_paths(load_settings(file, os.environ, flags).settings)
     named = _named(settings, contexts)
 
     def on_ready(url: str, found: str) -> None:
@@ -63,7 +63,7 @@ def _require_packages(names: Sequence[str]) -> None:
         )
 
 
-def _settled(settings: Settings) -> Settings:
+def _with_absolute_paths(settings: Settings) -> Settings:
     """Make paths absolute, so that they hold in every process, and make the store's directory."""
     path = settings.store.path.absolute()
     try:
@@ -115,7 +115,7 @@ def _serve_here(settings: Settings, named: Mapping[str, str], on_ready: Callable
         from workers.service.local_app import serve_locally
 
         if ended_by := serve_locally(settings, named, listener, on_ready):
-            ending.tell(signal.Signals[ended_by])
+            signals.record_signal(signal.Signals[ended_by])
 
 
 def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callable[[str, str], None]) -> None:
@@ -124,24 +124,24 @@ def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callab
     from workers.service.ray_app import DRAIN_S, Stopped, service_on_ray
 
     port = settings.server.port
-    told = Event()
-    _on_signal(told.set)  # an exception could surface anywhere in Ray's code
+    stop_requested = Event()
+    _on_signal(stop_requested.set)  # an exception could surface anywhere in Ray's code
     with ExitStack() as undo:
         if settings.ray.address is None or port == 0:  # else Serve may listen there already, since an earlier service
-            port = undo.enter_context(held(settings.server)).getsockname()[1]
+            port = undo.enter_context(reserve_port(settings.server)).getsockname()[1]
         err.print("starting Ray and the workers")
         undo.enter_context(suppress(Stopped))
-        url, found = undo.enter_context(service_on_ray(settings, named, port, told))
+        url, found = undo.enter_context(service_on_ray(settings, named, port, stop_requested))
         on_ready(url, found)
         with redirect_stdout(sys.stderr):  # Ray prints there which processes died
-            told.wait()
+            stop_requested.wait()
             err.print(f"ending: requests that run have {DRAIN_S:.0f} s")
 
 
 def _on_signal(act: Callable[[], object]) -> None:
-    def told(number: int, _: object) -> None:
-        ending.tell(number)
+    def handle(number: int, _: object) -> None:
+        signals.record_signal(number)
         act()
 
     for number in ending_signals():
-        signal.signal(number, told)
+        signal.signal(number, handle)

@@ -14,10 +14,10 @@ def main() -> None:
     """
     from workers.child import end_with
     from workers.cli.entry import run
-    from workers.garbage import spare_garbage
+    from workers.garbage import reduce_gc
 
     end_with(sys.stdin.fileno(), _GRACE_S)
-    spare_garbage()
+    reduce_gc()
     import torch
 
     import index_build.capture  # noqa: F401  # imports transformers, which takes longest

@@ -28,7 +28,7 @@ def stream(
     json: Json = False,
 ) -> None:
     """Continue a text endlessly in constant memory, printing tokens as they come."""
-    config, said = stream_config(policy, sink_len, window_len, heavy_len), list[str]()  # before torch is imported
+    config, texts = stream_config(policy, sink_len, window_len, heavy_len), list[str]()  # before torch is imported
 
     from index_build.inputs import given_prompt
     from workers.cli.building import show_loading, use_threads
@@ -37,24 +37,24 @@ def stream(
     from workers.streaming.text import stream_text
     from workers.words import size
 
-    def tell(text: str) -> None:
+    def on_text(text: str) -> None:
         write(text)
         if json:  # else it would grow without end
-            said.append(text)
+            texts.append(text)
 
     use_threads(threads)
     text = given_prompt(prompt)
     loaded = show_loading(model, dtype)
     with StreamSession(loaded, config) as session:
         try:
-            streamed = stream_text(session, text, max_new_tokens, tell)
+            streamed = stream_text(session, text, max_new_tokens, on_text)
         finally:
             write("\n")
     err.print(
         f"{streamed.num_new_tokens} tokens after {streamed.prompt_len}, {streamed.tokens_per_s:.1f} tokens/s; "
         f"at most {config.max_rows} rows a layer, {size(streamed.kv_bytes)} in all layers"
     )
-    end({**streamed.to_json(), "text": "".join(said)}, json)
+    end({**streamed.to_json(), "text": "".join(texts)}, json)
 
 
 def stream_config(policy: str, sink_len: int | None, window_len: int | None, heavy_len: int | None) -> "StreamConfig":

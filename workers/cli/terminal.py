@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from workers.words import harmless
+from workers.words import printable
 
 if TYPE_CHECKING:  # commands that only look must not wait for torch, nor fail if it is broken
     from index_build.board import BuildProgress
@@ -22,11 +22,11 @@ if TYPE_CHECKING:  # commands that only look must not wait for torch, nor fail i
 
 class _Console(Console):
     def render_str(self, text: str, **options: Any) -> Text:
-        shown = harmless(text).encode(self.encoding, "backslashreplace").decode(self.encoding)  # its final width
+        shown = printable(text).encode(self.encoding, "backslashreplace").decode(self.encoding)  # its final width
         return super().render_str(shown, **options)
 
 
-class _Told(_Console):
+class _StderrConsole(_Console):
     """The console on stderr, for all but the result. If its reader is gone, or its disk is full, the work goes on."""
 
     def on_broken_pipe(self) -> None:
@@ -43,12 +43,12 @@ class _Told(_Console):
 _WIDTH = None if sys.stdout.isatty() else 140
 # Models, paths and errors are shown as they are: "csattn[serve]" is no markup, ":smile:" no picture.
 out = _Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
-err = _Told(stderr=True, highlight=False, markup=False, emoji=False)
+err = _StderrConsole(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def write(text: str) -> None:
     """Write a piece of an answer without rich, which would turn its tabs into spaces."""
-    sys.stdout.write(harmless(text))
+    sys.stdout.write(printable(text))
     sys.stdout.flush()
 
 
@@ -60,7 +60,7 @@ def print_json(value: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def tell_json(value: dict[str, Any]) -> None:
+def print_json_to_stderr(value: dict[str, Any]) -> None:
     """Print one JSON object on one line of stderr; if that cannot be written, go on."""
     with suppress(OSError):
         print(json.dumps(value), file=sys.stderr, flush=True)
@@ -128,15 +128,15 @@ class JsonProgress:
     """A build's progress for programs: one JSON object per line on stderr, whenever another percent is done."""
 
     def __init__(self) -> None:
-        self._told = -1.0
+        self._reported_share = -1.0
 
     def __call__(self, progress: "BuildProgress") -> None:
         share = progress.share
-        if share < self._told + 0.01 and share < 1.0:
+        if share < self._reported_share + 0.01 and share < 1.0:
             return
-        self._told = share
+        self._reported_share = share
         what = {"progress": round(share, 4), "layer": progress.layer_idx + 1, "layers": progress.num_layers}
-        tell_json({**what, "phase": progress.phase})
+        print_json_to_stderr({**what, "phase": progress.phase})
 
 
 @contextmanager
@@ -170,14 +170,14 @@ def reading(what: str) -> Iterator[Callable[[int, int], None]]:
 def steps() -> Iterator[Callable[[str, int, int], None]]:
     """Yield a callback (part, done, total) that shows a bar; without a terminal, a line for each part."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
-    told = set()
+    printed = set()
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=None)
 
         def show(part: str, done: int, total: int) -> None:
-            if part not in told and not err.is_terminal:
+            if part not in printed and not err.is_terminal:
                 err.print(part)
-            told.add(part)
+            printed.add(part)
             bar.update(task, description=part, completed=done, total=total)
 
         yield show

@@ -87,10 +87,10 @@ def check_cupy(facts: Facts) -> Sequence[Finding]:
         return [Finding("cupy", "ok", "CuPy is not installed; it is needed only on a GPU.")]
     if "error" in cupy:
         return [_not_loaded("cupy", cupy, f"pip install --force-reinstall {packages[0]}", needed=has_gpu)]
-    made_for = packages[0].removeprefix("cupy-cuda").removesuffix("x") if packages else ""
-    text = f"CuPy {cupy['version']}" + (f", made for CUDA {made_for}." if made_for.isdigit() else ".")
+    cuda_major = packages[0].removeprefix("cupy-cuda").removesuffix("x") if packages else ""
+    text = f"CuPy {cupy['version']}" + (f", made for CUDA {cuda_major}." if cuda_major.isdigit() else ".")
     torch_major = _major(facts.probes["torch"].get("cuda"))
-    if has_gpu and made_for.isdigit() and torch_major and made_for != torch_major:
+    if has_gpu and cuda_major.isdigit() and torch_major and cuda_major != torch_major:
         text = f"{text[:-1]}, while torch is made for CUDA {torch_major}: both load, each with a toolkit of its own."
         remedy = f"pip uninstall -y {packages[0]} && pip install 'csattn[{extra}]'"
         return [Finding("cupy", "warning", text, remedy)]

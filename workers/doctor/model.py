@@ -11,7 +11,7 @@ from csattn.models.loader import geometry_of, has_low_bit_weights, is_to_be_conv
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import WeightBytes, conversion_bytes, weight_bytes
 from offload.budget import SPARE_BYTES
-from workers.capacity import context_bytes, room_for_contexts, spec_of, told_lens
+from workers.capacity import context_bytes, reported_context_lens, room_for_contexts, spec_of
 from workers.doctor.facts import Facts
 from workers.doctor.findings import Finding, gib
 from workers.engine.memory import require_heads
@@ -65,7 +65,7 @@ def _needs(
         )
     memory = facts.probes["memory"].get("available_bytes", 0)
     free = max((device["free_bytes"] for device in devices), default=0)
-    specs = [spec_of(geometry, context_len) for context_len in told_lens(geometry)]
+    specs = [spec_of(geometry, context_len) for context_len in reported_context_lens(geometry)]
     for spec in specs:
         kv, sketch = context_bytes(spec)
         rows = f"{gib(kv)} of KV, {gib(sketch)} of sketch" if indexed else f"{gib(kv)} of {kept}"

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from workers.garbage import spare_garbage
+from workers.garbage import reduce_gc
 
 
 def probe_import(name: str) -> dict[str, Any]:
@@ -151,5 +151,5 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    spare_garbage()
+    reduce_gc()
     print(json.dumps(PROBES[sys.argv[1]](*sys.argv[2:])))

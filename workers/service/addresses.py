@@ -24,7 +24,7 @@ def listen(server: ServerSettings) -> socket.socket:
     return listener
 
 
-def held(server: ServerSettings) -> socket.socket:
+def reserve_port(server: ServerSettings) -> socket.socket:
     """Return a socket that is bound to the address without listening: it reserves the port while Ray starts, whose
     Serve shares it. Raises ConfigError as `listen` does.
     """

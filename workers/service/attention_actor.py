@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from csattn.errors import CsattnError
-from workers.garbage import spare_garbage
+from workers.garbage import reduce_gc
 from workers.service.log_lines import log_to_stderr
 from workers.serving.messages import Ask, Event, Health, ServingError, WorkerLostError, WorkerStatus
 from workers.settings import Settings
@@ -19,7 +19,7 @@ from workers.settings import Settings
 T = TypeVar("T")
 LEASE_S = 5.0  # requests of an ingress without a heartbeat for so long are ended
 _log = logging.getLogger(__name__)
-_AGAIN_S = 5.0  # until a worker that could not start exits and Ray restarts it
+_RESTART_S = 5.0  # until a worker that could not start exits and Ray restarts it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class AttentionActor:
 
     def __init__(self, settings: Settings):
         log_to_stderr()
-        spare_garbage()
+        reduce_gc()
         self._settings = settings
         self._failure: str | None = None
         try:
@@ -52,15 +52,15 @@ class AttentionActor:
             if not isinstance(error, CsattnError):
                 _log.exception("the attention worker cannot start")
                 self._failure = f"{type(error).__name__}: {error}"
-            threading.Timer(_AGAIN_S, os._exit, [1]).start()  # after an exit, Ray restarts it
+            threading.Timer(_RESTART_S, os._exit, [1]).start()  # after an exit, Ray restarts it
         self._starting: asyncio.Task[None] | None = None
         self._running: dict[str, _Running] = {}  # by the request's key, which the ingress makes
-        self._heard_s: dict[str, float] = {}  # time of the last heartbeat, by ingress
+        self._heartbeat_s: dict[str, float] = {}  # time of the last heartbeat, by ingress
 
     async def generate(self, key: str, ingress: str, ask: Ask) -> AsyncGenerator[list[Event | ServingError], None]:
         """Yield events as they come, those that came together in one list. An error is the last of them."""
         events: asyncio.Queue[Event | ServingError | _Ended] = asyncio.Queue()
-        self._heard_s[ingress] = time.monotonic()
+        self._heartbeat_s[ingress] = time.monotonic()
         self._running[key] = _Running(ingress, asyncio.create_task(self._pump(ask, events)))
         try:
             ended = False
@@ -69,8 +69,8 @@ class AttentionActor:
                 while not events.empty():
                     ready.append(events.get_nowait())
                 ended = isinstance(ready[-1], _Ended)
-                if told := [event for event in ready if not isinstance(event, _Ended)]:
-                    yield told
+                if ready_events := [event for event in ready if not isinstance(event, _Ended)]:
+                    yield ready_events
         finally:
             self._end(key)
 
@@ -78,23 +78,23 @@ class AttentionActor:
         """Cancel that request: nobody waits for the rest of it."""
         self._end(key)
 
-    async def beat(self, ingress: str) -> WorkerStatus | ServingError:
+    async def heartbeat(self, ingress: str) -> WorkerStatus | ServingError:
         """Take a heartbeat of that ingress; return this worker's load and loaded contexts."""
-        self._heard_s[ingress] = time.monotonic()
+        self._heartbeat_s[ingress] = time.monotonic()
 
         async def status() -> WorkerStatus:
             return self._backend.status()
 
-        return await self._told(status)
+        return await self._result_or_error(status)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the backend; return its result, or the ServingError that it raised."""
-        return await self._told(lambda: getattr(self._backend, method)(*arguments))
+        return await self._result_or_error(lambda: getattr(self._backend, method)(*arguments))
 
     async def health(self) -> Health | ServingError:
         if self._failure is not None:
             return Health(False, self._failure)
-        return await self._told(self._backend.health)
+        return await self._result_or_error(self._backend.health)
 
     async def failure(self) -> str | None:
         """Why the worker could not start; None if it has. While it is starting, this does not answer."""
@@ -106,13 +106,13 @@ class AttentionActor:
 
         return str(ray.get_runtime_context().get_node_id())
 
-    async def found(self, num_workers: int) -> str:
+    async def describe_machine(self, num_workers: int) -> str:
         """Describe its machine, which num_workers workers share."""
-        from workers.service.found import found_here
+        from workers.service.machine import describe_machine
 
-        return await asyncio.to_thread(found_here, self._settings, self._backend.loaded, num_workers)
+        return await asyncio.to_thread(describe_machine, self._settings, self._backend.loaded, num_workers)
 
-    async def _told(self, answer: Callable[[], Awaitable[T]]) -> T | ServingError:
+    async def _result_or_error(self, answer: Callable[[], Awaitable[T]]) -> T | ServingError:
         try:
             await self._start()
             return await answer()
@@ -128,7 +128,7 @@ class AttentionActor:
             raise WorkerLostError(
                 "the attention worker could not start and is being started again; send the request again",
                 None,
-                _AGAIN_S,
+                _RESTART_S,
                 f"the attention worker cannot start: {self._failure}",
             )
         if self._starting is None:
@@ -160,7 +160,7 @@ class AttentionActor:
         while True:
             await asyncio.sleep(LEASE_S / 4)
             latest = time.monotonic() - LEASE_S
-            self._heard_s = {ingress: heard for ingress, heard in self._heard_s.items() if heard >= latest}
+            self._heartbeat_s = {ingress: at_s for ingress, at_s in self._heartbeat_s.items() if at_s >= latest}
             for key, running in list(self._running.items()):
-                if running.ingress not in self._heard_s:
+                if running.ingress not in self._heartbeat_s:
                     self._end(key)

@@ -11,8 +11,8 @@ from workers.api import make_app, server_of
 from workers.api.server import Server
 from workers.searchers.process import ChildProcess
 from workers.service.addresses import url_of
-from workers.service.found import found_here
 from workers.service.log_lines import log_to_stderr
+from workers.service.machine import describe_machine
 from workers.service.making import make_backend
 from workers.serving.local import LocalBackend
 from workers.settings import Settings
@@ -34,7 +34,7 @@ def serve_locally(
     log_to_stderr()
     backend = make_backend(settings, ChildProcess)
     server = server_of(make_app(backend, settings), settings, log_config=None)
-    found = found_here(settings, backend.loaded)
+    found = describe_machine(settings, backend.loaded)
     url = url_of(settings.server.host, listener.getsockname()[1])
     for number in ending_signals():
         # uvicorn installs the same handler for most of them while it runs, and then raises what it caught again

@@ -7,10 +7,10 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from workers.words import harmless
+from workers.words import printable
 
 FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_OURS = ("csattn", "offload", "workers")
+_OWN_PACKAGES = ("csattn", "offload", "workers")
 
 
 def log_to_stderr() -> None:
@@ -23,7 +23,7 @@ def log_to_stderr() -> None:
             faulthandler.enable(sys.__stderr__)
     _clean_records()
     logging.basicConfig(stream=sys.__stderr__, format=FORM, level=logging.WARNING)
-    for name in _OURS:
+    for name in _OWN_PACKAGES:
         logging.getLogger(name).setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # else it warns of every client that has left
 
@@ -53,8 +53,8 @@ def _clean_records() -> None:
 
 
 def _one_line(text: str) -> str:
-    return harmless(" ".join(text.splitlines()))
+    return printable(" ".join(text.splitlines()))
 
 
 def _indented(text: str) -> str:
-    return harmless("\n".join(f"  {line}" for line in text.splitlines()))
+    return printable("\n".join(f"  {line}" for line in text.splitlines()))

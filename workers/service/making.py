@@ -40,14 +40,14 @@ def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
     require_room_for_weights(settings.model.name, settings.build.dtype, settings.model.weights)
     torch.set_num_threads(settings.engine.num_threads or available_cpus())
     with ThreadPoolExecutor(1) as pool:  # search workers start while the model is loaded
-        coming = pool.submit(make_searcher, settings, launch)
+        starting = pool.submit(make_searcher, settings, launch)
         try:
             loaded = load_model(settings.model.name, settings.build.dtype, weights=settings.model.weights)
         except BaseException:
-            if (searcher := coming.result()) is not None:
+            if (searcher := starting.result()) is not None:
                 searcher.close()
             raise
-    return LocalBackend(make_engine(settings, loaded, coming.result()), loaded, settings)
+    return LocalBackend(make_engine(settings, loaded, starting.result()), loaded, settings)
 
 
 def make_searcher(settings: Settings, launch: Launch) -> WorkerSearcher | None:

@@ -26,10 +26,10 @@ from workers.words import last_line
 APP = "csattn"
 MAX_REQUESTS = 10_000  # concurrent calls of one process; the scheduler decides how many are admitted
 DRAIN_S = 10.0  # for requests that still run when the service ends
-_ANSWERING_S = 60.0
+_ANSWER_TIMEOUT_S = 60.0
 _POLL_S = 0.2
-_PLACING_S = 60.0
-_GONE_S = DRAIN_S + 5.0  # for the workers of an ending service to disappear
+_PLACEMENT_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = DRAIN_S + 5.0  # for the workers of an ending service to disappear
 _ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "workers.service.stream_guard.middlewares",
     "RAY_SERVE_LOG_TO_STDERR": "0",
@@ -50,21 +50,23 @@ _ENVIRONMENT = {
 
 
 class Stopped(Exception):
-    """The service was told to end before it was ready."""
+    """The service was stopped before it was ready."""
 
 
 @contextmanager
-def service_on_ray(settings: Settings, named: Mapping[str, str], port: int, told: Event) -> Iterator[tuple[str, str]]:
+def service_on_ray(
+    settings: Settings, named: Mapping[str, str], port: int, stop_requested: Event
+) -> Iterator[tuple[str, str]]:
     """Run the service for the length of the block; yield its URL, once it answers, and a description of its machines.
 
     named: artifact ids by context name. port: a free one, or the one on which the cluster's Serve listens already.
-    told: set to end the service; if it is set before the service is ready, Stopped is raised. Raises ConfigError if Ray
-    is not installed, if the cluster lacks room or runs a csattn service already, if the port is not available, or if a
-    worker cannot start, and ContextNotReadyError for an artifact that another model has made.
+    stop_requested: set to end the service; if it is set before the service is ready, Stopped is raised. Raises
+    ConfigError if Ray is not installed, if the cluster lacks room or runs a csattn service already, if the port is not
+    available, or if a worker cannot start, and ContextNotReadyError for an artifact that another model has made.
     """
     with connected(settings) as ray:
         namespace = f"{APP}-{uuid4().hex}"
-        _require_alone(ray, namespace, told)
+        _require_only_service(ray, namespace, stop_requested)
         _require_port(settings.server, port)
         names = [f"attention-{number}" for number in range(settings.ray.num_attention_workers)]
         workers: list[tuple[Any, Any]] = []
@@ -72,28 +74,32 @@ def service_on_ray(settings: Settings, named: Mapping[str, str], port: int, told
             for name in names:
                 workers.append(_start_worker(ray, settings, name, namespace))
             for name, (actor, _) in zip(names, workers, strict=True):
-                _require_started(ray, name, actor, told)
+                _require_started(ray, name, actor, stop_requested)
             _name(ray, workers[0][0], named)
             nodes = ray.get([actor.node.remote() for actor, _ in workers])
             found = ray.get(
-                [actor.found.remote(nodes.count(node)) for (actor, _), node in zip(workers, nodes, strict=True)]
+                [
+                    actor.describe_machine.remote(nodes.count(node))
+                    for (actor, _), node in zip(workers, nodes, strict=True)
+                ]
             )
-            _require_alone(ray, namespace, told)  # another service may have started meanwhile
+            _require_only_service(ray, namespace, stop_requested)  # another service may have started meanwhile
             try:
-                yield _start_ingress(settings, port, names, namespace), _together(names, found)
+                yield _start_ingress(settings, port, names, namespace), _join_descriptions(names, found)
             finally:
                 _delete_ingress()
         finally:
             _end_workers(ray, workers)
 
 
-def _require_alone(ray: Any, namespace: str, told: Event) -> None:
+def _require_only_service(ray: Any, namespace: str, stop_requested: Event) -> None:
     """Raise ConfigError if another service runs on the cluster.
 
     Its application has the same name, and would be replaced, then deleted. A killed service leaves an application
-    without workers, which may be replaced. namespace: that of this service's workers. Raises Stopped if told is set.
+    without workers, which may be replaced. namespace: that of this service's workers. Raises Stopped if
+    stop_requested is set.
     """
-    until = time.monotonic() + _GONE_S
+    until = time.monotonic() + _END_TIMEOUT_S
     while any(
         actor["namespace"].startswith(f"{APP}-") and actor["namespace"] != namespace
         for actor in ray.util.list_named_actors(all_namespaces=True)
@@ -103,7 +109,7 @@ def _require_alone(ray: Any, namespace: str, told: Event) -> None:
                 "a csattn service runs on this Ray cluster already, and a cluster has room for one; end it first, or "
                 "leave ray.address out to have a cluster for this one"
             )
-        if told.wait(_POLL_S):
+        if stop_requested.wait(_POLL_S):
             raise Stopped
 
 
@@ -122,7 +128,7 @@ def _require_port(server: ServerSettings, port: int) -> None:
         )
 
 
-def _together(names: list[str], found: list[str]) -> str:
+def _join_descriptions(names: list[str], found: list[str]) -> str:
     """Join the descriptions. Those of workers on one machine differ only in the memory that others take meanwhile."""
     return found[0] if len(names) == 1 else "; ".join(map(": ".join, zip(names, found, strict=True)))
 
@@ -131,7 +137,7 @@ def _start_worker(ray: Any, settings: Settings, name: str, namespace: str) -> tu
     """Start an attention worker; return its actor, which may still be starting, and its placement group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    room = keep_room(ray, settings, name)
+    room = reserve_room(ray, settings, name)
     own = room.bundle_specs[0]
     options = ray.remote(AttentionActor).options(
         name=name,
@@ -147,12 +153,12 @@ def _start_worker(ray: Any, settings: Settings, name: str, namespace: str) -> tu
     return options.remote(settings), room
 
 
-def _require_started(ray: Any, name: str, actor: Any, told: Event) -> None:
+def _require_started(ray: Any, name: str, actor: Any, stop_requested: Event) -> None:
     """Wait until the worker has loaded what it needs. Raises ConfigError if it cannot start, or Stopped."""
     answer = actor.failure.remote()
-    while not told.is_set() and not ray.wait([answer], timeout=_POLL_S)[0]:
+    while not stop_requested.is_set() and not ray.wait([answer], timeout=_POLL_S)[0]:
         pass
-    if told.is_set():
+    if stop_requested.is_set():
         raise Stopped
     try:
         failure = ray.get(answer)
@@ -206,7 +212,7 @@ def _start_ingress(settings: Settings, port: int, names: list[str], namespace: s
 
 def _require_answer(url: str) -> None:
     """Wait until the URL answers. Raises ConfigError if it does not: a running Serve keeps its address."""
-    until, directly = time.monotonic() + _ANSWERING_S, urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    until, directly = time.monotonic() + _ANSWER_TIMEOUT_S, urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < until:
         with suppress(OSError), directly.open(f"{url}/health", timeout=2.0):
             return
@@ -275,11 +281,11 @@ def bundles(settings: Settings) -> list[dict[str, int]]:
     return [own, *({"CPU": 1} for _ in range(settings.engine.num_search_workers))]
 
 
-def keep_room(ray: Any, settings: Settings, name: str) -> Any:
+def reserve_room(ray: Any, settings: Settings, name: str) -> Any:
     """Return a placement group with those bundles on one node. Raises ConfigError if no node has them free."""
     wanted = bundles(settings)
     room = ray.util.placement_group(wanted, strategy="STRICT_PACK")
-    if not room.wait(_PLACING_S):
+    if not room.wait(_PLACEMENT_TIMEOUT_S):
         ray.util.remove_placement_group(room)
         total = {kind: sum(bundle.get(kind, 0) for bundle in wanted) for kind in ("CPU", "GPU")}
         needs = " and ".join(f"{count} {kind}" for kind, count in total.items() if count)

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from workers.serving.messages import Ask, Event, Health, ServingError, WorkerLostError, WorkerStatus
 
-_AGAIN_S = 5.0  # after which a client may retry while a worker restarts
+_RETRY_AFTER_S = 5.0  # after which a client may retry while a worker restarts
 _ANSWER_S = 30.0  # for anything but tokens, health and heartbeats
 _HEALTH_S = 2.0
 
@@ -49,28 +49,28 @@ class RayWorker:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the worker's backend. Raises WorkerLostError if no answer comes."""
-        return await self._ask("call", method, *arguments)
+        return await self._call_actor("call", method, *arguments)
 
     async def health(self) -> Health:
         """Return the worker's health; not ready if it does not answer within _HEALTH_S."""
         try:
-            health = await self._ask("health", timeout_s=_HEALTH_S)
+            health = await self._call_actor("health", timeout_s=_HEALTH_S)
         except ServingError as error:
             return Health(False, error.message)
         assert isinstance(health, Health)
         return health
 
-    async def beat(self, ingress: str) -> None:
+    async def heartbeat(self, ingress: str) -> None:
         """Send the heartbeat of that ingress, and store the status that the worker reports."""
         try:
-            self.status = await self._ask("beat", ingress, timeout_s=_HEALTH_S)
+            self.status = await self._call_actor("heartbeat", ingress, timeout_s=_HEALTH_S)
         except ServingError:
             self.status = None
         else:
             assert self.status is not None
             self.num_running = self.status.num_running
 
-    async def _ask(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
+    async def _call_actor(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
         """Call a method of the actor itself."""
         try:
             answer = await asyncio.wait_for(self._method(method).remote(*arguments), timeout_s)
@@ -80,7 +80,7 @@ class RayWorker:
             raise WorkerLostError(
                 f"the worker {self.name} has not answered within {timeout_s:g} s; send the request again",
                 None,
-                _AGAIN_S,
+                _RETRY_AFTER_S,
             ) from error
         if isinstance(answer, ServingError):
             raise answer
@@ -96,5 +96,5 @@ class RayWorker:
     def _lost(self) -> WorkerLostError:
         self.status = None
         return WorkerLostError(
-            f"the worker {self.name} ended and is being started again; send the request again", None, _AGAIN_S
+            f"the worker {self.name} ended and is being started again; send the request again", None, _RETRY_AFTER_S
         )

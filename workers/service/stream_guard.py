@@ -69,12 +69,12 @@ class _Reply:
         if not self._is_started:
             await _answer(self._send, 503, error)
         elif self._is_stream and not self._is_complete:
-            event = f"data: {json.dumps({'error': _shaped(error)})}\n\n"
+            event = f"data: {json.dumps({'error': _openai_error(error)})}\n\n"
             await self._send({"type": "http.response.body", "body": event.encode(), "more_body": False})
 
 
 async def _answer(send: Send, status: int, error: dict[str, str]) -> None:
-    body = json.dumps({"error": _shaped(error)}).encode()
+    body = json.dumps({"error": _openai_error(error)}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 503:
         headers.append((b"retry-after", str(_RETRY_AFTER_S).encode()))
@@ -82,6 +82,6 @@ async def _answer(send: Send, status: int, error: dict[str, str]) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _shaped(error: dict[str, str]) -> dict[str, str | None]:
+def _openai_error(error: dict[str, str]) -> dict[str, str | None]:
     """An error in the format of OpenAI's clients."""
     return {"type": "server_error", "param": None, **error}

@@ -16,7 +16,7 @@ from workers.settings.parts import (
     ServerSettings,
     Settings,
     StoreSettings,
-    suited_lookahead,
+    default_lookahead,
 )
 from workers.settings.show import describe, example
 from workers.settings.sources import Leaf, Origin
@@ -35,8 +35,8 @@ __all__ = [
     "ServerSettings",
     "Settings",
     "StoreSettings",
+    "default_lookahead",
     "describe",
     "example",
     "load_settings",
-    "suited_lookahead",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from csattn.errors import ConfigError
 from workers.settings.convert import SECRETS, convert, shown, wanted
-from workers.settings.parts import KEYS, SECTIONS, Secret, Settings, suited_lookahead
+from workers.settings.parts import KEYS, SECTIONS, Secret, Settings, default_lookahead
 from workers.settings.sources import (
     CONFIG_VARIABLE,
     PREFIX,
@@ -46,7 +46,7 @@ def load_settings(file: Path | None, environment: Mapping[str, str], flags: Mapp
     _read_keys(leaves)
     lookahead = leaves["search.lookahead"]
     if lookahead.value is None:
-        leaves["search.lookahead"] = Leaf(suited_lookahead(leaves["engine.placement"].value), lookahead.origin)
+        leaves["search.lookahead"] = Leaf(default_lookahead(leaves["engine.placement"].value), lookahead.origin)
     return Loaded(_assemble(leaves), leaves, file)
 
 

@@ -292,7 +292,7 @@ SEARCH_WORDS = {
 }
 
 
-def suited_lookahead(placement: str, rows_on_disk: bool = False) -> int:
+def default_lookahead(placement: str, rows_on_disk: bool = False) -> int:
     """Return the default lookahead: 1 if the layer before hides much, a search on the CPU beside a GPU or disk reads.
 
     Rows that only cross the link arrive while the others are attended to by their codes, so 0 is enough for them.

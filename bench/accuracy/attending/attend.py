@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bench.accuracy.attending.context import ContextLayer, Step, heads_apart, step_apart
+from bench.accuracy.attending.context import ContextLayer, Step, split_heads, split_step
 
 _ELEMENTS, _ELEMENTS_ON_GPU = 1 << 25, 1 << 28  # logits that are held at a time
 
@@ -80,7 +80,7 @@ class Reading:
     window_len: int
     rest: Literal["none", "codes", "moments"]
     own_window: int | None = None  # how many of the tokens' last own rows are always read; None: all own rows
-    per_query_head: bool = False  # each query head chooses its own rows; codes must then be of `heads_apart(layer)`
+    per_query_head: bool = False  # each query head chooses its own rows; codes must then be of `split_heads(layer)`
 
     def near(self, context_len: int, num_own: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return masks [n, num_rows] over context and own rows: those a token always reads, and those it may see."""
@@ -100,8 +100,8 @@ def attend(
 ) -> Tensor:
     """Return the attention output, shaped like step.q. Rows are chosen by `codes`, or (None) by their exact logits."""
     if reading.per_query_head:
-        alone = replace(reading, per_query_head=False)
-        return attend(heads_apart(layer), step_apart(step), codes, alone, on_chosen).view_as(step.q)
+        shared = replace(reading, per_query_head=False)
+        return attend(split_heads(layer), split_step(step), codes, shared, on_chosen).view_as(step.q)
     num_heads, group_size, num_tokens, _ = step.q.shape
     most = _ELEMENTS_ON_GPU if step.q.is_cuda else _ELEMENTS
     at_once = max(1, most // (num_heads * group_size * layer.context_len))

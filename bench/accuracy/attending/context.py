@@ -45,14 +45,14 @@ class Step:
     v: Tensor
 
 
-def heads_apart(layer: ContextLayer) -> ContextLayer:
+def split_heads(layer: ContextLayer) -> ContextLayer:
     """Return the layer with a copy of the KV head for every query head, for methods that choose rows per query head."""
     k, v = (rows.repeat_interleave(layer.q.shape[1], 0) for rows in (layer.k, layer.v))
     return replace(layer, q=layer.q.flatten(0, 1)[:, None], k=k, v=v)
 
 
-def step_apart(step: Step) -> Step:
-    """Return the step for a layer made by `heads_apart`."""
+def split_step(step: Step) -> Step:
+    """Return the step for a layer made by `split_heads`."""
     k, v = (rows.repeat_interleave(step.q.shape[1], 0) for rows in (step.k, step.v))
     q, early = (of.flatten(0, 1)[:, None] for of in (step.q, step.early))
     return Step(q, q if step.early is step.q else early, k, v)
@@ -105,8 +105,8 @@ def read_context(loaded: LoadedModel, context: NDArray[np.int32], following: NDA
     ids = torch.from_numpy(np.concatenate([context, following[:-1]])).long()
     layers: list[ContextLayer] = []
     predictor: Tensor | None = None
-    leaving = torch.empty(0)
-    for capture, leaving in prefill(model, ids):
+    hidden_out = torch.empty(0)
+    for capture, hidden_out in prefill(model, ids):
         grouped = capture.q[:, :rows].float().unflatten(0, (geometry.num_kv_heads, -1))
         k, v = capture.kv[:, :rows].float().unbind(2)
         scale = body.layers[capture.layer_idx].self_attn.scaling
@@ -114,11 +114,13 @@ def read_context(loaded: LoadedModel, context: NDArray[np.int32], following: NDA
         if capture.layer_idx + 1 < geometry.num_layers:
             following_layer = body.layers[capture.layer_idx + 1]
             sampled = sample_rows(rows, geometry.head_dim)
-            early, own = (queries_before_rope(following_layer, h[:rows][sampled]) for h in (capture.hidden_in, leaving))
+            early, own = (
+                queries_before_rope(following_layer, h[:rows][sampled]) for h in (capture.hidden_in, hidden_out)
+            )
             stored = take_next_query(next_query_arrays(fit_predictor(early, own).cpu().numpy()))
             assert stored is not None
             predictor = torch.from_numpy(stored).to(loaded.device)
-    log_probs = model.lm_head(body.norm(leaving[-num_tokens:])).float().log_softmax(-1)
+    log_probs = model.lm_head(body.norm(hidden_out[-num_tokens:])).float().log_softmax(-1)
     return RealContext(loaded, layers, following, log_probs)
 
 

@@ -51,7 +51,7 @@ def turbo_quant(*bits: int) -> Callable[[ContextLayer], Codes]:
 
     def make(layer: ContextLayer) -> Codes:
         num_bytes = layer.k.shape[2] * sum(bits) / len(bits) / 8 + len(bits) * _HALF_BYTES
-        return LowBitRows(_turned(layer.k, bits), _turned(layer.v, bits), 2 * num_bytes)
+        return LowBitRows(_decode_rotated(layer.k, bits), _decode_rotated(layer.v, bits), 2 * num_bytes)
 
     return make
 
@@ -78,10 +78,10 @@ def coded_by_range(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return ((padded - low) / scale.clamp_min(1e-12)).round().clamp(0, 2**bits - 1), low, scale
 
 
-def _turned(rows: Tensor, bits: tuple[int, ...]) -> Tensor:
+def _decode_rotated(rows: Tensor, bits: tuple[int, ...]) -> Tensor:
     order, parts = largest_channels(rows), []
-    for num, (codes, norm, turn) in zip(bits, coded_turned(rows, order, bits), strict=True):
-        parts.append(normal_levels(num).to(rows)[codes] / len(turn) ** 0.5 @ turn.T * norm)
+    for num, (codes, norm, rotation) in zip(bits, encode_rotated(rows, order, bits), strict=True):
+        parts.append(normal_levels(num).to(rows)[codes] / len(rotation) ** 0.5 @ rotation.T * norm)
     return torch.empty_like(rows).scatter_(2, order.expand_as(rows), torch.cat(parts, dim=2))
 
 
@@ -90,16 +90,16 @@ def largest_channels(rows: Tensor) -> Tensor:
     return rows.square().mean(1).argsort(dim=-1, descending=True)[:, None]
 
 
-def coded_turned(rows: Tensor, order: Tensor, bits: tuple[int, ...]) -> list[tuple[Tensor, Tensor, Tensor]]:
+def encode_rotated(rows: Tensor, order: Tensor, bits: tuple[int, ...]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return, for each share of the channels, level indices, norms [num_heads, num_rows, 1] and the rotation used."""
     parts = []
     for part, num in zip(rows.gather(2, order.expand_as(rows)).chunk(len(bits), dim=2), bits, strict=True):
         width, levels = part.shape[2], normal_levels(num).to(rows.device)
         random = torch.randn(width, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        turn = torch.linalg.qr(random)[0].float().to(rows.device)
+        rotation = torch.linalg.qr(random)[0].float().to(rows.device)
         norm = part.norm(dim=-1, keepdim=True).half().float()
-        scaled = part / norm.clamp_min(1e-12) @ turn * width**0.5
-        parts.append((torch.bucketize(scaled.contiguous(), (levels[1:] + levels[:-1]) / 2), norm, turn))
+        scaled = part / norm.clamp_min(1e-12) @ rotation * width**0.5
+        parts.append((torch.bucketize(scaled.contiguous(), (levels[1:] + levels[:-1]) / 2), norm, rotation))
     return parts
 
 

@@ -122,24 +122,24 @@ class MagicpigCodes(Codes):
         self.bytes_per_key = 4.0 * (num_tables + 1)  # row numbers, and norms
 
     def sampled(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        met = torch.zeros(*q.shape[:2], self._centred.shape[1], dtype=torch.int16, device=q.device)
+        collisions = torch.zeros(*q.shape[:2], self._centred.shape[1], dtype=torch.int16, device=q.device)
         for of_queries, of_keys in zip(self._hash(q).unbind(-1), self._codes, strict=True):
-            met += of_queries[..., None] == of_keys[:, None]
-        is_met = met >= 2
-        head, query, key = is_met.nonzero(as_tuple=True)
-        log_chance = torch.zeros(is_met.shape, device=q.device)
+            collisions += of_queries[..., None] == of_keys[:, None]
+        is_sampled = collisions >= 2
+        head, query, key = is_sampled.nonzero(as_tuple=True)
+        log_chance = torch.zeros(is_sampled.shape, device=q.device)
         for some in torch.arange(len(head), device=q.device).split(1 << 22):
             at = head[some], query[some], key[some]
             cosines = torch.cosine_similarity(self._centred[at[0], at[2]], q[at[0], at[1]], dim=-1)
             log_chance[at] = sampling_probability(cosines, self._num_bits, self._num_tables).log().float()
-        return is_met, log_chance
+        return is_sampled, log_chance
 
     def _hash(self, x: Tensor) -> Tensor:
         return hash_codes(x, self._projections, self._num_tables)
 
 
 def _rows(layer: ContextLayer) -> SelectorLayer:
-    def unasked() -> Tensor:
+    def never_called() -> Tensor:
         raise AssertionError("only H2O asks what attention keys have received")
 
-    return SelectorLayer(layer.k, layer.v, layer.q.shape[0] * layer.q.shape[1], unasked)
+    return SelectorLayer(layer.k, layer.v, layer.q.shape[0] * layer.q.shape[1], never_called)

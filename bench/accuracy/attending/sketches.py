@@ -129,13 +129,13 @@ def integer_queries(
     p, differences = coordinates.double(), means.double() - means[:, :1].double()
     total = (p.abs() * half).sum(-1) + differences.abs()
     room = SCORE_ROOM - float(half.sum()) / 2
-    asked = torch.maximum(p.abs().amax(-1) / LARGEST_MULTIPLIER, total / room).amax(1)
-    sound = asked <= 2.0**LARGEST_EXPONENT  # False for NaN
-    most = torch.where(sound, asked, 0.0).amax(1).clamp_min(2.0**-LARGEST_EXPONENT)
+    needed = torch.maximum(p.abs().amax(-1) / LARGEST_MULTIPLIER, total / room).amax(1)
+    is_finite = needed <= 2.0**LARGEST_EXPONENT  # False for NaN
+    most = torch.where(is_finite, needed, 0.0).amax(1).clamp_min(2.0**-LARGEST_EXPONENT)
     fraction, exponent = torch.frexp(most)
     exponent = exponent - (fraction == 0.5).int()
     unit = torch.ldexp(torch.ones_like(most), exponent)[:, None, None]
-    counts = sound[:, None]
+    counts = is_finite[:, None]
     multipliers = (torch.where(counts[..., None], p, 0.0) / unit[..., None]).round()
     offsets = (torch.where(counts, differences, 0.0) / unit).round()
     return exponent, multipliers, offsets - ((multipliers @ largest.double()) / 2).floor()

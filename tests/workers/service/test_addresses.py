@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from csattn.errors import ConfigError
-from workers.service.addresses import held, listen, url_of
+from workers.service.addresses import listen, reserve_port, url_of
 from workers.settings import Secret, ServerSettings
 
 
@@ -24,7 +24,7 @@ def test_a_port_in_use_is_a_sentence() -> None:
 
 
 def test_a_port_that_is_held_is_given_to_nobody_but_who_shares_it() -> None:
-    with held(ServerSettings(port=0)) as holder, socket.socket() as serve, socket.socket() as other:
+    with reserve_port(ServerSettings(port=0)) as holder, socket.socket() as serve, socket.socket() as other:
         address = holder.getsockname()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address)
@@ -38,7 +38,7 @@ def test_a_port_that_is_held_is_given_to_nobody_but_who_shares_it() -> None:
             with socket.create_connection(address, timeout=5) as client, serve.accept()[0] as accepted:
                 assert accepted.getpeername() == client.getsockname()
         with pytest.raises(ConfigError, match="is in use"):
-            held(ServerSettings(port=address[1]))
+            reserve_port(ServerSettings(port=address[1]))
 
 
 def test_an_address_of_another_machine_is_a_sentence() -> None:

@@ -68,11 +68,11 @@ async def until(is_so: Callable[[], bool]) -> None:
 def test_events_and_errors_cross_as_values(backend: Startable) -> None:
     async def run() -> None:
         actor = AttentionActor(Settings())
-        told = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
-        assert told[:-1] == [Piece(word) for word in Script().words] and isinstance(told[-1], Done)
+        got = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
+        assert got[:-1] == [Piece(word) for word in Script().words] and isinstance(got[-1], Done)
         [error] = [event async for events in actor.generate("2", "i", ask("quick", "none")) for event in events]
         assert isinstance(error, UnknownModelError)
-        assert await actor.beat("i") == backend.status()
+        assert await actor.heartbeat("i") == backend.status()
         assert await actor.health() == Health(True) and await actor.failure() is None
 
     asyncio.run(run())
@@ -88,13 +88,13 @@ def test_a_store_that_cannot_be_read_is_told_of_and_not_taken_for_a_lost_worker(
         actor = AttentionActor(Settings())
         with monkeypatch.context() as patch:
             patch.setattr(backend, "start", start)
-            for told in (await actor.health(), await actor.call("contexts"), await actor.call("delete", "a")):
-                assert isinstance(told, ServingError) and "move it away" in told.message
+            for answer in (await actor.health(), await actor.call("contexts"), await actor.call("delete", "a")):
+                assert isinstance(answer, ServingError) and "move it away" in answer.message
             [error] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
             assert isinstance(error, ServingError) and "move it away" in error.message
         assert await actor.health() == Health(True), "it has been moved away"
-        told = [event async for events in actor.generate("2", "i", ask("quick")) for event in events]
-        assert isinstance(told[-1], Done)
+        got = [event async for events in actor.generate("2", "i", ask("quick")) for event in events]
+        assert isinstance(got[-1], Done)
 
     asyncio.run(run())
 
@@ -106,7 +106,7 @@ def test_it_holds_and_drops_what_it_is_told_to(backend: Startable) -> None:
         actor = AttentionActor(Settings())
         assert await actor.call("hold", [book, verse]) is None
         assert await actor.call("drop", [verse]) is None
-        status = await actor.beat("i")
+        status = await actor.heartbeat("i")
         assert isinstance(status, WorkerStatus) and status.held == (book,) and status.held_bytes == 5
         await actor.call("drop", [book])
         assert isinstance(await actor.call("drop", [book]), ServingError)
@@ -133,12 +133,12 @@ def test_a_request_that_nobody_waits_for_is_ended(backend: Startable) -> None:
         actor = AttentionActor(Settings())
         events = actor.generate("1", "i", ask("slow"))
         await anext(events)
-        status = await actor.beat("i")
+        status = await actor.heartbeat("i")
         assert isinstance(status, WorkerStatus) and status.num_running == len(backend.running) == 1
         await actor.end("1")
         await until(lambda: not backend.running)
         assert backend.num_ended_early == 1
-        assert sum([len(told) async for told in events]) < len(SLOW.words)  # it comes to its end
+        assert sum([len(batch) async for batch in events]) < len(SLOW.words)  # it comes to its end
 
     asyncio.run(run())
 
@@ -150,7 +150,7 @@ def test_requests_of_a_process_that_is_silent_are_ended_and_no_others(backend: S
         await anext(silent)
         await anext(heard)
         for _ in range(20):
-            await actor.beat("here")
+            await actor.heartbeat("here")
             await asyncio.sleep(0.02)
         assert len(backend.running) == 1 and backend.num_ended_early == 1
         await heard.aclose()
@@ -182,15 +182,15 @@ def test_a_worker_that_cannot_start_says_why_and_ends(
     monkeypatch.setattr(making, "make_backend", refuse)
     if error is None:
         monkeypatch.setitem(sys.modules, "workers.service.making", None)  # type: ignore[arg-type]
-    monkeypatch.setattr(attention_actor, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(attention_actor, "_RESTART_S", 0.01)
     monkeypatch.setattr(attention_actor.os, "_exit", ended.append)
 
     async def run() -> None:
         actor = AttentionActor(Settings())
         assert await actor.failure() == why
         assert await actor.health() == Health(False, why)
-        [told] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
-        for lost in (told, await actor.beat("i"), await actor.call("contexts")):  # others are asked in its place
+        [error] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
+        for lost in (error, await actor.heartbeat("i"), await actor.call("contexts")):  # others are asked in its place
             assert isinstance(lost, WorkerLostError) and why in lost.detail and why not in lost.message
         await until(lambda: ended == [1])
 

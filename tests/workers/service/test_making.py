@@ -105,11 +105,11 @@ def test_numbers_that_it_does_not_read_are_refused_before_the_model_is_loaded(
 
 
 def test_an_engine_is_told_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = dict[str, object]()
-    monkeypatch.setattr(making, "gpu_engine", lambda *_, **options: told.update(options))
+    passed = dict[str, object]()
+    monkeypatch.setattr(making, "gpu_engine", lambda *_, **options: passed.update(options))
     for is_set in (False, True):
         make_engine(Settings(engine=EngineSettings(placement="device", all_where_faster=is_set)), loaded(), None)
-        assert told["all_where_faster"] is is_set
+        assert passed["all_where_faster"] is is_set
 
 
 def test_an_attention_worker_asks_ray_for_all_its_devices() -> None:

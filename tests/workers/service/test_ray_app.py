@@ -33,16 +33,16 @@ def cluster(*found: list[str]) -> Any:
 
 
 def test_another_service_of_the_cluster_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_app, "_GONE_S", 0.05)
+    monkeypatch.setattr(ray_app, "_END_TIMEOUT_S", 0.05)
     monkeypatch.setattr(ray_app, "_POLL_S", 0.01)
     with pytest.raises(ConfigError, match="a csattn service runs on this Ray cluster already"):
-        ray_app._require_alone(cluster(["serve", "csattn-0123"]), "csattn-4567", Event())
+        ray_app._require_only_service(cluster(["serve", "csattn-0123"]), "csattn-4567", Event())
     ended = cluster(["csattn-0123"], ["csattn-0123"], ["serve", "csattn-4567"])  # one that has just, and this one
-    ray_app._require_alone(ended, "csattn-4567", Event())
-    told = Event()
-    told.set()
+    ray_app._require_only_service(ended, "csattn-4567", Event())
+    stop_requested = Event()
+    stop_requested.set()
     with pytest.raises(ray_app.Stopped):
-        ray_app._require_alone(cluster(["csattn-0123"]), "csattn-4567", told)
+        ray_app._require_only_service(cluster(["csattn-0123"]), "csattn-4567", stop_requested)
 
 
 @pytest.mark.parametrize("begins_beside", [False, True])
@@ -58,8 +58,10 @@ def test_a_service_that_did_not_come_up_deletes_no_other(monkeypatch: pytest.Mon
             raise ConfigError("no room")
 
     on_cluster.get = lambda answers: answers
-    actor = SimpleNamespace(node=SimpleNamespace(remote=lambda: "n"), found=SimpleNamespace(remote=lambda _: "a CPU"))
-    monkeypatch.setattr(ray_app, "_GONE_S", 0.0)
+    actor = SimpleNamespace(
+        node=SimpleNamespace(remote=lambda: "n"), describe_machine=SimpleNamespace(remote=lambda _: "a CPU")
+    )
+    monkeypatch.setattr(ray_app, "_END_TIMEOUT_S", 0.0)
     monkeypatch.setattr(ray_app, "connected", lambda _: nullcontext(on_cluster))
     monkeypatch.setattr(ray_app, "_require_port", lambda *_: None)
     monkeypatch.setattr(ray_app, "_start_worker", lambda *_: (actor, None))
@@ -118,7 +120,7 @@ def test_its_answer_is_not_asked_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> 
         def log_message(self, *arguments: object) -> None:
             pass
 
-    monkeypatch.setattr(ray_app, "_ANSWERING_S", 1.0)
+    monkeypatch.setattr(ray_app, "_ANSWER_TIMEOUT_S", 1.0)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -138,7 +140,7 @@ def test_only_a_cluster_that_is_there_may_listen_at_the_port_already(
     """Serve goes on to listen on a cluster whose service has ended."""
     asked = list[int]()
 
-    def service_on_ray(settings: Settings, named: object, port: int, told: object) -> None:
+    def service_on_ray(settings: Settings, named: object, port: int, stop_requested: object) -> None:
         asked.append(port)
         raise ray_app.Stopped
 

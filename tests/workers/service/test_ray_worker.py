@@ -30,11 +30,11 @@ def test_a_worker_that_is_busy_is_not_taken_for_one_that_has_ended(monkeypatch: 
 
     async def run() -> None:
         worker.status = status
-        worker._actor = SimpleNamespace(**{name: SimpleNamespace(remote=never) for name in ("call", "beat")})
+        worker._actor = SimpleNamespace(**{name: SimpleNamespace(remote=never) for name in ("call", "heartbeat")})
         with pytest.raises(WorkerLostError, match=r"has not answered within 0\.01 s"):
             await worker._ask("call", "hold", timeout_s=0.01)
         assert worker.status is status
-        await worker.beat("i")
+        await worker.heartbeat("i")
         assert worker.status is None, "it does not even hear that this process lives"
         worker.status, worker._actor = status, SimpleNamespace(call=SimpleNamespace(remote=dead))
         with pytest.raises(WorkerLostError, match="ended and is being started again"):

@@ -37,7 +37,7 @@ from workers.cli.serving import serve
 from workers.engine.answer import answer, question_tokens
 from workers.engine.opening import open_engine
 from workers.serving.context_file import ContextFile
-from workers.settings import suited_lookahead
+from workers.settings import default_lookahead
 
 MODEL = "chat@lamps"
 NAMED = "chat@other"  # the same artifact, by the command line
@@ -121,7 +121,7 @@ def test_a_context_built_over_http_answers_as_the_command_line_does(
     context = local.get("/v1/contexts/lamps").json()
     told = "".join(local.ask(MODEL, QUESTIONS[0], 24))
     loaded = load_model(str(place / "chat"))
-    config = SearchConfig(keep=0.2, lookahead=suited_lookahead(placement))
+    config = SearchConfig(keep=0.2, lookahead=default_lookahead(placement))
     with (
         open_artifact(find_artifact(Path(options[1]), context["artifact_id"])) as artifact,
         open_engine(loaded, artifact, config, placement=placement) as engine,

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily
 
 from workers.service import spread_backend
-from workers.service.spread_backend import COLD_S, SpreadBackend, choose, cold
+from workers.service.spread_backend import IDLE_S, SpreadBackend, choose, surplus_contexts
 from workers.serving.messages import (
     Ask,
     BadRequestError,
@@ -43,13 +43,13 @@ class Here:
     error: ServingError | None = None
     fails_after: int = 0  # pieces
     answers: dict[str, Any] = field(default_factory=dict)  # by method
-    asked: list[Any] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
     num_closed: int = 0
     num_beats: int = 0
     may_answer: asyncio.Event | None = None  # None: at once
 
     async def generate(self, ingress: str, ask: Ask) -> AsyncGenerator[Event, None]:
-        self.asked.append(ask.context)
+        self.calls.append(ask.context)
         try:
             for number in range(3):
                 if self.error is not None and number == self.fails_after:
@@ -60,7 +60,7 @@ class Here:
             self.num_closed += 1
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        self.asked.append((method, *arguments))
+        self.calls.append((method, *arguments))
         if self.may_answer is not None:
             await self.may_answer.wait()
         if self.error is not None:
@@ -70,7 +70,7 @@ class Here:
     async def health(self) -> Health:
         return Health(self.error is None, "" if self.error is None else f"{self.name} is not there")
 
-    async def beat(self, ingress: str) -> None:
+    async def heartbeat(self, ingress: str) -> None:
         self.num_beats += 1
 
 
@@ -92,7 +92,7 @@ def said(backend: SpreadBackend, context: str) -> list[Event]:
 
 def owner(given: list[Here], context: str) -> Here:
     said(SpreadBackend(given), context)
-    [one] = [worker for worker in given if context in worker.asked]
+    [one] = [worker for worker in given if context in worker.calls]
     return one
 
 
@@ -120,23 +120,23 @@ def test_a_request_that_finds_no_room_goes_to_the_worker_with_the_least_to_do(er
     for number, worker in enumerate(others):
         worker.num_running = 5 - number
     assert said(SpreadBackend(given), "book") == [Piece(others[-1].name)] * 3 + [DONE]
-    assert [worker.asked for worker in others[:-1]] == [[], []]
+    assert [worker.calls for worker in others[:-1]] == [[], []]
 
 
 def test_what_has_told_a_token_is_not_begun_again_elsewhere() -> None:
     given = workers()
     own = owner(given, "book")
     own.error, own.fails_after = LOST, 2
-    told: list[Event] = []
+    events: list[Event] = []
 
     async def collect() -> None:
         async for event in SpreadBackend(given).generate(ask("book")):
-            told.append(event)
+            events.append(event)
 
     with pytest.raises(WorkerLostError):
         asyncio.run(collect())
-    assert told == [Piece(own.name)] * 2
-    assert not any(worker.asked for worker in given if worker is not own)
+    assert events == [Piece(own.name)] * 2
+    assert not any(worker.calls for worker in given if worker is not own)
 
 
 def test_where_nobody_has_room_the_contexts_own_worker_says_when_to_come_again() -> None:
@@ -146,14 +146,14 @@ def test_where_nobody_has_room_the_contexts_own_worker_says_when_to_come_again()
     with pytest.raises(OverloadedError) as caught:
         said(SpreadBackend(given), "book")
     assert caught.value.retry_after_s == 3.0
-    assert all(worker.asked == ["book"] for worker in given)
+    assert all(worker.calls == ["book"] for worker in given)
 
 
 def test_a_request_that_is_wrong_is_refused_by_the_first() -> None:
     given = workers(error=BadRequestError("wrong"))
     with pytest.raises(BadRequestError):
         said(SpreadBackend(given), "book")
-    assert sum(len(worker.asked) for worker in given) == 1
+    assert sum(len(worker.calls) for worker in given) == 1
 
 
 def test_closing_ends_the_request_at_its_worker() -> None:
@@ -184,7 +184,7 @@ def test_contexts_are_those_of_the_workers_that_answer() -> None:
     info = ContextInfo(name="book", state="ready")
     given = workers(2, answers={"contexts": [info]})
     assert asyncio.run(SpreadBackend(given).contexts("book")) == [info]
-    assert given[0].asked == given[1].asked == [("contexts", "book")]
+    assert given[0].calls == given[1].calls == [("contexts", "book")]
     given[0].error = LOST
     assert asyncio.run(SpreadBackend(given).contexts()) == [info]
     given[1].error = LOST
@@ -197,14 +197,14 @@ def test_a_context_is_built_by_the_worker_that_will_answer_from_it() -> None:
     given = workers(answers={"register": info, "delete": None})
     own = owner(given, "book")
     for worker in given:
-        worker.asked.clear()
+        worker.calls.clear()
     backend = SpreadBackend(given)
     assert asyncio.run(backend.register(*new)) == info
     asyncio.run(backend.delete("book"))
-    assert own.asked == [("register", *new), ("delete", "book")]
+    assert own.calls == [("register", *new), ("delete", "book")]
     own.error = LOST
     assert asyncio.run(backend.register(*new)) == info
-    assert sum(("register", *new) in worker.asked for worker in given if worker is not own) == 1
+    assert sum(("register", *new) in worker.calls for worker in given if worker is not own) == 1
     own.error = UnknownModelError("there is none")
     with pytest.raises(UnknownModelError):
         asyncio.run(backend.delete("book"))
@@ -222,7 +222,7 @@ def test_the_turns_of_a_conversation_go_to_one_worker_and_conversations_to_all()
     some = workers()
     backend = SpreadBackend(some)
 
-    def asked(turns: tuple[Turn, ...], prompt: Any = None, salt: str = "") -> Ask:
+    def make_ask(turns: tuple[Turn, ...], prompt: Any = None, salt: str = "") -> Ask:
         sampling = Sampling(max_new_tokens=3)
         return Ask(request_id="r", context="", turns=turns, prompt=prompt, cache_salt=salt, sampling=sampling)
 
@@ -239,13 +239,13 @@ def test_the_turns_of_a_conversation_go_to_one_worker_and_conversations_to_all()
                 (*first, Turn("assistant", "He."), Turn("user", "Why?")),
                 (*first[:1], Turn("user", "Where?")),
             ]
-            [worker] = {await by(asked(each)) for each in turns}
+            [worker] = {await by(make_ask(each)) for each in turns}
             began.add(worker)
-            assert await by(asked((), tuple(range(number, number + 2000)))) == await by(
-                asked((), tuple(range(number, number + 1024)))
+            assert await by(make_ask((), tuple(range(number, number + 2000)))) == await by(
+                make_ask((), tuple(range(number, number + 1024)))
             )
         assert len(began) == 4
-        assert len({await by(asked(first, salt=str(salt))) for salt in range(30)}) == 4
+        assert len({await by(make_ask(first, salt=str(salt))) for salt in range(30)}) == 4
 
     asyncio.run(main())
 
@@ -284,15 +284,15 @@ def test_a_hot_context_is_loaded_elsewhere_too_and_cold_ones_are_dropped() -> No
     assert choose(given, "book") is other
     other.num_running = 4
     assert choose(given, "book") is hot
-    both = status(holding("book", idle_s=COLD_S))
+    both = status(holding("book", idle_s=IDLE_S))
     hot.status, other.status, hot.num_running, other.num_running = both, both, 0, 0
-    [(worker, surplus)] = cold(given)
+    [(worker, surplus)] = surplus_contexts(given)
     assert surplus == [both.held[0]] and worker is not choose(given, "book")
-    for idle in (holding("book", idle_s=COLD_S - 1), holding("book", num_users=1)):
+    for idle in (holding("book", idle_s=IDLE_S - 1), holding("book", num_users=1)):
         worker.status = status(idle)
-        assert cold(given) == []
+        assert surplus_contexts(given) == []
     worker.status = None
-    assert cold(given) == []
+    assert surplus_contexts(given) == []
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
@@ -302,8 +302,8 @@ def test_a_context_of_two_names_is_never_dropped_by_all(first: str) -> None:
         names = f"a{number}", f"b{number}"
         given = workers(3)
         for worker, order in zip(given, (names, names[::-1], names[:1] if first == "a" else names[1:]), strict=True):
-            worker.status = status(Held("path", order, 10, 0, COLD_S))
-        assert len(cold(given)) == 2
+            worker.status = status(Held("path", order, 10, 0, IDLE_S))
+        assert len(surplus_contexts(given)) == 2
 
 
 def test_a_worker_that_does_not_answer_is_asked_last() -> None:
@@ -322,7 +322,7 @@ async def until(is_so: Callable[[], Any]) -> None:
 
 
 def test_a_worker_that_comes_back_is_told_what_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread_backend, "BEAT_S", 0.001)
+    monkeypatch.setattr(spread_backend, "HEARTBEAT_S", 0.001)
     held = holding("book"), holding("verse")
     given = workers(2, status=status())
     lost, other = given
@@ -332,23 +332,23 @@ def test_a_worker_that_comes_back_is_told_what_it_held(monkeypatch: pytest.Monke
         backend = SpreadBackend(given)
         assert await backend.workers() == {"attention-0": lost.status, "attention-1": status()}
         await asyncio.sleep(0.01)
-        assert lost.asked == []
+        assert lost.calls == []
         lost.status = None
         await asyncio.sleep(0.01)
         lost.status = status(since=2.0)
-        await until(lambda: lost.asked)
+        await until(lambda: lost.calls)
         lost.status = status(*held, since=2.0)
         await asyncio.sleep(0.01)
-        assert lost.asked == [("hold", held)] and other.asked == []
+        assert lost.calls == [("hold", held)] and other.calls == []
 
     asyncio.run(main())
 
 
 def test_while_workers_load_and_unload_all_are_sent_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is told one thing at a time, and nothing that it held is forgotten."""
-    monkeypatch.setattr(spread_backend, "BEAT_S", 0.001)
+    monkeypatch.setattr(spread_backend, "HEARTBEAT_S", 0.001)
     given = workers(2)
-    held = [holding("book", idle_s=COLD_S)]
+    held = [holding("book", idle_s=IDLE_S)]
 
     async def beats(count: int) -> None:
         for worker in given:
@@ -358,30 +358,30 @@ def test_while_workers_load_and_unload_all_are_sent_beats(monkeypatch: pytest.Mo
     async def main() -> None:
         for worker in given:
             worker.status = status(*held)
-        [(slow, _)] = cold(given)
+        [(slow, _)] = surplus_contexts(given)
         slow.may_answer = asyncio.Event()
         await SpreadBackend(given).workers()
         await beats(5)
-        assert slow.asked == [("drop", held)]
+        assert slow.calls == [("drop", held)]
         slow.status = status(since=2.0)  # started again, while it is still to answer
         await beats(5)
-        assert slow.asked == [("drop", held)]
+        assert slow.calls == [("drop", held)]
         slow.may_answer.set()
-        await until(lambda: len(slow.asked) > 1)
+        await until(lambda: len(slow.calls) > 1)
         await beats(5)
-        assert slow.asked == [("drop", held), ("hold", tuple(held))]
+        assert slow.calls == [("drop", held), ("hold", tuple(held))]
 
     asyncio.run(main())
 
 
 def test_beats_go_on_after_one_that_failed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     class FailsOnce(Here):
-        async def beat(self, ingress: str) -> None:
-            await super().beat(ingress)
+        async def heartbeat(self, ingress: str) -> None:
+            await super().heartbeat(ingress)
             if self.num_beats == 1:
                 raise RuntimeError("what nobody expected")
 
-    monkeypatch.setattr(spread_backend, "BEAT_S", 0.001)
+    monkeypatch.setattr(spread_backend, "HEARTBEAT_S", 0.001)
     given = [FailsOnce("attention-0"), Here("attention-1")]
 
     async def main() -> None:
@@ -395,5 +395,5 @@ def test_beats_go_on_after_one_that_failed(monkeypatch: pytest.MonkeyPatch, capl
 def test_what_is_deleted_is_unloaded_everywhere() -> None:
     given = workers(3, status=status(holding("book"), holding("verse")))
     asyncio.run(SpreadBackend(given).delete("book"))
-    assert all(("drop", [holding("book")]) in worker.asked for worker in given)
-    assert sum(("delete", "book") in worker.asked for worker in given) == 1
+    assert all(("drop", [holding("book")]) in worker.calls for worker in given)
+    assert sum(("delete", "book") in worker.calls for worker in given) == 1

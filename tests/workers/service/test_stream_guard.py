@@ -13,7 +13,7 @@ JSON = [(b"content-type", b"application/json")]
 PLAIN = [(b"content-type", b"text/plain")]
 
 
-def told(inside: list[Any], path: str = "/v1/models", error: BaseException | None = None) -> list[dict[str, Any]]:
+def sent_by(inside: list[Any], path: str = "/v1/models", error: BaseException | None = None) -> list[dict[str, Any]]:
     """What the client gets when the application sends these messages, then returns or raises."""
     sent: list[dict[str, Any]] = []
 
@@ -53,12 +53,12 @@ def body(data: bytes, more_body: bool = False) -> dict[str, Any]:
     ids=["stream", "comment", "object", "the service's own error", "not found"],
 )
 def test_a_whole_reply_passes_unchanged(reply: list[dict[str, Any]]) -> None:
-    assert told(reply) == reply
+    assert sent_by(reply) == reply
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
     begun = [start(200, STREAM), body(b"data: a\n\n", True)]
-    *before, last = told(begun)
+    *before, last = sent_by(begun)
     assert before == begun
     assert last["more_body"] is False
     event, rest = last["body"].decode().split("\n\n")
@@ -69,7 +69,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
 
 def test_a_reply_has_one_name() -> None:
     twice = [(b"x-request-id", b"a"), (b"content-type", b"application/json"), (b"X-Request-Id", b"a")]
-    begin, _ = told([{"type": "http.response.start", "status": 200, "headers": twice}, body(b"{}")])
+    begin, _ = sent_by([{"type": "http.response.start", "status": 200, "headers": twice}, body(b"{}")])
     assert begin["headers"] == twice[:2]
 
 
@@ -77,7 +77,7 @@ def test_a_reply_has_one_name() -> None:
     "inside", [[], [start(500, PLAIN), body(b"Internal Server Error")], [start(503, PLAIN), body(b"busy")]]
 )
 def test_no_answer_is_a_503_that_says_when_to_come_again(inside: list[dict[str, Any]]) -> None:
-    begin, end = told(inside)
+    begin, end = sent_by(inside)
     headers = dict(begin["headers"])
     assert begin["status"] == 503 and headers[b"retry-after"] == b"2"
     assert int(headers[b"content-length"]) == len(end["body"])
@@ -85,13 +85,13 @@ def test_no_answer_is_a_503_that_says_when_to_come_again(inside: list[dict[str, 
 
 
 def test_serves_own_paths_are_not_there() -> None:
-    begin, end = told([start(200, JSON), body(b'{"/": "csattn"}')], path="/-/routes")
+    begin, end = sent_by([start(200, JSON), body(b'{"/": "csattn"}')], path="/-/routes")
     assert begin["status"] == 404 and json.loads(end["body"])["error"]["code"] == "not_found"
 
 
 def test_a_client_is_told_also_where_the_proxy_fails() -> None:
     with pytest.raises(RuntimeError):
-        told([], error=RuntimeError("of the proxy"))
+        sent_by([], error=RuntimeError("of the proxy"))
 
 
 def test_serve_gets_it_as_a_middleware() -> None:

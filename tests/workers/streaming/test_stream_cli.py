@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import byte_tokenizer, save
 from tests.workers.test_cli import in_process, last_line
-from workers.words import harmless
+from workers.words import printable
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def test_stream_continues_a_text_beyond_its_window(capsys, model, policy, kept) 
     result = last_line(done)
     assert (result["policy"], result["prompt_len"], result["num_new_tokens"]) == (policy, 16, 50)
     assert (result["ended"], result["max_rows"]) == ("max_new_tokens", 16)
-    assert done.stdout.startswith(f"{harmless(result['text'])}\n{{"), "the text comes before the object"
-    assert harmless(result["text"]) != result["text"], "a model of bytes gives orders to terminals, too"
+    assert done.stdout.startswith(f"{printable(result['text'])}\n{{"), "the text comes before the object"
+    assert printable(result["text"]) != result["text"], "a model of bytes gives orders to terminals, too"
     assert "50 tokens after 16" in done.stderr
 
 
@@ -44,7 +44,7 @@ def test_a_short_stream_says_what_generate_says(capsys, model) -> None:
     ids = torch.tensor([tokenizer("the tide").input_ids])
     plain = AutoModelForCausalLM.from_pretrained(model)
     whole = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    assert said == 2 * [harmless(tokenizer.decode(whole[0, 8:])) + "\n"]
+    assert said == 2 * [printable(tokenizer.decode(whole[0, 8:])) + "\n"]
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from csattn.models.prompt import context_ids
 from csattn.selector_names import SelectorName
 from index_build.inputs import read_text
 from index_build.plan import plan_text
-from workers.cli.asking import speak
 from workers.cli.building import run_build, show_loading, use_threads
+from workers.cli.generating import speak
 from workers.cli.terminal import counting, out, table
 from workers.engine.answer import Answer, answer, question_tokens
 from workers.engine.opening import open_engine
@@ -133,7 +133,7 @@ def comparison(exchanges: list[Exchange]) -> Any:
     rows = [
         [
             exchange.question.text,
-            " / ".join(_mark(is_right(said, exchange.question)) for said in (exchange.sparse, exchange.full)),
+            " / ".join(_mark(is_right(result, exchange.question)) for result in (exchange.sparse, exchange.full)),
             "yes" if exchange.same_text else "no",
             f"{exchange.sparse.tokens_per_s:.1f} / {exchange.full.tokens_per_s:.1f}",
             f"{exchange.sparse.rows_read_per_step:.0f} / {exchange.full.rows_read_per_step:.0f}",
@@ -146,8 +146,8 @@ def comparison(exchanges: list[Exchange]) -> Any:
     return table("\nsparse / full attention", columns, rows)
 
 
-def is_right(said: Answer, question: Question) -> bool:
-    return question.answer.casefold() in said.text.casefold()
+def is_right(result: Answer, question: Question) -> bool:
+    return question.answer.casefold() in result.text.casefold()
 
 
 def fact_row(loaded: LoadedModel, artifact: Artifact, document: str, question: Question) -> int:

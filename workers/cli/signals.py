@@ -4,18 +4,18 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_told_by = signal.SIGINT
+_received = signal.SIGINT
 
 
-def tell(number: int) -> None:
+def record_signal(number: int) -> None:
     """Record that a signal has come."""
-    global _told_by
-    _told_by = signal.Signals(number)
+    global _received
+    _received = signal.Signals(number)
 
 
 def exit_code() -> int:
     """Return the exit code that shells give the recorded signal."""
-    return 128 + _told_by
+    return 128 + _received
 
 
 @contextmanager
@@ -29,5 +29,5 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 
 def _interrupt(number: int, _: object) -> None:
-    tell(number)
+    record_signal(number)
     raise KeyboardInterrupt

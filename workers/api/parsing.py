@@ -7,7 +7,7 @@ from typing import Any, Literal, cast, get_args
 from csattn.config import RestKind
 from csattn.selector_names import ABOUT
 from workers.api.fields import Fields
-from workers.api.foreign import take_foreign
+from workers.api.foreign import check_foreign_fields
 from workers.api.names import context_or_own
 from workers.api.tools import read_format, read_tools
 from workers.api.turns import read_continues, read_speaks_next, read_template, read_turns, require_answerable
@@ -36,7 +36,7 @@ Kind = Literal["chat", "text", "response"]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """What is to be answered, and the format of the answers."""
 
     asks: tuple[Ask, ...]  # `num_choices` for each prompt
@@ -47,12 +47,12 @@ class Asked:
     include_usage: bool = False  # in a stream's last chunk
 
 
-def read_chat(body: object, request_id: str, model: str, limits: LimitSettings) -> Asked:
+def read_chat(body: object, request_id: str, model: str, limits: LimitSettings) -> ParsedRequest:
     """Read a body for /v1/chat/completions."""
     return _read(Fields(body), request_id, model, limits, "chat", _chat_part)
 
 
-def read_completion(body: object, request_id: str, model: str, limits: LimitSettings) -> Asked:
+def read_completion(body: object, request_id: str, model: str, limits: LimitSettings) -> ParsedRequest:
     """Read a body for /v1/completions."""
     return _read(Fields(body), request_id, model, limits, "text", _completion_part)
 
@@ -60,10 +60,10 @@ def read_completion(body: object, request_id: str, model: str, limits: LimitSett
 Part = Callable[[Fields, LimitSettings], dict[str, Any]]
 
 
-def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, kind: Kind, part: Part) -> Asked:
-    asked_model = fields.needed_text("model", 256)
+def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, kind: Kind, part: Part) -> ParsedRequest:
+    requested_model = fields.needed_text("model", 256)
     own = part(fields, limits)
-    _refuse_what_is_not_done(fields)
+    _refuse_unsupported(fields)
     stream, include_usage, reports_usage = _stream(fields)
     most = limits.max_concurrent_requests + limits.max_queued_requests
     num_choices = fields.whole("n", 1, most) or 1
@@ -71,14 +71,16 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, ki
     if num_choices * len(prompts or [None]) > most:
         fields.refuse("prompt", f"and n ask for more than {most} answers, for which this service has no room")
     sampling = read_sampling(fields, **{name: own.pop(name) for name in ("max_new_tokens", "top_logprobs")})
-    ours = read_ours(fields)
+    extensions = read_extensions(fields)
     fields.finish()
-    context = context_or_own(asked_model, model)
-    ask = Ask(request_id=request_id, context=context, sampling=sampling, reports_usage=reports_usage, **own, **ours)
+    context = context_or_own(requested_model, model)
+    ask = Ask(
+        request_id=request_id, context=context, sampling=sampling, reports_usage=reports_usage, **own, **extensions
+    )
     each = [ask] if prompts is None else [replace(ask, prompt=prompt) for prompt in prompts]
     asks = tuple(choice for ask in each for choice in _choices(ask, num_choices))
     named = (replace(ask, request_id=f"{request_id}-{i}" if i else request_id) for i, ask in enumerate(asks))
-    return Asked(tuple(named), num_choices, asked_model, kind, stream, include_usage)
+    return ParsedRequest(tuple(named), num_choices, requested_model, kind, stream, include_usage)
 
 
 def read_sampling(fields: Fields, max_new_tokens: int, top_logprobs: int | None) -> Sampling:
@@ -102,7 +104,7 @@ def read_sampling(fields: Fields, max_new_tokens: int, top_logprobs: int | None)
     )
 
 
-def read_ours(fields: Fields) -> dict[str, Any]:
+def read_extensions(fields: Fields) -> dict[str, Any]:
     """Read the fields of this service alone, and vLLM's `cache_salt`."""
     return {
         "cache_salt": fields.text("cache_salt", MAX_SALT_CHARS) or "",
@@ -182,10 +184,10 @@ def max_new_tokens(fields: Fields, names: tuple[str, ...], default: int, limits:
     """Read how many tokens are asked for, at most limits.max_new_tokens: a longer answer ends there, as it does at the
     model's last position."""
     given = {name: fields.whole(name, lowest, MAX_NUM_TOKENS) for name in names}
-    said = {name: value for name, value in given.items() if value is not None}
-    if len(set(said.values())) > 1:
+    sent = {name: value for name, value in given.items() if value is not None}
+    if len(set(sent.values())) > 1:
         fields.refuse(names[0], f"and {names[1]} differ; send one of them")
-    return min(next(iter(said.values()), default), limits.max_new_tokens)
+    return min(next(iter(sent.values()), default), limits.max_new_tokens)
 
 
 def _stream(fields: Fields) -> tuple[bool, bool, bool]:
@@ -237,14 +239,14 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     return tuple(biases)
 
 
-def ignore_what_changes_nothing(fields: Fields) -> None:
+def ignore_neutral(fields: Fields) -> None:
     fields.ignore(*IGNORED)
-    take_foreign(fields)
+    check_foreign_fields(fields)
 
 
-def _refuse_what_is_not_done(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     """Refuse OpenAI's fields that would change the answer and are not supported; only neutral values pass."""
-    ignore_what_changes_nothing(fields)
+    ignore_neutral(fields)
     fields.only("modalities", ["text"], why="only text is written")
     fields.only("audio", why="only text is written")
     fields.only("prediction", why="answers are not predicted")

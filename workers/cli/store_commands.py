@@ -139,17 +139,17 @@ def listing(store: Path | str) -> dict[str, Any]:
         faults = {path.name: error for path, error in broken.items()}
         kept = kept_files(Path(store))
     building = [work for work in unfinished if is_being_built(work)]
-    out.print(_shelf(store, found))
+    out.print(_artifact_table(store, found))
     if kept.num_bytes:
-        out.print(f"{_told(store, kept)}; `csattn gc --kept` removes it", soft_wrap=True)
+        out.print(f"{_describe_kept(store, kept)}; `csattn gc --kept` removes it", soft_wrap=True)
     for name, error in faults.items():
         err.print(f"not usable: {name}: {error}", soft_wrap=True)
     for work in unfinished:
         if work in building:
             err.print(f"being built: {work.name}")
         else:
-            told = f"unfinished: {work.name}; the same build goes on with it, `csattn gc` removes it"
-            err.print(told, soft_wrap=True)
+            line = f"unfinished: {work.name}; the same build goes on with it, `csattn gc` removes it"
+            err.print(line, soft_wrap=True)
     return {
         "store": str(store),
         "artifacts": [
@@ -172,7 +172,7 @@ def listing(store: Path | str) -> dict[str, Any]:
     }
 
 
-def _shelf(store: Path | str, found: Sequence[ArtifactSummary]) -> Table:
+def _artifact_table(store: Path | str, found: Sequence[ArtifactSummary]) -> Table:
     rows = [
         [
             of.artifact_id,
@@ -191,7 +191,7 @@ def _shelf(store: Path | str, found: Sequence[ArtifactSummary]) -> Table:
     return shown
 
 
-def _told(store: Path | str, kept: KeptFiles) -> str:
+def _describe_kept(store: Path | str, kept: KeptFiles) -> str:
     """Return in words what services keep of prompts and turns."""
     contexts = f"{counted(kept.num_contexts, 'context')} of prompts ({size(kept.context_bytes)})"
     return f"{store}/{DIRECTORY} has {contexts} and rows of turns ({size(kept.row_bytes)})"
@@ -236,5 +236,5 @@ def _clean_kept(store: Path) -> int:
     gone = before.num_bytes - after.num_bytes
     out.print(f"removed {size(gone)} of prompts and turns from {store / DIRECTORY}")
     if after.num_bytes:
-        err.print(f"{_told(store, after)}, which is in use, or may not be removed", soft_wrap=True)
+        err.print(f"{_describe_kept(store, after)}, which is in use, or may not be removed", soft_wrap=True)
     return gone

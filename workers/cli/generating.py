@@ -26,7 +26,7 @@ from workers.engine.opening import open_engine, require_together
 from workers.engine.own_choice import SELECTOR as OWN_CHOICE
 from workers.serving.step_engine import StepEngine
 
-_MUCH_S = 1.0  # compile time from which it is reported
+_REPORTED_COMPILE_S = 1.0  # compile time from which it is reported
 
 
 def search_config(keep: float, lookahead: int, search_period: int, window_len: int, rest: str | None) -> SearchConfig:
@@ -81,8 +81,8 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
         with install_listener("numba:compile", TimingListener()) as compiling:
             sparse = _answer(loaded, artifact, config, options.selector, prompt, options)
         compile_s = compiling.duration if compiling.done else 0.0
-        result = {**sparse.to_json(), **_asked_for(config, sparse, artifact), "compile_s": compile_s}
-        if compile_s > _MUCH_S:
+        result = {**sparse.to_json(), **_requested(config, sparse, artifact), "compile_s": compile_s}
+        if compile_s > _REPORTED_COMPILE_S:
             out.print(
                 f"Compiling kernels took {compile_s:.0f} s, once for this machine: partly before the question was "
                 "read, partly in the time to its first token."
@@ -95,11 +95,11 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
     return result
 
 
-def _asked_for(config: SearchConfig, said: Answer, artifact: Artifact) -> dict[str, Any]:
+def _requested(config: SearchConfig, result: Answer, artifact: Artifact) -> dict[str, Any]:
     """Return the options, besides the selector, that the answer depends on."""
-    if said.selector == OWN_CHOICE:
+    if result.selector == OWN_CHOICE:
         return {"keep": None, "rest": "none"}
-    selector = cast(SelectorName, said.selector)
+    selector = cast(SelectorName, result.selector)
     rest = resolve_rest(config, selector, artifact.spec.index_config.layout)
     return {"keep": config.keep, "rest": rest}
 
@@ -162,13 +162,13 @@ def comparison(title: str, sparse: Answer, full: Answer) -> Any:
     """Return a table of both answers' speed and rows read."""
     rows = [
         [
-            "the model's own choice" if said.selector == OWN_CHOICE else name,
-            said.selector,
-            f"{said.first_token_s * 1e3:.0f} ms",
-            f"{said.tokens_per_s:.1f}",
-            f"{said.rows_read_per_step:.0f}",
-            f"{100 * said.rows_read_per_step / said.rows_full_attention:.1f} %",
+            "the model's own choice" if result.selector == OWN_CHOICE else name,
+            result.selector,
+            f"{result.first_token_s * 1e3:.0f} ms",
+            f"{result.tokens_per_s:.1f}",
+            f"{result.rows_read_per_step:.0f}",
+            f"{100 * result.rows_read_per_step / result.rows_full_attention:.1f} %",
         ]
-        for name, said in (("sparse", sparse), ("full attention", full))
+        for name, result in (("sparse", sparse), ("full attention", full))
     ]
     return table(title, ["", "selector", "first token", "tokens/s", "rows read per step and head", "of all"], rows)

@@ -10,8 +10,8 @@ import pytest
 from tests.tiny import loaded
 from workers.capacity import context_bytes, spec_of
 from workers.doctor.facts import Gpu
-from workers.service import found
-from workers.service.found import found_here
+from workers.service import machine
+from workers.service.machine import describe_machine
 from workers.settings import EngineSettings, Settings, StoreSettings
 
 Usage = namedtuple("Usage", "free")
@@ -22,37 +22,37 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """On a machine with room for seven contexts as long as there are positions."""
     model = loaded()
     needed = sum(context_bytes(spec_of(model.geometry, model.geometry.max_positions)))
-    monkeypatch.setattr(found, "host_memory_bytes", lambda: 8 * needed - 1)
-    monkeypatch.setattr(found, "available_cpus", lambda: 3)
-    monkeypatch.setattr(found, "visible_gpus", tuple)
-    monkeypatch.setattr(found, "shutil", SimpleNamespace(disk_usage=lambda path: Usage(5 << 30)))
+    monkeypatch.setattr(machine, "host_memory_bytes", lambda: 8 * needed - 1)
+    monkeypatch.setattr(machine, "available_cpus", lambda: 3)
+    monkeypatch.setattr(machine, "visible_gpus", tuple)
+    monkeypatch.setattr(machine, "shutil", SimpleNamespace(disk_usage=lambda path: Usage(5 << 30)))
     settings = Settings(store=StoreSettings(path=tmp_path))
     return replace(settings, build=replace(settings.build, dtype="bfloat16"))
 
 
 def test_it_is_one_line(settings: Settings) -> None:
-    line = found_here(settings, loaded())
+    line = describe_machine(settings, loaded())
     assert line.startswith("no GPU, 3 CPUs, 0.0 GiB of memory and 5.0 GiB of disk for the store; room")
     assert line.endswith(f" 7 contexts of {loaded().geometry.max_positions:,} tokens") and "\n" not in line
 
 
 def test_workers_of_one_machine_share_its_memory(settings: Settings) -> None:
     """Of nearly eight contexts, each of three has room for two."""
-    line = found_here(settings, loaded(), 3)
+    line = describe_machine(settings, loaded(), 3)
     assert " 0.0 GiB of memory, shared by 3 workers, and " in line and " 2 contexts of " in line
 
 
 def test_a_budget_is_kept(settings: Settings) -> None:
     engine = EngineSettings(context_bytes=1)
-    assert " 0 contexts of " in found_here(replace(settings, engine=engine), loaded())
+    assert " 0 contexts of " in describe_machine(replace(settings, engine=engine), loaded())
 
 
 def test_gpus_are_told_with_their_links(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(Gpu("NVIDIA H200", "570.1", 140_000, 143_771, "5.0 x16") for _ in range(2))
-    monkeypatch.setattr(found, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
     cuda = SimpleNamespace(mem_get_info=lambda: (1 << 40, 1 << 40))
-    monkeypatch.setattr(found, "torch", SimpleNamespace(cuda=cuda))
-    line = found_here(replace(settings, engine=EngineSettings(placement="hybrid", num_contexts=6)), loaded())
+    monkeypatch.setattr(machine, "torch", SimpleNamespace(cuda=cuda))
+    line = describe_machine(replace(settings, engine=EngineSettings(placement="hybrid", num_contexts=6)), loaded())
     assert line.startswith("2 × NVIDIA H200 (136.7 GiB of 140.4 GiB free, PCIe 5.0 x16), 3 CPUs")
     assert " 6 contexts of " in line
 
@@ -64,8 +64,8 @@ def test_several_gpus_have_room_together(
     """Each has as much as the weights, or a context, take in all."""
     model = loaded()
     kv, index = context_bytes(spec_of(model.geometry, model.geometry.max_positions, "bfloat16"))
-    monkeypatch.setattr(found, "weights_on_device", lambda model: kv + index)
+    monkeypatch.setattr(machine, "weights_on_device", lambda model: kv + index)
     cuda = SimpleNamespace(mem_get_info=lambda: (kv + index, kv + index))
-    monkeypatch.setattr(found, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(machine, "torch", SimpleNamespace(cuda=cuda))
     engine = EngineSettings(placement="device", num_contexts=6, num_devices=num_devices)
-    assert f" {room} contexts of " in found_here(replace(settings, engine=engine), model)
+    assert f" {room} contexts of " in describe_machine(replace(settings, engine=engine), model)

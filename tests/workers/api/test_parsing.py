@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.api.asking import Asked, read_chat, read_completion, read_new_context
 from workers.api.errors import error_body
 from workers.api.names import context_of, context_or_own, short_model_name
+from workers.api.parsing import ParsedRequest, read_chat, read_completion, read_new_context
 from workers.serving.messages import Ask, BadRequestError, ServingError, Tool, ToolCall, Turn, UnknownModelError
 from workers.settings import LimitSettings
 
@@ -27,7 +27,7 @@ def completion(**fields: Any) -> Any:
     return read_completion({**TEXT, **fields}, "id", MODEL, LIMITS)
 
 
-def ask_of(asked: Asked) -> Ask:
+def ask_of(asked: ParsedRequest) -> Ask:
     """The only one."""
     [ask] = asked.asks
     return ask

@@ -9,20 +9,20 @@ from csattn.models import LoadedModel
 from csattn.models.families import describe
 from csattn.models.weight_sizes import device_bytes as weights_on_device
 from offload.budget import host_memory_bytes
-from workers.capacity import room_for_contexts, spec_of, told_lens
+from workers.capacity import reported_context_lens, room_for_contexts, spec_of
 from workers.doctor.facts import Gpu, visible_gpus
 from workers.doctor.findings import gib
 from workers.settings import Settings
 
 
-def found_here(settings: Settings, loaded: LoadedModel, num_workers: int = 1) -> str:
+def describe_machine(settings: Settings, loaded: LoadedModel, num_workers: int = 1) -> str:
     """Describe this process's machine, once the model is loaded. num_workers: processes that share its memory."""
     device_bytes, host_bytes = 0, host_memory_bytes()
     if settings.engine.placement != "cpu":
         of_first = torch.cuda.mem_get_info()[0]  # others have as much each, and hold a share of contexts and weights
         device_bytes = settings.engine.num_devices * of_first - weights_on_device(loaded.model)
     rooms, model = [], describe(loaded.model.config)
-    for context_len in told_lens(loaded.geometry):
+    for context_len in reported_context_lens(loaded.geometry):
         spec = spec_of(loaded.geometry, context_len, settings.build.dtype, settings.build.preset)
         room = room_for_contexts(spec, settings.engine, host_bytes // num_workers, device_bytes, model)
         rooms.append(f"{room} contexts of {context_len:,} tokens")

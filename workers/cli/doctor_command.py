@@ -10,7 +10,7 @@ from rich.text import Text
 from csattn.errors import ConfigError
 from workers.cli.terminal import out
 from workers.doctor import Finding, examine, gather_facts
-from workers.words import counted, harmless
+from workers.words import counted, printable
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
@@ -40,8 +40,8 @@ def doctor(store: Path, model: str | None, weights: str | None) -> dict[str, Any
 def _table(findings: list[Finding]) -> Table:
     shown = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
-        words = Text(harmless(finding.text))
+        words = Text(printable(finding.text))
         if finding.remedy:
-            words.append(f"\n→ {harmless(finding.remedy)}", style="bold")
+            words.append(f"\n→ {printable(finding.remedy)}", style="bold")
         shown.add_row(Text(finding.status, style=_STYLES[finding.status]), Text(finding.check), words)
     return shown

@@ -77,10 +77,10 @@ class Team:
         if crew.sleepers:  # a thread that falls asleep right now misses this run only
             open_run(stages, shared, address, self._number)
             crew.wake()
-            sound = finish_run(shared)
+            succeeded = finish_run(shared)
         else:
-            sound = run_at_once(stages, shared, address, self._number)
-        if not sound:
+            succeeded = run_at_once(stages, shared, address, self._number)
+        if not succeeded:
             crew.require_sound()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from csattn.selection import Selection
 from csattn.selectors.base import ContextLayer, ContextView
-from csattn.selectors.top_rows import RowsSoFar, group_shares, top_rows
+from csattn.selectors.top_rows import AppendedRows, group_shares, top_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ExactSelector:
     def __init__(self, layer: ContextLayer, view: ContextView):
         self._keys = layer.keys
         self._view = view
-        self._tail = RowsSoFar(layer.keys)
+        self._tail = AppendedRows(layer.keys)
 
     @property
     def search_bytes(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from csattn.selection import Selection
 from csattn.selectors.base import ContextLayer, ContextView
-from csattn.selectors.top_rows import RowsSoFar, mask_resident, padded_selection
+from csattn.selectors.top_rows import AppendedRows, mask_resident, padded_selection
 
 _SEED = 1234
 _KEYS_PER_BLOCK = 4096
@@ -76,8 +76,8 @@ class MagicpigSelector:
 
     def __init__(self, prepared: PreparedMagicpig, view: ContextView):
         self._prepared, self._view = prepared, view
-        self._tail_keys = RowsSoFar(prepared.keys)
-        self._tail_codes = RowsSoFar(torch.empty(len(prepared.keys), 0, prepared.num_tables, dtype=torch.int16))
+        self._tail_keys = AppendedRows(prepared.keys)
+        self._tail_codes = AppendedRows(torch.empty(len(prepared.keys), 0, prepared.num_tables, dtype=torch.int16))
         self.search_bytes = 0
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:

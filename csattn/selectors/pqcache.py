@@ -14,7 +14,7 @@ from torch import Tensor
 from csattn.selection import Selection
 from csattn.selectors.base import ContextLayer, ContextView
 from csattn.selectors.key_clusters import kmeans, nearest_centroids
-from csattn.selectors.top_rows import RowsSoFar, group_shares, joined, top_rows
+from csattn.selectors.top_rows import AppendedRows, group_shares, joined, top_rows
 
 _SEED = 1234
 
@@ -56,7 +56,7 @@ class PqcacheSelector:
 
     def __init__(self, prepared: PreparedPqcache, view: ContextView):
         self._prepared, self._view = prepared, view
-        self._tail = RowsSoFar(prepared.codes)
+        self._tail = AppendedRows(prepared.codes)
 
     @property
     def search_bytes(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from csattn.selection import Rest, Selection
 from csattn.selectors.base import ContextLayer, ContextView
-from csattn.selectors.top_rows import RowsSoFar, mask_resident, top_rows
+from csattn.selectors.top_rows import AppendedRows, mask_resident, top_rows
 
 
 class PreparedSparq:
@@ -40,7 +40,7 @@ class SparqSelector:
 
     def __init__(self, prepared: PreparedSparq, view: ContextView):
         self._prepared, self._view = prepared, view
-        self._tail = RowsSoFar(prepared.keys)
+        self._tail = AppendedRows(prepared.keys)
         self._value_sum = prepared.value_sum
 
     @property

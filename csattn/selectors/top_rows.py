@@ -56,7 +56,7 @@ def joined(of_context: Tensor, of_tail: Tensor) -> Tensor:
     return torch.cat([of_context, of_tail], dim=1) if of_tail.shape[1] else of_context
 
 
-class RowsSoFar:
+class AppendedRows:
     """An array of rows that are appended one by one: [num_kv_heads, num_rows, width].
 
     Versions share memory: extending one a second time overwrites what the first extension appended.
@@ -71,7 +71,7 @@ class RowsSoFar:
     def rows(self) -> Tensor:
         return self._room[:, : self.num_rows]
 
-    def with_row(self, row: Tensor) -> "RowsSoFar":
+    def with_row(self, row: Tensor) -> "AppendedRows":
         """Return these rows and one more; this object does not change. row: [num_kv_heads, width]."""
         more = copy(self)
         if self.num_rows == self._room.shape[1]:

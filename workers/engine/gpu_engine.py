@@ -397,7 +397,7 @@ class GpuEngine:
             partial(place_segment, device=placed.device),
             join_on_device,
             layers_at_once=LAYERS_AT_ONCE,
-            side_by_side=self._side_by_side.map,
+            parallel_map=self._side_by_side.map,
         )
 
     def _segments(self, slot: int, tail_len: int) -> int:

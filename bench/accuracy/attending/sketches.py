@@ -74,7 +74,7 @@ class SketchCodes(Codes):
         normalisers = normaliser(scores, exponent[:, None])
         shares = scores.sub_((normalisers - normalisers.amin(1, keepdim=True))[..., None])
         best = shares.amax(1).clamp_(-_LARGEST_GROUP_SCORE, _LARGEST_GROUP_SCORE)
-        if self._index.heeds_marks(top_k):
+        if self._index.uses_marks(top_k):
             best.masked_fill_(self._marks[:, None], _LARGEST_GROUP_SCORE)
         rows = torch.arange(best.shape[2], dtype=torch.float64, device=best.device)
         return best.double().sub_(rows / _MOST_ROWS)
@@ -125,13 +125,13 @@ def integer_queries(
     p, differences = coordinates.double(), means.double() - means[:, :1].double()
     total = (p.abs() * half).sum(-1) + differences.abs()
     room = SCORE_ROOM - float(half.sum()) / 2
-    asked = torch.maximum(p.abs().amax(-1) / LARGEST_MULTIPLIER, total / room).amax(1)
-    sound = asked <= 2.0**LARGEST_EXPONENT  # not where it is no number
-    most = torch.where(sound, asked, 0.0).amax(1).clamp_min(2.0**-LARGEST_EXPONENT)
+    required = torch.maximum(p.abs().amax(-1) / LARGEST_MULTIPLIER, total / room).amax(1)
+    fits = required <= 2.0**LARGEST_EXPONENT  # not where it is no number
+    most = torch.where(fits, required, 0.0).amax(1).clamp_min(2.0**-LARGEST_EXPONENT)
     fraction, exponent = torch.frexp(most)
     exponent = exponent - (fraction == 0.5).int()
     unit = torch.ldexp(torch.ones_like(most), exponent)[:, None, None]
-    counts = sound[:, None]
+    counts = fits[:, None]
     multipliers = (torch.where(counts[..., None], p, 0.0) / unit[..., None]).round()
     offsets = (torch.where(counts, differences, 0.0) / unit).round()
     return exponent, multipliers, offsets - ((multipliers @ largest.double()) / 2).floor()

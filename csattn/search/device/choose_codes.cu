@@ -307,9 +307,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const int* context_ids,   // [batch_size], -1: idle
     const int* row_top_ks,    // [batch_size], or null
     long long sink_len, long long window_len,
-    const int* marks_from,    // [num_contexts]: the K from which marks are heeded
-    const Sketch* sketches,   // [num_contexts], of this layer
-    const float* coordinates, const float* means, const u8* asked, long long max_segments,  // `Queries`
+    const int* min_top_ks_for_marks,  // [num_contexts]: the least top_k with which marks are used
+    const Sketch* sketches,           // [num_contexts], of this layer
+    const float* coordinates, const float* means, const u8* unit_exponents, long long max_segments,  // `Queries`
     const uint4* scores, long long max_keys,  // as score_codes writes them
     const u32* octaves,       // [slots, GROUP_SIZE, NUM_OCTAVES], as score_codes writes them
     uint4* set_aside,         // [slots, max_keys / UNIT_KEYS], if a block's group scores do not fit into its shared memory
@@ -328,8 +328,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
     const Share share(context.num_keys);
     const Meeting blocks{num_arrived + 32 * slot};
-    const bool heeds_marks = context_id >= 0 && context.top_k >= marks_from[context_id];
-    const u8* marks = heeds_marks ? sketches[context_id].marks : nullptr;
+    const bool uses_marks = context_id >= 0 && context.top_k >= min_top_ks_for_marks[context_id];
+    const u8* marks = uses_marks ? sketches[context_id].marks : nullptr;
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < NUM_BINS / 4; i += THREADS) counts[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) all.posted = reinterpret_cast<u32 (*)[BLOCKS][NUM_BINS]>(posted) + 2 * slot;
@@ -343,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     static_assert(GROUP_SIZE <= WARPS && NUM_OCTAVES == 4 * 32, "a warp has the counts of a query");
     const int of_warp = min(static_cast<int>(threadIdx.x) / 32, GROUP_SIZE - 1);
     const uint4 of_octaves = __ldcg(reinterpret_cast<const uint4*>(octaves + (slot * GROUP_SIZE + of_warp) * NUM_OCTAVES) + threadIdx.x % 32);
-    const int exponent = Unit(Queries{coordinates, means, asked, max_segments}, slot).exponent;
+    const int exponent = Unit(Queries{coordinates, means, unit_exponents, max_segments}, slot).exponent;
     const long long plane = max_keys / UNIT_KEYS;
     scores += slot * GROUP_SIZE * plane;
     uint4* group_scores = (IN_SHARED ? memory : set_aside + slot * plane + share.of_block) - share.of_block;

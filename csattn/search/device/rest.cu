@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
     const Sketch* sketches,   // [num_contexts], of this layer
     const int* context_lens,  // [num_contexts]
     const int* context_ids,   // [batch_size], -1: idle
-    const float* coordinates, const float* means, const u8* asked, long long max_segments,  // `Queries`
+    const float* coordinates, const float* means, const u8* unit_exponents, long long max_segments,  // `Queries`
     const float* tile_exponents, const float* sums, long long max_tiles,  // as score_codes writes them
     const int* kv_indices,    // [batch_size, num_heads, max_top_k]: the chosen keys, ascending
     const int* valid_len,     // [batch_size, num_heads]
@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
     const int num_keys = context_id < 0 ? 0 : context_lens[context_id], num_tiles = (num_keys + TILE_KEYS - 1) / TILE_KEYS;
     const Part part{static_cast<int>(num_tiles * blockIdx.x / REST_PARTS),
                     static_cast<int>(num_tiles * (blockIdx.x + 1) / REST_PARTS)};
-    const Queries queries{coordinates, means, asked, max_segments};
+    const Queries queries{coordinates, means, unit_exponents, max_segments};
     uint4* tray = memory + TRANSFORM_UNITS + HEAD_DIM / 4 + warp * FINE * WORD_PIECES;
     float* taken = reinterpret_cast<float*>(memory + TRANSFORM_UNITS + HEAD_DIM / 4 + WARPS * FINE * WORD_PIECES);
 #pragma unroll 1

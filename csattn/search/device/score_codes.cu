@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
     const int* context_lens,  // [num_contexts]
     const int* context_ids,   // [batch_size], -1: idle
     long long sink_len, long long window_len,
-    const float* coordinates, const float* means, const u8* asked, long long max_segments,  // `Queries`
+    const float* coordinates, const float* means, const u8* unit_exponents, long long max_segments,  // `Queries`
     uint4* scores, u32* octaves, float* exponents, float* sums, long long max_keys, long long max_tiles  // `Kept`, written
 ) {
     // [WARPS][STAGES][BLOCK_PIECES]; then, if (COUNTS), [WARPS][MOST_QUERIES][NUM_OCTAVES] counts
@@ -280,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) ring.fill(s, source);
     wait_then_let_next_start(static_cast<u32>(rows.segment_end));
-    const Queries queries{coordinates, means, asked, max_segments};
+    const Queries queries{coordinates, means, unit_exponents, max_segments};
     const Kept kept{scores, octaves, exponents, sums, max_keys, max_tiles};
     for (; at.goes_on(); at.next()) {
         const int num_queries = at.group->num_rows * GROUP_SIZE;

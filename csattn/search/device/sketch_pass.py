@@ -71,7 +71,7 @@ class SketchPass:
         self._segment_room = -(-max_segments // SEGMENT_STEP) * SEGMENT_STEP
         self._coordinates = memory(queries * self._segment_room, shape.num_coords)
         self._means = memory(queries * self._segment_room)
-        self._asked = memory(queries * self._segment_room, dtype=torch.uint8)
+        self._unit_exponents = memory(queries * self._segment_room, dtype=torch.uint8)
         self._scores = memory(queries * self.max_keys * keeps_scores, dtype=torch.int16)
         self._octave_counts = memory(queries * keeps_scores, NUM_OCTAVES, dtype=torch.int32)
         beside = keeps_scores and not self._group_scores_fit
@@ -120,7 +120,7 @@ class SketchPass:
             (self._choosing, self.shape.num_index_heads, self.batch_size),
             self._choosing_threads,
             *(indexes.context_lens, indexes.top_ks, context_ids, top_ks),
-            *(config.sink_len, config.window_len, indexes.marks_from),
+            *(config.sink_len, config.window_len, indexes.min_top_ks_for_marks),
             *(indexes.tables[layer_idx], *self._queries),
             *(self._scores, self.max_keys, self._octave_counts, self._group_scores, self._arrived, self._counted),
             *(out.kv_indices, out.valid_len, out.kv_indices.shape[2]),
@@ -151,7 +151,7 @@ class SketchPass:
     @property
     def _queries(self) -> tuple[Tensor, Tensor, Tensor, int]:
         """The fields of struct Queries in codes.cuh."""
-        return self._coordinates, self._means, self._asked, self._segment_room
+        return self._coordinates, self._means, self._unit_exponents, self._segment_room
 
     @property
     def _block_bytes(self) -> int:

@@ -19,7 +19,7 @@ from csattn.config import IndexConfig
 from csattn.models import LoadedModel
 from csattn.models.lending import lent
 from csattn.models.query import PROJECTS_QUERIES, queries_before_rope
-from csattn.torch_threads import alone, threads_kept
+from csattn.torch_threads import on_one_thread, threads_kept
 from index_build.board import BuildProgress
 from index_build.layer import index_arrays
 from index_build.outbox import make_outbox
@@ -146,7 +146,7 @@ def fit_now_or_beside(loaded: LoadedModel, capture: "LayerCapture", leaving: Ten
     if capture.q.is_cuda or num_products * num_others > _PRODUCTS_BESIDE * capture.kv[:, :, 0].numel():
         fitted = fit()
         return lambda: fitted
-    return alone(fit)
+    return on_one_thread(fit)
 
 
 def _fit_query(model: Any, layer_idx: int, *samples: Tensor) -> dict[str, Tensor]:

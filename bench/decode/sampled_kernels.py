@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from csattn.attention.row_math import LEAST, mix, score_16, weigh
+from csattn.attention.row_math import LEAST, add_weighted_values, score_16, softmax_weights
 from csattn.cpu.addresses import LINE_BYTES, array_at
 from csattn.cpu.arguments import floats_of, number_at, word_of, words_at
 from csattn.cpu.jit import exact_kernel
@@ -174,7 +174,7 @@ def _attend(args: Any, piece: int, like: Any) -> None:
         room = -(-count // LANES) * LANES
         _score(floats_of(args.q, q_head, head_dim), rows, room, number_at(args.softmax_scale), weights, like)
         _add_log_weights(args, q_head, of_rows, room, weights)
-        weigh(weights, 0, count, room, part, head_dim)
+        softmax_weights(weights, 0, count, room, part, head_dim)
         _mix(weights, rows, room, part, like)
 
 
@@ -258,7 +258,7 @@ def _mix(
     for block in range(-EARLY_ROWS, room, LANES):
         _ask_for_halves(rows, block + EARLY_ROWS, room, head_dim, head_dim, like)
         if block >= 0:
-            mix(weights, block, rows[block:], LANES, head_dim, like, head_dim, part)
+            add_weighted_values(weights, block, rows[block:], LANES, head_dim, like, head_dim, part)
 
 
 @exact_kernel

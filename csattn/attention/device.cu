@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     float* products = (float*)(units + MAX_UNITS);       // [HEADS][2][HEAD_DIM], for ESTIMATE_REST
     // each warp arrives once for each item, and waits only when it needs what the other warps have stored for it
     u64* const all_stored = (u64*)(products + HEADS * 2 * HEAD_DIM * ESTIMATE_REST);
-    if (threadIdx.x == 0) make_barrier(all_stored, WARPS);
+    if (threadIdx.x == 0) init_barrier(all_stored, WARPS);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_item = (unsigned)(blockIdx.x * num_items) / gridDim.x;
     const int end_item = (unsigned)((blockIdx.x + 1) * num_items) / gridDim.x;
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         }
         if (ESTIMATE_REST && context >= 0) {
             __syncwarp();
-            for (int i = lane * 128; i < 2 * ROW_BYTES; i += 32 * 128) bring_to_l2(units[u - first_unit].means() + i);
+            for (int i = lane * 128; i < 2 * ROW_BYTES; i += 32 * 128) prefetch_l2(units[u - first_unit].means() + i);
         }
     }
     __syncthreads();

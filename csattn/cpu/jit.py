@@ -13,7 +13,7 @@ from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 from numpy.typing import NDArray
 
-from csattn.cpu.compile_turn import compile_in_turn
+from csattn.cpu.compile_lock import compile_under_lock
 from csattn.cpu.source_stamp import source_stamp
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -76,7 +76,7 @@ def c_function(function: Callable[..., Any], signature: Any) -> CFunc:
 def _share(compiled: Any, function: Callable[..., Any]) -> None:
     """Share the cached kernel with other processes, present and later, as long as its sources are the same."""
     _stamp(compiled, function)
-    compile_in_turn(compiled, function.__code__.co_filename)
+    compile_under_lock(compiled, function.__code__.co_filename)
 
 
 def _stamp(compiled: Any, function: Callable[..., Any]) -> None:

@@ -248,8 +248,8 @@ def largest_of_eights(typing_context, a, b, c, d):  # type: ignore[no-untyped-de
         compare, largest = _compare(builder, vector), []
         for value in values:
             for step in (1, 2, 4):
-                turned = shuffle(builder, [value, value], [lane ^ step for lane in range(vector.lanes)])
-                value = builder.select(compare(">", value, turned), value, turned)
+                shuffled = shuffle(builder, [value, value], [lane ^ step for lane in range(vector.lanes)])
+                value = builder.select(compare(">", value, shuffled), value, shuffled)
             largest.append(value)
         firsts = list(range(0, 2 * vector.lanes, 8))
         halves = [shuffle(builder, largest[i : i + 2], firsts) for i in (0, 2)]

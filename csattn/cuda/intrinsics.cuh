@@ -155,8 +155,8 @@ __device__ __forceinline__ u32 acquire(const u32* count) {
 
 // Prefetch into L2: the cache line at an address, or `bytes` from there, both multiples of 16. The latter does nothing before
 // compute capability 9.0.
-__device__ __forceinline__ void bring_to_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-__device__ __forceinline__ void bring_to_l2(const void* from, u32 bytes) {
+__device__ __forceinline__ void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+__device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
@@ -207,11 +207,11 @@ __device__ __forceinline__ void wait_for_all_copies() { asm volatile("cp.async.w
 
 // Barriers in shared memory (mbarrier): a phase ends when `count` threads have arrived and all expected bytes have been written
 
-__device__ __forceinline__ void make_barrier(u64* barrier, u32 count) {
+__device__ __forceinline__ void init_barrier(u64* barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 // Makes new barriers visible to TMA and to other blocks; the block's own threads see them after __syncthreads.
-__device__ __forceinline__ void barriers_are_made() {
+__device__ __forceinline__ void fence_barrier_init() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -257,10 +257,10 @@ __device__ __forceinline__ void load_bytes(void* to, const void* from, u32 bytes
 }
 #endif
 
-// A warp copies `count` pieces of `bytes`, a multiple of 16, the i-th from from(i) to to(i). This counts as COPIERS arrivals at
-// the barrier, given as its shared_address. All lanes take part.
+// A warp copies `count` pieces of `bytes`, a multiple of 16, the i-th from from(i) to to(i). This counts as
+// ARRIVALS_PER_LOAD arrivals at the barrier, given as its shared_address. All lanes take part.
 #if __CUDA_ARCH__ >= 900
-constexpr u32 COPIERS = 1;
+constexpr u32 ARRIVALS_PER_LOAD = 1;
 template <class To, class From>
 __device__ __forceinline__ void load_by_warp(u32 count, u32 bytes, u32 barrier, const To& to, const From& from) {
     const u32 lane = threadIdx.x % 32;
@@ -269,7 +269,7 @@ __device__ __forceinline__ void load_by_warp(u32 count, u32 bytes, u32 barrier, 
     for (u32 i = lane; i < count; i += 32) load_bytes(to(i), from(i), bytes, barrier);
 }
 #else
-constexpr u32 COPIERS = 32;
+constexpr u32 ARRIVALS_PER_LOAD = 32;
 template <class To, class From>
 __device__ __forceinline__ void load_by_warp(u32 count, u32 bytes, u32 barrier, const To& to, const From& from) {
 #pragma unroll 1
@@ -334,8 +334,8 @@ template <u32 NUM_BLOCKS> struct Cluster {
         : rank(rank_), place(shared_address(&barrier)), parity(0) {
         if (NUM_BLOCKS == 1) return;
         if (threadIdx.x == 0) {
-            make_barrier(&barrier, NUM_BLOCKS);
-            barriers_are_made();
+            init_barrier(&barrier, NUM_BLOCKS);
+            fence_barrier_init();
         }
         cluster_sync();
     }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.cpu.byte_lanes import add_byte_dots, spread_byte, turn_fours
+from csattn.cpu.byte_lanes import add_byte_dots, gather_byte, transpose_bytes
 from csattn.cpu.jit import exact_kernel, inlined_kernel
 from csattn.cpu.lanes import fma, larger, largest_lane, sum_of_lanes, where_equal
 from csattn.cpu.simd import (
@@ -78,8 +78,8 @@ def weigh_chunk(
         weight = convert(I32x16, power + load(F32x16, _DITHER, i % BLOCK_KEYS))
         weight = where_equal(score, not_counted, zero, weight)
         sums += weight
-        store(weights, to + 2 * i, spread_byte(weight, 0))
-        store(weights, to + 2 * i + LANES, spread_byte(weight, 1))
+        store(weights, to + 2 * i, gather_byte(weight, 0))
+        store(weights, to + 2 * i + LANES, gather_byte(weight, 1))
         if i % (2 * LANES) == 0:
             prefetch_early(codes, word + (i // BLOCK_KEYS + AHEAD_BLOCKS) * block_words + i % BLOCK_KEYS)
     return top, np.int64(sum_of_lanes(sums))
@@ -145,7 +145,7 @@ def _add_one(
         for block in range(num_blocks):
             begin = (place + block * num_words) * BLOCK_KEYS
             for i in range(begin, begin + BLOCK_KEYS, LANES):
-                word = turn_fours(load(I32xTile, codes, i + lane))
+                word = transpose_bytes(load(I32xTile, codes, i + lane))
                 row = _add_word(row, word & mask, (word >> step) & mask, weights, at)
                 at += 2 * LANES
         _add_to(sums, to, row, scale)
@@ -182,7 +182,7 @@ def _add_four_in(lane, codes, place, num_words, num_blocks, weights, scales, sum
     for block in range(num_blocks):
         begin = (place + block * num_words) * BLOCK_KEYS
         for i in range(begin, begin + BLOCK_KEYS, LANES):
-            word = turn_fours(load(I32xTile, codes, i + lane))
+            word = transpose_bytes(load(I32xTile, codes, i + lane))
             if lane == 0 and i % (2 * LANES) != 0:  # `weigh_chunk` has prefetched the others
                 prefetch_early(codes, i + AHEAD_BLOCKS * num_words * BLOCK_KEYS)
             low, high = word & mask, (word >> step) & mask

@@ -32,7 +32,7 @@ from csattn.sketch.reference import (
     TRANSFORM_BITS,
     sample_of_queries,
 )
-from csattn.torch_threads import Map, alone, one_thread
+from csattn.torch_threads import Map, on_one_thread, one_thread
 
 # Rows of a head that are held in floating point at a time. On a CPU: enough that threads seldom wait for the GIL.
 # A block's sum of products of codes must be exact in float32.
@@ -74,7 +74,7 @@ def sketch_arrays(
         if kv.is_cuda:
             return arrays | _sketch_heads(queries, kv, words, starts, parallel_map)
         heads = [None] * num_heads if queries is None else torch.split(queries, 1), torch.split(kv, 1)
-        of_head = alone(partial(_sketch_heads, words=words, segment_starts=starts, parallel_map=map))
+        of_head = on_one_thread(partial(_sketch_heads, words=words, segment_starts=starts, parallel_map=map))
         made = list(parallel_map(of_head, *heads))
     return arrays | {name: torch.cat([of_one[name] for of_one in made]) for name in made[0]}
 
@@ -290,7 +290,7 @@ def _eigh(matrices: Tensor, parallel_map: Map) -> tuple[Tensor, Tensor]:
     if on_gpu:
         torch.cuda.current_stream(matrices.device).synchronize()
 
-    @alone
+    @on_one_thread
     def decompose(number: int) -> None:
         values[number], columns = torch.linalg.eigh(here[number])
         vectors[number] = columns.mT

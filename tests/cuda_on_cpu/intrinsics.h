@@ -92,8 +92,8 @@ static inline u32 acquire(const u32* count) {
     return __atomic_load_n(count, __ATOMIC_ACQUIRE);
 }
 
-static inline void bring_to_l2(const void*) {}
-static inline void bring_to_l2(const void* from, u32 bytes) {
+static inline void prefetch_l2(const void*) {}
+static inline void prefetch_l2(const void* from, u32 bytes) {
     volatile char last = static_cast<const char*>(from)[bytes - 1];  // what is asked for is there
 }
 
@@ -131,10 +131,10 @@ static inline void end_phase_if_all_is_here(BarrierState& state) {
     state.pending = state.count;
     state.phase = !state.phase;
 }
-static inline void make_barrier(u64* barrier, u32 count) {
+static inline void init_barrier(u64* barrier, u32 count) {
     state_of(barrier) = {static_cast<u16>(count), static_cast<u16>(count), 0, 0};
 }
-static inline void barriers_are_made() {}
+static inline void fence_barrier_init() {}
 static inline void arrive_expecting(u64* barrier, u32 bytes) {
     state_of(barrier).missing_bytes += bytes;
     --state_of(barrier).pending;
@@ -159,7 +159,7 @@ static inline void load_bytes(void* to, const void* from, u32 bytes, u64* barrie
 static inline void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
     load_bytes(__cvta_shared_to_generic(to), from, bytes, barrier_at(barrier));
 }
-constexpr u32 COPIERS = 1;
+constexpr u32 ARRIVALS_PER_LOAD = 1;
 template <class To, class From>
 static inline void load_by_warp(u32 count, u32 bytes, u32 barrier, const To& to, const From& from) {
     const u32 lane = threadIdx.x % 32;

@@ -10,7 +10,7 @@ import torch
 
 from csattn.config import SketchConfig
 from csattn.models.query import queries_before_rope
-from csattn.torch_threads import alone, one_thread, threads_kept
+from csattn.torch_threads import on_one_thread, one_thread, threads_kept
 from index_build import build_layers
 from index_build.capture import prefill
 from index_build.predictor import fit_predictor, sample_rows
@@ -98,7 +98,7 @@ def test_who_comes_later_has_all_threads(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def fit_later() -> dict[str, torch.Tensor]:
         assert in_index.wait(10)
-        return alone(fit)()
+        return on_one_thread(fit)()
 
     monkeypatch.setattr(build_layers, "index_arrays", make_index)
     model = loaded()
@@ -118,5 +118,5 @@ def test_what_a_predictor_fails_with_is_raised() -> None:
     model, num_threads = loaded(), torch.get_num_threads()
     capture, _ = next(iter(prefill(model.model, torch.from_numpy(token_ids(100)).long())))
     with ThreadPoolExecutor(2) as threads, pytest.raises(RuntimeError, match="no predictor"):
-        build_layers.index_beside(alone(fail), capture, SketchConfig(), threads)
+        build_layers.index_beside(on_one_thread(fail), capture, SketchConfig(), threads)
     assert torch.get_num_threads() == num_threads

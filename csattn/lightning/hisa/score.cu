@@ -230,9 +230,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_candidates(
     const hisa::Work of{&columns, &keys, weights, key_scale, lists, counts, items, num_items, taken, out,
                         static_cast<int>(num_queries), static_cast<int>(num_candidates), static_cast<int>(num_keys)};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) make_barrier(&s.here[i], 1), make_barrier(&s.used[i], GROUP / 32);
-        for (int i = 0; i < 2; ++i) make_barrier(&s.keys_here[i], 1), make_barrier(&s.keys_used[i], 2 * GROUP / 32);
-        barriers_are_made();
+        for (int i = 0; i < STAGES; ++i) init_barrier(&s.here[i], 1), init_barrier(&s.used[i], GROUP / 32);
+        for (int i = 0; i < 2; ++i) init_barrier(&s.keys_here[i], 1), init_barrier(&s.keys_used[i], 2 * GROUP / 32);
+        fence_barrier_init();
     }
     divide_work([&] { hisa::fetch(s, of); }, [&](int group) { hisa::score(s, of, group); });
 }

@@ -76,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     const long long query = blockIdx.y;
     const int own = threadIdx.x, quad = threadIdx.x % 4;
     const int first = blockIdx.x * static_cast<int>(pages_each);
-    if (own < PAGES) make_barrier(&s.arrivals[own], 1);
-    show_to_tensor_cores();  // and to TMA
+    if (own < PAGES) init_barrier(&s.arrivals[own], 1);
+    fence_async_proxy();  // for wgmma, and for TMA
     wait_then_let_next_start();
     for (int i = blockIdx.x * THREADS + own; i < num_counters; i += gridDim.x * THREADS)
         counters[query * num_counters + i] = 0;
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
         const int unit = i * THREADS + own;
         put_unit(s.query, unit / UNITS, unit % UNITS, channels[i]);
     }
-    show_to_tensor_cores();
+    fence_async_proxy();
     __syncthreads();
     scores += (query * max_pages + first) * PAGE_SIZE;
     Bests of_groups{bests + query * bests_stride, static_cast<int>(group_keys / 16), 0};

@@ -38,7 +38,7 @@ __device__ __forceinline__ void multiply_page(float (&products)[32], const char*
         const uint4 a = units[quad + 4 * odd], b = units[quad + 4 - 4 * odd];
         low[i] = odd ? b : a, high[i] = odd ? a : b;
     }
-    const u64 heads = operand_at(shared_address(query));
+    const u64 heads = operand_descriptor(shared_address(query));
     begin_products();
     multiply_keys(products, low[0].x, low[1].x, high[0].x, high[1].x, heads, 0);
     multiply_keys(products, low[0].y, low[1].y, high[0].y, high[1].y, heads + 2, 1);

@@ -128,9 +128,9 @@ template <class Work> __device__ void score(Shared& s, const Operands& of, const
 template <class Work> __device__ __forceinline__ void run(u8* memory, const Operands& of, const Work& work) {
     Shared& s = *reinterpret_cast<Shared*>(memory + (-shared_address(memory) & 1023));
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) make_barrier(&s.keys_here[i], 1), make_barrier(&s.keys_used[i], GROUP / 32);
-        for (int i = 0; i < 2; ++i) make_barrier(&s.item_here[i], 1), make_barrier(&s.item_used[i], 2 * GROUP / 32);
-        barriers_are_made();
+        for (int i = 0; i < STAGES; ++i) init_barrier(&s.keys_here[i], 1), init_barrier(&s.keys_used[i], GROUP / 32);
+        for (int i = 0; i < 2; ++i) init_barrier(&s.item_here[i], 1), init_barrier(&s.item_used[i], 2 * GROUP / 32);
+        fence_barrier_init();
     }
     divide_work([&] { fetch(s, of, work); }, [&](int group) { score(s, of, work, group); });
 }

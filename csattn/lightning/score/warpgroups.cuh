@@ -150,10 +150,10 @@ template <class Fetch, class Score> __device__ __forceinline__ void divide_work(
     wait_then_let_next_start();
     const int group = __shfl_sync(ALL_LANES, threadIdx.x / GROUP, 0);  // tells the compiler that a warp has one
     if (group == 2) {
-        leave_registers<FETCHING_REGISTERS>();
+        decrease_registers<FETCHING_REGISTERS>();
         if (threadIdx.x % GROUP < 32) fetch();
     } else {
-        take_registers<SCORING_REGISTERS>();
+        increase_registers<SCORING_REGISTERS>();
         score(group);
     }
 }

@@ -70,5 +70,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_listed(
     const u32 of_keys[4] = {keys.x, keys.y, keys.z, keys.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        if (of_keys[i] >= floor.key && place + i < num_rows) a.bring(place + i), b.bring(place + i);
+        if (of_keys[i] >= floor.key && place + i < num_rows) a.prefetch(place + i), b.prefetch(place + i);
 }

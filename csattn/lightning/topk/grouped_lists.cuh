@@ -137,8 +137,8 @@ struct NextRows {
     long long stride;
     u32 bytes;  // a multiple of 16, as is where a row begins
 
-    __device__ __forceinline__ void bring(u32 place) const {
-        if (rows) bring_to_l2(rows + static_cast<long long>(place) * stride, bytes);
+    __device__ __forceinline__ void prefetch(u32 place) const {
+        if (rows) prefetch_l2(rows + static_cast<long long>(place) * stride, bytes);
     }
 };
 

@@ -42,7 +42,7 @@ __device__ __forceinline__ u32 shift_for(u32 width) { return width < NUM_BINS ? 
 // One block chooses by itself, by a radix select of as many passes as it takes: if too many keys are in the bin of the top_k-th, as
 // when group scores tie, or if it is in none of the first bins.
 template <typename GroupScores>  // indexed by unit: uint4
-__device__ void choose_alone(GroupScores group_scores, int num_units, u32 wanted, Range range, Boundary boundary, u32* bins,
+__device__ void select_in_one_block(GroupScores group_scores, int num_units, u32 wanted, Range range, Boundary boundary, u32* bins,
                              u32* scratch, int* chosen) {
     u32 above = boundary.above;
     while (boundary.inside == 0 || (above + boundary.inside != wanted && range.last != range.low)) {

@@ -191,11 +191,11 @@ struct Bins {
 };
 
 // A barrier of the blocks of a slot. All of them run at the same time: all slots together have no more than the device has room for.
-struct Meeting {
+struct SlotBarrier {
     u32* num_arrived;  // keeps counting from launch to launch
 
     // Wait for all blocks. What any of their threads wrote to memory before, all of them see afterwards.
-    __device__ __forceinline__ void meet() const {
+    __device__ __forceinline__ void wait() const {
         __syncthreads();
         if (BLOCKS == 1) return;
         if (threadIdx.x == 0) {
@@ -311,12 +311,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const Sketch* sketches,           // [num_contexts], of this layer
     const float* coordinates, const float* means, const u8* unit_exponents, long long max_segments,  // `Queries`
     const uint4* scores, long long max_keys,  // as score_codes writes them
-    const u32* octaves,       // [slots, GROUP_SIZE, NUM_OCTAVES], as score_codes writes them
-    uint4* set_aside,         // [slots, max_keys / UNIT_KEYS], if a block's group scores do not fit into its shared memory
-    u32* num_arrived,         // [slots, 32]: see `Meeting`
-    u32* posted,              // [slots, 2, BLOCKS, NUM_BINS]: see `Counts`
-    int* kv_indices,          // [batch_size, num_index_heads, max_top_k], written
-    int* valid_len,           // [batch_size, num_index_heads], written
+    const u32* octaves,           // [slots, GROUP_SIZE, NUM_OCTAVES], as score_codes writes them
+    uint4* spilled_group_scores,  // [slots, max_keys / UNIT_KEYS], if a block's group scores do not fit into its shared memory
+    u32* num_arrived,             // [slots, 32]: see `SlotBarrier`
+    u32* posted,                  // [slots, 2, BLOCKS, NUM_BINS]: see `Counts`
+    int* kv_indices,              // [batch_size, num_index_heads, max_top_k], written
+    int* valid_len,               // [batch_size, num_index_heads], written
     long long max_top_k
 ) {
     extern __shared__ uint4 memory[];  // group scores of the block's keys
@@ -327,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
     const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
     const Share share(context.num_keys);
-    const Meeting blocks{num_arrived + 32 * slot};
+    const SlotBarrier barrier{num_arrived + 32 * slot};
     const bool uses_marks = context_id >= 0 && context.top_k >= min_top_ks_for_marks[context_id];
     const u8* marks = uses_marks ? sketches[context_id].marks : nullptr;
 #pragma unroll 1
@@ -346,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const int exponent = Unit(Queries{coordinates, means, unit_exponents, max_segments}, slot).exponent;
     const long long plane = max_keys / UNIT_KEYS;
     scores += slot * GROUP_SIZE * plane;
-    uint4* group_scores = (IN_SHARED ? memory : set_aside + slot * plane + share.of_block) - share.of_block;
+    uint4* group_scores = (IN_SHARED ? memory : spilled_group_scores + slot * plane + share.of_block) - share.of_block;
     const int resident = context.sink_end + context.num_keys - context.window_start;  // in fewer than resident / UNIT_KEYS + 4 units
     if (GROUP_SIZE > 1) normalisers.find(of_octaves, exponent, wanted + resident / UNIT_KEYS + 4);
     __syncthreads();
@@ -381,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     for (int round = 0;; ++round) {
         __syncthreads();
         all.post(counts, round);
-        blocks.meet();
+        barrier.wait();
         const Counts::Found found = all.find(wanted - above, round);
         above += found.above, above_before += found.above_in_before, equal_before = found.equal_in_before;
         const bool is_one_score = bins.is_one_score(found.bin);

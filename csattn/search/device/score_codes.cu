@@ -97,18 +97,18 @@ struct Rows {
     }
 
     // For the first tile this is called before the first `load`, while the kernel before this one still runs.
-    __device__ __forceinline__ void find_segment(const Walk& at, const Sketch* sketches) {
+    __device__ __forceinline__ void find_segment(const TileIterator& at, const Sketch* sketches) {
         const Sketch& sketch = sketches[at.group->context_id];
         segment = sketch.segment_of(at.tile * TILE_KEYS);
         segment_end = sketch.segment_end(segment, at.group->num_keys);
     }
 
-    __device__ __forceinline__ void load(const Walk& at, const Sketch* sketches, const Queries& all, const RowPlaces& places,
-                                         const Kept& kept) {
+    __device__ __forceinline__ void load(const TileIterator& at, const Sketch* sketches, const Queries& all,
+                                         const RowPlaces& places, const Kept& kept) {
         const int key = at.tile * TILE_KEYS;
         const bool is_first = head < 0, stays = at.group == group && at.head == head;
         if (stays && key < segment_end) return;
-        if (!stays) hand_over(kept);
+        if (!stays) flush_counts(kept);
         if (!is_first) find_segment(at, sketches);
         group = at.group, head = at.head;
         const int num_queries = group->num_rows * GROUP_SIZE;
@@ -132,7 +132,7 @@ struct Rows {
     }
 
     // Add the warp's counts to those of all warps, and clear them.
-    __device__ __forceinline__ void hand_over(const Kept& kept) const {
+    __device__ __forceinline__ void flush_counts(const Kept& kept) const {
         if (!COUNTS || head < 0) return;
         __syncwarp();
 #pragma unroll 1
@@ -152,8 +152,9 @@ struct Rows {
 // Store eight scores for each octet, from `key` on, and turn them into weights, in pairs, for `ValueSums`. EDGE: some of the keys may
 // be outside of the context, or may not be chosen.
 template <int OCTETS, bool TWINS, bool EDGE>
-__device__ __forceinline__ void weigh(const u32 (&scores)[OCTETS][8], const Rows& rows, const RowPlaces& places, int key,
-                                      const Context& context, Tile<OCTETS, TWINS>& tile, int half, u32 (&weights)[OCTETS][4]) {
+__device__ __forceinline__ void compute_weights(const u32 (&scores)[OCTETS][8], const Rows& rows, const RowPlaces& places, int key,
+                                                const Context& context, Tile<OCTETS, TWINS>& tile, int half,
+                                                u32 (&weights)[OCTETS][4]) {
     const u32 counted = EDGE ? keys_of(key, 0, context.num_keys) : 0xff;
     const u32 in_rest = EDGE ? keys_of(key, context.sink_end, context.window_start) : 0xff;
 #pragma unroll
@@ -199,7 +200,7 @@ __device__ __forceinline__ void add_block(const uint4* block, const Rows& rows, 
         read_words(block, rows.lanes, words);
         read_words(block + HALF_PIECES, rows.lanes, others);
         rows.twins.score(words, others, scores);
-        weigh<OCTETS, TWINS, EDGE>(scores, rows, places, key + lane / 16 * HALF_KEYS, context, tile, 0, weights);
+        compute_weights<OCTETS, TWINS, EDGE>(scores, rows, places, key + lane / 16 * HALF_KEYS, context, tile, 0, weights);
         if (!REST) return;
         tile.values.add(block, rows.lanes, weights);
 #pragma unroll
@@ -210,14 +211,15 @@ __device__ __forceinline__ void add_block(const uint4* block, const Rows& rows, 
         for (int half = 0; half < 2; ++half) {
             read_words(block + half * HALF_PIECES, rows.lanes, words);
             score_half<OCTETS>(words, rows.queries, scores);
-            weigh<OCTETS, TWINS, EDGE>(scores, rows, places, key + half * HALF_KEYS, context, tile, half, weights);
+            compute_weights<OCTETS, TWINS, EDGE>(scores, rows, places, key + half * HALF_KEYS, context, tile, half, weights);
             if (REST) tile.values.add(block + half * HALF_PIECES, rows.lanes, weights);
         }
     }
 }
 
 template <int OCTETS, bool TWINS>
-__device__ __forceinline__ void finish_tile(const Tile<OCTETS, TWINS>& tile, const RowPlaces& places, const Walk& at, const Kept& kept) {
+__device__ __forceinline__ void finish_tile(const Tile<OCTETS, TWINS>& tile, const RowPlaces& places, const TileIterator& at,
+                                            const Kept& kept) {
     const int c = threadIdx.x % 4;
 #pragma unroll
     for (int o = 0; o < OCTETS; ++o) {
@@ -232,8 +234,8 @@ __device__ __forceinline__ void finish_tile(const Tile<OCTETS, TWINS>& tile, con
 }
 
 template <int OCTETS, bool TWINS>
-__device__ __forceinline__ void add_tile(Ring& ring, Source& source, const Walk& at, const Context& context, const Rows& rows,
-                                         const RowPlaces& places, const Kept& kept) {
+__device__ __forceinline__ void add_tile(Ring& ring, BlockStream& stream, const TileIterator& at, const Context& context,
+                                         const Rows& rows, const RowPlaces& places, const Kept& kept) {
     const int first_key = at.tile * TILE_KEYS, end_key = first_key + at.num_blocks() * BLOCK_KEYS, lane = threadIdx.x % 32;
     Tile<OCTETS, TWINS> tile;
     tile.clear();
@@ -242,7 +244,7 @@ __device__ __forceinline__ void add_tile(Ring& ring, Source& source, const Walk&
         tile.scores[o] = kept.scores + (places.query[o] * kept.max_keys + first_key) / 8 + lane % 4 + TWINS * (lane / 16) * (HALF_KEYS / 8);
 #pragma unroll 1
     for (int key = first_key; key < end_key; key += BLOCK_KEYS) {
-        ring.fill(ring.last_read(), source);
+        ring.fill(ring.last_read(), stream);
         const uint4* block = ring.wait();
         if (key >= context.sink_end && key + BLOCK_KEYS <= context.window_start)
             add_block<OCTETS, TWINS, false>(block, rows, places, key, context, tile);
@@ -274,26 +276,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
     const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, num_warps = gridDim.x * WARPS;
     const u32 num_tiles = groups[num_groups].first_tile, each = num_tiles / num_warps, left = num_tiles % num_warps;
     const int first = warp * each + warp * left / num_warps, end = (warp + 1) * each + (warp + 1) * left / num_warps;
-    Walk at(groups, first, end);
-    Source source(at, sketches);
-    if (at.goes_on()) rows.find_segment(at, sketches);
+    TileIterator at(groups, first, end);
+    BlockStream stream(at, sketches);
+    if (at.has_tile()) rows.find_segment(at, sketches);
 #pragma unroll 1
-    for (int s = 0; s < STAGES - 1; ++s) ring.fill(s, source);
+    for (int s = 0; s < STAGES - 1; ++s) ring.fill(s, stream);
     wait_then_let_next_start(static_cast<u32>(rows.segment_end));
     const Queries queries{coordinates, means, unit_exponents, max_segments};
     const Kept kept{scores, octaves, exponents, sums, max_keys, max_tiles};
-    for (; at.goes_on(); at.next()) {
+    for (; at.has_tile(); at.next()) {
         const int num_queries = at.group->num_rows * GROUP_SIZE;
         const RowPlaces places(*at.group, at.head, num_queries <= 4);
         rows.load(at, sketches, queries, places, kept);
         const int num_keys = at.group->num_keys, sink_end = min(static_cast<int>(sink_len), num_keys);
         const Context context{num_keys, 0, sink_end, max(sink_end, num_keys - static_cast<int>(window_len))};
         if (num_queries <= 4)
-            add_tile<1, true>(ring, source, at, context, rows, places, kept);
+            add_tile<1, true>(ring, stream, at, context, rows, places, kept);
         else if (MOST_QUERIES > 4 && num_queries <= 8)
-            add_tile<1, false>(ring, source, at, context, rows, places, kept);
+            add_tile<1, false>(ring, stream, at, context, rows, places, kept);
         else if (MOST_QUERIES > 8)
-            add_tile<2, false>(ring, source, at, context, rows, places, kept);
+            add_tile<2, false>(ring, stream, at, context, rows, places, kept);
     }
-    rows.hand_over(kept);
+    rows.flush_counts(kept);
 }

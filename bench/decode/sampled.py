@@ -130,9 +130,9 @@ def _check(layer: HashedLayer, attention: SampledAttention, q: Tensor, view: Con
     tables, rows, starts = layer.tables, layer.rows[0], layer.starts[0].tolist()
     codes = hash_codes(q, layer.projections, tables.number).tolist()
     buckets = [of[at[code] : at[code + 1]] for of, at, code in zip(rows, starts, codes, strict=True)]
-    meetings = torch.bincount(torch.cat(buckets).long(), minlength=view.context_len)
-    taken = view.middle.start + (meetings[view.middle] >= 2).nonzero()[:, 0]
-    k, v = layer.kv[0, taken].float().unbind(1)
+    num_collisions = torch.bincount(torch.cat(buckets).long(), minlength=view.context_len)
+    sampled = view.middle.start + (num_collisions[view.middle] >= 2).nonzero()[:, 0]
+    k, v = layer.kv[0, sampled].float().unbind(1)
     cosines = torch.cosine_similarity(k - layer.key_mean[0], q, dim=-1)
     log_weights = -sampling_probability(cosines, tables.num_bits, tables.number).log().float()
     wanted = reference.attend(q[None, None, None], k[None, None], v[None, None], view.softmax_scale, None, log_weights)

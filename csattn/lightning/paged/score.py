@@ -15,7 +15,7 @@ from csattn.lightning.operands.indexer import OPERAND_DTYPES, Operands
 from csattn.lightning.paged import hopper
 from csattn.lightning.paged.cache import page_views, require_within
 from csattn.lightning.score import cpu
-from csattn.lightning.topk.grouped import GroupBests
+from csattn.lightning.topk.grouped import GroupMaxima
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def score_pages(
     *,
     longer_than: int = 0,  # queries with no more keys than this are not scored
     out: Tensor | None = None,  # [num_queries, max_pages * page_size] float32
-    bests: GroupBests | None = None,  # each group's best score, written; only where `hopper.takes` the keys
+    group_maxima: GroupMaxima | None = None,  # each group's best score, written; only where `hopper.supports` the keys
 ) -> Tensor:
     """Return scores [num_queries, max_pages * page_size] float32, in the order of each query's pages.
 
@@ -90,14 +90,14 @@ def score_pages(
     keys.check()
     require_array("q", q, ("num_queries", "num_heads", keys.values.shape[2]), keys.values.dtype, like=keys.values)
     require_array("weights", weights, tuple(q.shape[:2]), torch.float32, like=q)
-    require_array("pages", pages, (len(q), "max_pages"), torch.int32, like=q, rows_apart=True)
+    require_array("pages", pages, (len(q), "max_pages"), torch.int32, like=q, any_row_stride=True)
     require_array("kv_lens", kv_lens, (len(q),), torch.int32, like=q)
     max_len = pages.shape[1] * keys.page_size
     if out is None:
         out = torch.empty(len(q), max_len, dtype=torch.float32, device=q.device)
     require_array("out", out, (len(q), max_len), torch.float32, like=q)
-    if hopper.takes(q, keys.values, keys.scales, pages):
-        hopper.score_on_hopper(q, weights, keys.values, pages, kv_lens, longer_than, out, bests)
+    if hopper.supports(q, keys.values, keys.scales, pages):
+        hopper.score_on_hopper(q, weights, keys.values, pages, kv_lens, longer_than, out, group_maxima)
         return out
     if q.device.type == "cuda":
         from csattn.lightning.paged.triton_kernels import score_on_device  # needs Triton: GPU only

@@ -61,18 +61,18 @@ template <int NUM_BINS> __device__ __forceinline__ Boundary find_boundary(Shared
     return s.boundary;
 }
 
-using Bests = uint4[BEST_VECTORS];  // of a thread: keys, 0 where there is no group
+using ThreadMaxima = uint4[BEST_VECTORS];  // of a thread: keys, 0 where there is no group
 
 // A threshold key that at least k groups reach, and not many more; 1 if there are not so many. Never 0.
 struct Floor {
     u32 key;
     int shift;  // of the digit that it was found by
 };
-__device__ __forceinline__ Floor find_floor(Shared& s, const Bests& bests, int num_fours, u32 k) {
+__device__ __forceinline__ Floor find_floor(Shared& s, const ThreadMaxima& maxima, int num_fours, u32 k) {
     auto for_each = [&](const auto& use) {
 #pragma unroll
         for (int v = 0; v < BEST_VECTORS; ++v)
-            if (v * THREADS < num_fours) use(bests[v].x), use(bests[v].y), use(bests[v].z), use(bests[v].w);
+            if (v * THREADS < num_fours) use(maxima[v].x), use(maxima[v].y), use(maxima[v].z), use(maxima[v].w);
     };
     int shift = 19;
     static_assert(FLOOR_BINS >> 13 == 1, "keys have 32 bits");

@@ -163,8 +163,8 @@ __device__ Counts count_before(Shared& s, const Source& source, const Kept& kept
     if (threadIdx.x == 0) s.of_block = all;
     blocks.sync();
     for (u32 other = 0; other < blocks.rank; ++other) {
-        const Counts theirs = *in_block(&s.of_block, other);
-        before.above += theirs.above, before.inside += theirs.inside;
+        const Counts of_other = *in_block(&s.of_block, other);
+        before.above += of_other.above, before.inside += of_other.inside;
     }
     return before;
 }

@@ -31,7 +31,7 @@ def require_threads() -> None:
 
 
 @contextmanager
-def threads_kept() -> Iterator[None]:
+def preserve_num_threads() -> Iterator[None]:
     """Restore torch's number of threads after the block, for the calling thread and for threads that start later.
 
     A new thread takes the number that any thread set last.
@@ -46,17 +46,20 @@ def threads_kept() -> Iterator[None]:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run torch on the calling thread alone within the block."""
-    with threads_kept():
+    with preserve_num_threads():
         torch.set_num_threads(1)
         yield
 
 
 def on_one_thread(work: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Wrap `work` to run on one thread, without gradients. Submit it to a pool, and wait for it, in `threads_kept`."""
+    """Wrap `work` to run on one thread, without gradients.
+
+    Submit it to a pool, and wait for it, within `preserve_num_threads`.
+    """
 
     @wraps(work)
-    def by_itself(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+    def run(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
         with one_thread(), torch.inference_mode():
             return work(*arguments, **named)
 
-    return by_itself
+    return run

@@ -48,7 +48,7 @@ def score_coded(
 
 
 @exact_kernel
-def mix_coded(
+def add_coded_values(
     weights: NDArray[np.float32],  # [group_size * len(rows)]
     rows: NDArray[np.int64],  # as for `score_coded`
     num_context: int,

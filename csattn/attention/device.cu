@@ -52,8 +52,8 @@ __device__ void post_item(float* posted, const float* warp_parts, int item) {
         float max, sum;
         const float4 x = merge<WARPS>(warp_parts, quad, max, sum);
         const int head = quad / (HEAD_DIM / 4), d = quad % (HEAD_DIM / 4) * 4;
-        post(part + head * PART + d, x);
-        if (d == 0) post(part + head * PART + ENDS_AT, make_float4(max, sum, 0.f, 0.f));
+        store_relaxed(part + head * PART + d, x);
+        if (d == 0) store_relaxed(part + head * PART + ENDS_AT, make_float4(max, sum, 0.f, 0.f));
     }
 }
 
@@ -81,7 +81,7 @@ __device__ void collect(float* parts, float* posted) {
             all = true;
 #pragma unroll
             for (int k = 0; k < BATCH; k++)
-                if (first + k * THREADS < NUM && absent(x[k])) x[k] = peek(posted + (first + k * THREADS) * 4);
+                if (first + k * THREADS < NUM && absent(x[k])) x[k] = load_relaxed(posted + (first + k * THREADS) * 4);
 #pragma unroll
             for (int k = 0; k < BATCH; k++)
                 if (first + k * THREADS < NUM && absent(x[k])) all = false;
@@ -91,7 +91,7 @@ __device__ void collect(float* parts, float* posted) {
             if (first + k * THREADS < NUM) *(float4*)(parts + (first + k * THREADS) * 4) = x[k];
 #pragma unroll
         for (int k = 0; k < BATCH; k++)
-            if (first + k * THREADS < NUM) post(posted + (first + k * THREADS) * 4, make_float4(none, none, none, none));
+            if (first + k * THREADS < NUM) store_relaxed(posted + (first + k * THREADS) * 4, make_float4(none, none, none, none));
     }
 }
 

@@ -318,7 +318,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) join_parts(
     float4 x[AHEAD];
 #pragma unroll
     for (int k = 0; k < AHEAD; k++)
-        if (lane < LANES && lane + k * LANES < num) x[k] = load_now((const float4*)(first + place(lane + k * LANES) * PART) + quad);
+        if (lane < LANES && lane + k * LANES < num)
+            x[k] = issue_load((const float4*)(first + place(lane + k * LANES) * PART) + quad);
     const float sink = SINKS ? sinks[head] * LOG2E : MINUS_INFINITY;
     float top = sink;
     for (int i = thread; i < num; i += THREADS) top = fmaxf(top, first[place(i) * PART + HEAD_DIM]);

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.attention.coded_rows import mix_coded, score_coded
+from csattn.attention.coded_rows import add_coded_values, score_coded
 from csattn.attention.in_place_arguments import (
     MAX_PARTS,
     MAX_RANGES,
@@ -109,7 +109,9 @@ def _attend(args: Any, piece: int, like: Any, itemsize: int) -> None:
     if coded:
         reader, offset = word_of(args.v_readers, row), word_of(args.v_offsets, row)
         part_bytes = 4 * MAX_PARTS * part_words
-        mix_coded(weights, rows, num_context, reader, offset, like, itemsize, head_dim, group_size, parts, part_bytes)
+        add_coded_values(
+            weights, rows, num_context, reader, offset, like, itemsize, head_dim, group_size, parts, part_bytes
+        )
 
 
 @exact_kernel

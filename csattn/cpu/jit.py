@@ -90,10 +90,10 @@ def _stamp(compiled: Any, function: Callable[..., Any]) -> None:
     index = compiled._cache._cache_file
     index._version = index._version, source_stamp(function.__module__)
     index._data_name_pattern = index._data_name_pattern.replace(".nbc", f".{_PROCESS}.nbc")
-    compiled._cache.save_overload = partial(_save_if_it_can_be, compiled._cache.save_overload)
+    compiled._cache.save_overload = partial(_try_save, compiled._cache.save_overload)
 
 
-def _save_if_it_can_be(save: Callable[..., None], *compiled: Any) -> None:
+def _try_save(save: Callable[..., None], *compiled: Any) -> None:
     """Save compiled code to the cache, or go on without.
 
     Once, on a busy machine, numba no longer had the object code of a kernel that it had just compiled.

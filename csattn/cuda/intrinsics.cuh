@@ -51,7 +51,7 @@ __device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 bits) {
 }
 
 // Make the compiler keep x in a register instead of recomputing it wherever it is used.
-__device__ __forceinline__ u32 kept(u32 x) {
+__device__ __forceinline__ u32 keep_in_register(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
 }
@@ -99,19 +99,19 @@ __device__ __forceinline__ void wait_then_let_next_start(u32 known = 0) {}
 // Global memory
 
 // A load that is issued here, not where its result is first used.
-__device__ __forceinline__ int load_now(const int* from) {
+__device__ __forceinline__ int issue_load(const int* from) {
     int value;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
     return value;
 }
-__device__ __forceinline__ float4 load_now(const float4* from) {
+__device__ __forceinline__ float4 issue_load(const float4* from) {
     float4 four;
     asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
                  : "l"(from));
     return four;
 }
-__device__ __forceinline__ uint4 load_now(const uint4* from) {
+__device__ __forceinline__ uint4 issue_load(const uint4* from) {
     uint4 four;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
@@ -120,10 +120,10 @@ __device__ __forceinline__ uint4 load_now(const uint4* from) {
 }
 
 // Communication from one block to another that polls: each float is written as a whole, and floats arrive in any order.
-__device__ __forceinline__ void post(float* to, float4 x) {
+__device__ __forceinline__ void store_relaxed(float* to, float4 x) {
     asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
-__device__ __forceinline__ float4 peek(const float* from) {
+__device__ __forceinline__ float4 load_relaxed(const float* from) {
     float4 x;
     asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
@@ -132,10 +132,10 @@ __device__ __forceinline__ float4 peek(const float* from) {
     return x;
 }
 // The same for eight bytes, which arrive as a whole.
-__device__ __forceinline__ void store_whole(u64* to, u64 value) {
+__device__ __forceinline__ void store_relaxed(u64* to, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
-__device__ __forceinline__ u64 load_whole(const u64* from) {
+__device__ __forceinline__ u64 load_relaxed(const u64* from) {
     u64 value;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;

@@ -45,7 +45,7 @@ _DITHER = (((np.arange(BLOCK_KEYS) * 37) % BLOCK_KEYS + 0.5) / BLOCK_KEYS).astyp
 
 
 @exact_kernel
-def weigh_chunk(
+def compute_weights(
     scores: NDArray[np.uint16],  # from `at` on, as in `sketch_scores`, or NOT_COUNTED
     at: int,
     num_keys: int,  # a multiple of 64
@@ -102,7 +102,7 @@ def add_code_sums(
     num_words: int,
     first: int,  # of the blocks [first, last)
     last: int,
-    weights: NDArray[np.int32],  # [group_size * row_weights]: see `weigh_chunk`
+    weights: NDArray[np.int32],  # [group_size * row_weights]: see `compute_weights`
     row_weights: int,
     scales: NDArray[np.float32],  # [group_size]: factors of the rows' weights
     # [group_size * row_sums], added to: each row's begin with [num_fine, 2, 16], where lanes i, i + 4, ... of half h of
@@ -183,7 +183,7 @@ def _add_four_in(lane, codes, place, num_words, num_blocks, weights, scales, sum
         begin = (place + block * num_words) * BLOCK_KEYS
         for i in range(begin, begin + BLOCK_KEYS, LANES):
             word = transpose_bytes(load(I32xTile, codes, i + lane))
-            if lane == 0 and i % (2 * LANES) != 0:  # `weigh_chunk` has prefetched the others
+            if lane == 0 and i % (2 * LANES) != 0:  # `compute_weights` has prefetched the others
                 prefetch_early(codes, i + AHEAD_BLOCKS * num_words * BLOCK_KEYS)
             low, high = word & mask, (word >> step) & mask
             a = _add_word(a, low, high, weights, at)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from csattn.cpu.posts import await_others
 from csattn.cpu.team import HelperThreads, Post, Team
-from csattn.search.in_turn import DONE, FAILED, SearchSeries, run_series
 from csattn.search.run import LayerSearch
+from csattn.search.series import DONE, FAILED, SearchSeries, run_series
 from csattn.search.work import finish, help_search
 from csattn.search.workspace import SearchWorkspace
 

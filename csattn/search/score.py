@@ -8,7 +8,14 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
 from csattn.search.group_scores import LARGEST_SHIFT, NO_SHIFT, sum_powers
-from csattn.search.lists import WEIGHTED_ROOM, WORDS, add_chunk, clear_scores, leave_out, weigh_scores
+from csattn.search.lists import (
+    WEIGHTED_ROOM,
+    WORDS,
+    add_chunk,
+    clear_scores,
+    exclude_lower_scores,
+    write_weighted_scores,
+)
 from csattn.search.match import match_centroids, widen
 from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, search_at
 from csattn.sketch.reference import LOG2_E
@@ -100,10 +107,10 @@ def _score_range(
             place, base = lists[i] * chunks + chunk, lists[i] * room
             first = base + starts[place]
             last = base + (starts[place + 1] if chunk + 1 < chunks else list_len)
-            begin = weigh_scores(halves, first, last, weights[i], weighted)
+            begin = write_weighted_scores(halves, first, last, weights[i], weighted)
             if with_tail > 0 and num_inserted[lists[i]] > 0:
                 least, kept = kept_least[lists[i]], base + kept_position[lists[i]]
-                leave_out(halves, first, last, least, kept, weighted, begin)
+                exclude_lower_scores(halves, first, last, least, kept, weighted, begin)
             add_chunk(scores, start, listed, place * WORDS, weighted, begin)
 
 

@@ -221,7 +221,7 @@ def pack(codes: Tensor, num_fine: int, num_coarse: int) -> Tensor:
     num_heads, num_rows, _ = codes.shape
     fours = torch.nn.functional.pad(codes.view(torch.int32), (0, 0, 0, -num_rows % BLOCK_KEYS))
     fine, coarse = fours.tensor_split([num_fine * FINE_CODES // 4], dim=2)
-    words = torch.cat([_shifted_together(fine, FINE_BITS), _shifted_together(coarse, COARSE_BITS)], dim=2)
+    words = torch.cat([_join_codes(fine, FINE_BITS), _join_codes(coarse, COARSE_BITS)], dim=2)
     by_block = words.view(num_heads, -1, BLOCK_KEYS, num_fine + num_coarse).mT
     return by_block.contiguous().view(torch.uint32)
 
@@ -395,7 +395,7 @@ def solve_definite(gram: Tensor, right: Tensor) -> Tensor:
     return solved
 
 
-def _shifted_together(fours: Tensor, bits: int) -> Tensor:
+def _join_codes(fours: Tensor, bits: int) -> Tensor:
     """Pack [..., n] int32 with four codes each into [..., n * bits / 8] words."""
     words, *others = torch.unflatten(fours, -1, (-1, 8 // bits)).unbind(-1)
     for number, other in enumerate(others, start=1):

@@ -31,7 +31,7 @@ static inline u32 fma_bf16(u32 a, u32 b, u32 c) {
     return pack_bf16(std::fma(low(a), low(b), low(c)), std::fma(high(a), high(b), high(c)));
 }
 static inline u32 and_or(u32 x, u32 mask, u32 bits) { return (x & mask) | bits; }
-static inline u32 kept(u32 x) { return x; }
+static inline u32 keep_in_register(u32 x) { return x; }
 
 // What a lane has of the operands of a product.
 struct Factors {
@@ -72,16 +72,16 @@ static inline void wait_then_let_next_start(u32 known = 0) {}
 
 // global memory
 
-template <class T> static inline T load_now(const T* from) { return *from; }
-static inline void post(float* to, float4 x) { std::memcpy(to, &x, sizeof x); }
-static inline float4 peek(const float* from) {
+template <class T> static inline T issue_load(const T* from) { return *from; }
+static inline void store_relaxed(float* to, float4 x) { std::memcpy(to, &x, sizeof x); }
+static inline float4 load_relaxed(const float* from) {
     pause_thread();  // another may be about to post
     float4 x;
     std::memcpy(&x, from, sizeof x);
     return x;
 }
-static inline void store_whole(u64* to, u64 value) { *to = value; }
-static inline u64 load_whole(const u64* from) {
+static inline void store_relaxed(u64* to, u64 value) { *to = value; }
+static inline u64 load_relaxed(const u64* from) {
     if (!*from) pause_thread();  // another thread of the block may be about to write it
     return *from;
 }

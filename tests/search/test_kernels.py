@@ -240,7 +240,7 @@ def add_list(
     ends = SCORE_UNIT + np.append(table.starts.reshape(-1), table.list_len)
     for chunk, (first, last) in enumerate(pairwise(ends.tolist())):
         weighted = np.full(lists.WEIGHTED_ROOM, np.nan, np.float32)
-        begin = lists.weigh_scores(halves, first, last, weight, weighted)
+        begin = lists.write_weighted_scores(halves, first, last, weight, weighted)
         if least > -np.inf:
             lists.leave_out(halves, first, last, np.float32(least), SCORE_UNIT + place, weighted, begin)
         words = readonly(table.listed.reshape(-1).view(np.uint64))

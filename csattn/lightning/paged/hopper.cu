@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
 #pragma unroll
     for (int i = 0; i < QUERY_UNITS / THREADS; ++i) {
         const int unit = i * THREADS + own;
-        put_unit(s.query, unit / UNITS, unit % UNITS, channels[i]);
+        store_unit(s.query, unit / UNITS, unit % UNITS, channels[i]);
     }
     fence_async_proxy();
     __syncthreads();

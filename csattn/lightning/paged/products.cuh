@@ -7,7 +7,7 @@
 // keys 16 bytes at a time, steps take channels in a permuted order: step s takes word s of every 16-byte unit.
 
 // Writes 16 bytes of a head, the channels from 16 * unit, to where the products read them.
-__device__ __forceinline__ void put_unit(char* query, int head, int unit, uint4 channels) {
+__device__ __forceinline__ void store_unit(char* query, int head, int unit, uint4 channels) {
     auto put = [&](int step, u32 word) {
         *reinterpret_cast<u32*>(query + offset_of(head, 2 * step + unit / 4) + unit % 4 * 4) = word;
     };

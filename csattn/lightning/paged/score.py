@@ -55,12 +55,12 @@ class KeyPages:
     def check(self) -> None:
         """Raise ArrayError unless values and scales are as described."""
         values, scales = self.values, self.scales
-        if values.dim() != 3 or not len(values) or values.dtype not in OPERAND_DTYPES or not _side_by_side(values[:1]):
+        if values.dim() != 3 or not len(values) or values.dtype not in OPERAND_DTYPES or not _is_contiguous(values[:1]):
             raise ArrayError(
                 f"values of keys are {values.dtype} of shape {list(values.shape)} and strides {list(values.stride())}; "
                 f"wanted [num_pages, page_size, head_dim], at least one page, each contiguous, of {OPERAND_DTYPES}"
             )
-        if scales.dtype != torch.float32 or scales.shape != values.shape[:2] or not _side_by_side(scales[:1]):
+        if scales.dtype != torch.float32 or scales.shape != values.shape[:2] or not _is_contiguous(scales[:1]):
             raise ArrayError(
                 f"scales of keys are {scales.dtype} of shape {list(scales.shape)} and strides "
                 f"{list(scales.stride())}; wanted float32 {list(values.shape[:2])}, each page contiguous"
@@ -136,5 +136,5 @@ def _take(values: Tensor, at: Tensor) -> Tensor:
     return values.view(torch.uint8)[at].view(values.dtype)
 
 
-def _side_by_side(page: Tensor) -> bool:
+def _is_contiguous(page: Tensor) -> bool:
     return page[0].is_contiguous() if len(page) else True

@@ -16,7 +16,7 @@ __device__ __forceinline__ float score_of(u32 key) {
 }
 
 // Reductions over a block's threads, double-buffered by turn: one may begin while other threads end the one before.
-struct Exchange {
+struct BlockReduction {
     u32 of_warps[2][2][WARPS];
 
     __device__ __forceinline__ u32 sum(u32 value, int turn) {
@@ -100,16 +100,16 @@ __device__ __forceinline__ u32 key_between(u32 low, u32 high) {
 }
 
 // Bisects for a threshold that `wanted` to `most` scores of the sample reach; with fewer scores, one that these reach.
-__device__ Threshold bisect_threshold(Exchange& exchange, const Sample& sample, u32 wanted, u32 most) {
+__device__ Threshold bisect_threshold(BlockReduction& reduction, const Sample& sample, u32 wanted, u32 most) {
     int turn = 0;
     u32 best = 0;
     sample.for_each([&](u32 key, int) { best = max(best, key); });
     u32 not_least = ~best;  // of all threads' best: THREADS scores reach the least one
-    exchange.largest(best, not_least, turn++);
+    reduction.largest(best, not_least, turn++);
     auto count = [&](const auto& reaches) {
         u32 number = 0;
         sample.for_each([&](u32 key, int place) { number += reaches(key, place); });
-        return exchange.sum(number, turn++);
+        return reduction.sum(number, turn++);
     };
     u32 low = wanted <= THREADS ? max(~not_least, LEAST_KEY) : LEAST_KEY, high = best + 1;
     u32 num_reach = count([&](u32 key, int) { return key >= low; });
@@ -124,7 +124,7 @@ __device__ Threshold bisect_threshold(Exchange& exchange, const Sample& sample, 
     if (num_reach <= most) {  // the least key that reaches it: one found by bisection may be no score's
         u32 not_key = 0, unused = 0;
         sample.for_each([&](u32 key, int) { not_key = key >= low ? max(not_key, ~key) : not_key; });
-        exchange.largest(not_key, unused, turn++);
+        reduction.largest(not_key, unused, turn++);
         return {~not_key, num_reach, ALL_TIES};
     }
     int begin = 0, end = sample.num_scores;  // of many that are equal, take the first
@@ -141,8 +141,8 @@ __device__ Threshold bisect_threshold(Exchange& exchange, const Sample& sample, 
 
 // Finds each query's threshold, about the wanted-th best of its sample. The scores of the sample that reach it become
 // the start of the query's list, in the sample's place. If a list can hold all keys that its query may see, there is no
-// threshold, and its index is NO_THRESHOLD. Where NaN would be the threshold, the query is given up: nothing reaches it,
-// and the query's count is above the list's capacity.
+// threshold, and its index is NO_THRESHOLD. Where NaN would be the threshold, the query is given up: nothing reaches
+// it, and the query's count is above the list's capacity.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) find_thresholds(
     u64* rows,                              // [rows, row_len]: on entry a row has float32 scores of every step-th key
     const int* __restrict__ tile_max_lens,  // [query tiles]: keys that any of a tile's queries may see
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) find_thres
     u32 step,
     u32 wanted
 ) {
-    __shared__ Exchange exchange;
+    __shared__ BlockReduction reduction;
     __shared__ u32 scratch[WARPS];
     const long long row = blockIdx.x;
     u64* const list = rows + row * row_len;
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) find_thres
     const Sample sample(reinterpret_cast<const float4*>(list), num_scores);
     const bool fits = legal <= list_capacity;
     Threshold threshold{0, static_cast<u32>(num_scores), num_scores - 1};
-    if (!fits) threshold = bisect_threshold(exchange, sample, wanted, wanted + wanted / 8);
+    if (!fits) threshold = bisect_threshold(reduction, sample, wanted, wanted + wanted / 8);
     const bool given_up = !fits && threshold.num_reach < wanted;
     if (threadIdx.x == 0) {
         counts[row] = static_cast<int>(given_up ? list_capacity + 1 : threshold.num_reach);
@@ -219,7 +219,7 @@ struct List {
 struct alignas(16) Sorted {
     u64 entries[CAPACITY];
     u32 bins[BINS + 4];  // how many entries are in better bins; then, how many there are
-    Exchange exchange;
+    BlockReduction reduction;
     u32 scratch[WARPS], num_sorted;
 };
 
@@ -248,7 +248,7 @@ __device__ void write_in_order(Sorted& s, List& list, int k, int* chosen) {
     u32 highest = 0, not_lowest = 0;
     list.for_each([&](int e) { highest = max(highest, list.keys[e]), not_lowest = max(not_lowest, ~list.keys[e]); });
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
-    s.exchange.largest(highest, not_lowest, 0);
+    s.reduction.largest(highest, not_lowest, 0);
     const u32 width = highest - ~not_lowest, shift = width == 0 ? 10 : width < BINS ? 0 : 21 - __clz(width);
     u32 before[2 * List::PAIRS];  // how many entries came to its bin earlier
     list.for_each([&](int e) {

@@ -74,12 +74,12 @@ def choose_keys(
         for name, size in zip(("tile's queries", "tile's keys"), tile, strict=True):
             require_at_least(name, size, 1)
     lens = legal_len.cpu().clamp(min=0, max=len(operands.k))
-    if tile is None and _contenders_pay(operands, k):
+    if tile is None and _contenders_are_faster(operands, k):
         return choose_by_contenders(operands, k, lens, workspace_bytes)
     return choose_scored(operands, k, lens, workspace_bytes, tile)
 
 
-def _contenders_pay(operands: Operands, k: int) -> bool:
+def _contenders_are_faster(operands: Operands, k: int) -> bool:
     """Whether contenders are faster: fewer queries do not fill a GPU, and of fewer keys most would be contenders."""
     if not operands.q.is_cuda or k > MAX_K or len(operands.k) > _MOST_KEYS or not hopper.supports(operands):
         return False
@@ -216,9 +216,9 @@ def score_into(
     elif hopper.supports(operands):
         hopper.write_scores(operands, keys, hopper.tile_max_lens(lens, operands.q.shape[1]), out)
     else:
-        from csattn.lightning.paged.triton_kernels import score_side_by_side  # needs Triton: GPU only
+        from csattn.lightning.paged.triton_kernels import score_contiguous  # needs Triton: GPU only
 
-        score_side_by_side(operands, keys, lens, out)
+        score_contiguous(operands, keys, lens, out)
 
 
 def _padded(num_keys: int) -> int:

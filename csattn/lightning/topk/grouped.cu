@@ -44,11 +44,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_from_lists(
     prepare(s);
     wait_then_let_next_start();
     // independent loads are issued together, whether they are needed or not
-    const int legal = load_now(legal_len + row_number), page = row.load_page(first);
+    const int legal = issue_load(legal_len + row_number), page = row.load_page(first);
     ThreadMaxima maxima;
 #pragma unroll
     for (int v = 0; v < BEST_VECTORS; ++v)
-        maxima[v] = v * THREADS + threadIdx.x < fours ? load_now(group_maxima + v * THREADS) : make_uint4(0, 0, 0, 0);
+        maxima[v] = v * THREADS + threadIdx.x < fours ? issue_load(group_maxima + v * THREADS) : make_uint4(0, 0, 0, 0);
     const float4 four = row.load(first);
     row.num_scores = max(0, min(static_cast<int>(length), legal));
     if (row.num_scores <= k) return choose_all(row.num_scores, k, tile, gridDim.x, pages, 1 << page_shift, chosen);

@@ -54,7 +54,7 @@ struct Slots {
         for (bool is_missing = true; is_missing;) {
             is_missing = false;
 #pragma unroll
-            for (int i = 0; i < SLOTS_EACH; ++i) mine[i] = i * 32 < there ? load_whole(slots + i * 32) : 1;
+            for (int i = 0; i < SLOTS_EACH; ++i) mine[i] = i * 32 < there ? load_relaxed(slots + i * 32) : 1;
 #pragma unroll
             for (int i = 0; i < SLOTS_EACH; ++i) is_missing |= mine[i] == 0;
         }
@@ -111,7 +111,7 @@ struct Collected {
 // How many scores a tile has listed.
 __device__ __forceinline__ u32 count_listed(const Lists& lists, int tile) {
     const u64* const slots = lists.slots + static_cast<long long>(tile) * lists.tile_slots;
-    const u64 first = load_whole(slots), last = load_whole(slots + lists.tile_slots - 1);
+    const u64 first = load_relaxed(slots), last = load_relaxed(slots + lists.tile_slots - 1);
     if (key_of(first) == OVERFLOW_KEY) return place_of(first);
     return key_of(last) ? lists.tile_slots : place_of(last) & ~COUNT_MARK;
 }

@@ -17,8 +17,8 @@ __device__ __forceinline__ u32 place_of(u64 listed) { return static_cast<u32>(li
 
 // In the first slot: how many are listed outside of the slots. In slots after the last score: how many are listed.
 constexpr u32 OVERFLOW_KEY = 0xffffffffu, COUNT_MARK = 1u << 31;
-__device__ __forceinline__ u64 overflow_of(u32 count) { return list_key(OVERFLOW_KEY, count); }
-__device__ __forceinline__ u64 nothing_behind(u32 count) { return list_key(0, COUNT_MARK | count); }
+__device__ __forceinline__ u64 overflow_marker(u32 count) { return list_key(OVERFLOW_KEY, count); }
+__device__ __forceinline__ u64 end_marker(u32 count) { return list_key(0, COUNT_MARK | count); }
 
 struct alignas(16) Shared {
     union {
@@ -113,7 +113,7 @@ struct Row {
 
     // Four scores; any values where there are none.
     __device__ __forceinline__ float4 load(int at) const {
-        if (aligned && at + 4 <= num_scores) return load_now(reinterpret_cast<const float4*>(scores + at));
+        if (aligned && at + 4 <= num_scores) return issue_load(reinterpret_cast<const float4*>(scores + at));
         auto score = [&](int i) { return at + i < num_scores ? scores[at + i] : 0; };
         return make_float4(score(0), score(1), score(2), score(3));
     }
@@ -123,7 +123,7 @@ struct Row {
         return make_uint4(key(0, four.x), key(1, four.y), key(2, four.z), key(3, four.w));
     }
     __device__ __forceinline__ int load_page(int at) const {
-        return pages && at < num_scores ? load_now(pages + (at >> page_shift)) : 0;
+        return pages && at < num_scores ? issue_load(pages + (at >> page_shift)) : 0;
     }
     // The place of a score's key in the cache; the next ones follow it, up to a multiple of four.
     __device__ __forceinline__ u32 place_of(int at, int page) const {
@@ -165,15 +165,15 @@ __device__ __forceinline__ bool list_tile(Shared& s, const Lists& lists, int til
     u64* put = (fits ? slots : lists.listed + static_cast<long long>(tile) * CHUNK) + to;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        if (of_keys[i] >= floor) store_whole(put++, list_key(of_keys[i], place + i));
+        if (of_keys[i] >= floor) store_relaxed(put++, list_key(of_keys[i], place + i));
 #pragma unroll 1
     for (int i = (fits ? total : 1) + threadIdx.x; i < lists.tile_slots; i += THREADS)
-        store_whole(slots + i, nothing_behind(total));
+        store_relaxed(slots + i, end_marker(total));
     if (fits) return true;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        store_whole(slots, overflow_of(total));
+        store_relaxed(slots, overflow_marker(total));
     }
     return false;
 }

@@ -81,7 +81,7 @@ struct Normalisers {
     }
     // By the whole block, if a query's scores reach octaves that are not counted: find its normaliser from all its units. scratch:
     // [WARPS].
-    __device__ __forceinline__ void find_again(int g, const uint4* scores, int num_units, int exponent, u32* scratch) {
+    __device__ __forceinline__ void find_from_all_units(int g, const uint4* scores, int num_units, int exponent, u32* scratch) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         u32 greatest = 0, low, high;
 #pragma unroll 4
@@ -353,7 +353,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
 #pragma unroll 1
     for (int g = 0; GROUP_SIZE > 1 && g < GROUP_SIZE; ++g)
         if (normalisers.tops[g] == 65535)
-            normalisers.find_again(g, scores + g * plane, (context.num_keys + UNIT_KEYS - 1) / UNIT_KEYS, exponent, all.scratch);
+            normalisers.find_from_all_units(g, scores + g * plane, (context.num_keys + UNIT_KEYS - 1) / UNIT_KEYS, exponent,
+                                            all.scratch);
     __syncthreads();
     const GroupScores of_scores = GROUP_SIZE > 1 ? GroupScores(normalisers) : GroupScores();
     if (marks) marks += head * static_cast<long long>((context.num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS) * (BLOCK_KEYS / 8);

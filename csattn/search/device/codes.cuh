@@ -258,9 +258,9 @@ struct LanePlaces {
     __device__ __forceinline__ LanePlaces() {
         const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
 #pragma unroll
-        for (int i = 0; i < WORD_GROUPS; ++i) own[i] = kept(in_block(word_in_group(i, c), r));
+        for (int i = 0; i < WORD_GROUPS; ++i) own[i] = keep_in_register(in_block(word_in_group(i, c), r));
 #pragma unroll
-        for (int v = 0; v < FINE_GROUPS; ++v) summed[v] = kept(in_block(word_in_group(v, r / 2), 2 * c));
+        for (int v = 0; v < FINE_GROUPS; ++v) summed[v] = keep_in_register(in_block(word_in_group(v, r / 2), 2 * c));
     }
     __device__ __forceinline__ static u32 in_block(int word, int piece) { return 16 * (word * WORD_PIECES + place_of_piece(word, piece)); }
     __device__ __forceinline__ static uint4 read(const uint4* words, u32 place) {

@@ -319,6 +319,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
         }
         const long long unit = slot * (GROUP_SIZE / unit_heads) + g / unit_heads;
         const long long at = unit * num_parts + num_parts - REST_PARTS + blockIdx.x;
-        post(posted + (at * unit_heads + g % unit_heads) * PART + d, four);
+        store_relaxed(posted + (at * unit_heads + g % unit_heads) * PART + d, four);
     }
 }

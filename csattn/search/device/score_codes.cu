@@ -68,7 +68,7 @@ struct RowPlaces {
     }
 };
 
-struct Kept {
+struct Outputs {
     uint4* scores;     // [slots, GROUP_SIZE, max_keys / 8]: eight scores of 16 bits
     u32* octaves;      // [slots, GROUP_SIZE, NUM_OCTAVES], added to: counts by octave of the greatest scores of eight keys
     float* exponents;  // [slots, GROUP_SIZE, max_tiles]: weights in the sums are 2 ** (slope * score - exponent)
@@ -104,11 +104,11 @@ struct Rows {
     }
 
     __device__ __forceinline__ void load(const TileIterator& at, const Sketch* sketches, const Queries& all,
-                                         const RowPlaces& places, const Kept& kept) {
+                                         const RowPlaces& places, const Outputs& outputs) {
         const int key = at.tile * TILE_KEYS;
         const bool is_first = head < 0, stays = at.group == group && at.head == head;
         if (stays && key < segment_end) return;
-        if (!stays) flush_counts(kept);
+        if (!stays) flush_counts(outputs);
         if (!is_first) find_segment(at, sketches);
         group = at.group, head = at.head;
         const int num_queries = group->num_rows * GROUP_SIZE;
@@ -132,14 +132,14 @@ struct Rows {
     }
 
     // Add the warp's counts to those of all warps, and clear them.
-    __device__ __forceinline__ void flush_counts(const Kept& kept) const {
+    __device__ __forceinline__ void flush_counts(const Outputs& outputs) const {
         if (!COUNTS || head < 0) return;
         __syncwarp();
 #pragma unroll 1
         for (int row = 0; row < group->num_rows * GROUP_SIZE; ++row) {
             bool there;
             const long long query = RowPlaces::query_of(*group, head, row, there);
-            u32* all = kept.octaves + query * NUM_OCTAVES + threadIdx.x % 32 * 4;
+            u32* all = outputs.octaves + query * NUM_OCTAVES + threadIdx.x % 32 * 4;
             const uint4 four = four_octaves(row);
             four_octaves(row) = make_uint4(0, 0, 0, 0);
             for (int i = 0; i < 4; ++i)
@@ -219,29 +219,31 @@ __device__ __forceinline__ void add_block(const uint4* block, const Rows& rows, 
 
 template <int OCTETS, bool TWINS>
 __device__ __forceinline__ void finish_tile(const Tile<OCTETS, TWINS>& tile, const RowPlaces& places, const TileIterator& at,
-                                            const Kept& kept) {
+                                            const Outputs& outputs) {
     const int c = threadIdx.x % 4;
 #pragma unroll
     for (int o = 0; o < OCTETS; ++o) {
-        if (REST && c == 0 && places.there[o]) kept.exponents[places.query[o] * kept.max_tiles + at.tile] = tile.exponents[o];
+        if (REST && c == 0 && places.there[o])
+            outputs.exponents[places.query[o] * outputs.max_tiles + at.tile] = tile.exponents[o];
 #pragma unroll
         for (int e = 0; REST && e < 2; ++e) {
             bool there;
             const long long query = RowPlaces::query_of(*at.group, at.head, 8 * o + 2 * c + e, there);
-            if (there) tile.values.store(o, e, kept.sums + (query * kept.max_tiles + at.tile) * SUMS);
+            if (there) tile.values.store(o, e, outputs.sums + (query * outputs.max_tiles + at.tile) * SUMS);
         }
     }
 }
 
 template <int OCTETS, bool TWINS>
 __device__ __forceinline__ void add_tile(Ring& ring, BlockStream& stream, const TileIterator& at, const Context& context,
-                                         const Rows& rows, const RowPlaces& places, const Kept& kept) {
+                                         const Rows& rows, const RowPlaces& places, const Outputs& outputs) {
     const int first_key = at.tile * TILE_KEYS, end_key = first_key + at.num_blocks() * BLOCK_KEYS, lane = threadIdx.x % 32;
     Tile<OCTETS, TWINS> tile;
     tile.clear();
 #pragma unroll
     for (int o = 0; o < OCTETS; ++o)
-        tile.scores[o] = kept.scores + (places.query[o] * kept.max_keys + first_key) / 8 + lane % 4 + TWINS * (lane / 16) * (HALF_KEYS / 8);
+        tile.scores[o] = outputs.scores + (places.query[o] * outputs.max_keys + first_key) / 8 + lane % 4 +
+                         TWINS * (lane / 16) * (HALF_KEYS / 8);
 #pragma unroll 1
     for (int key = first_key; key < end_key; key += BLOCK_KEYS) {
         ring.fill(ring.last_read(), stream);
@@ -255,7 +257,7 @@ __device__ __forceinline__ void add_tile(Ring& ring, BlockStream& stream, const 
         __syncwarp();  // before the next copy overwrites what was read
         ring.next();
     }
-    finish_tile(tile, places, at, kept);
+    finish_tile(tile, places, at, outputs);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
@@ -264,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
     const int* context_ids,   // [batch_size], -1: idle
     long long sink_len, long long window_len,
     const float* coordinates, const float* means, const u8* unit_exponents, long long max_segments,  // `Queries`
-    uint4* scores, u32* octaves, float* exponents, float* sums, long long max_keys, long long max_tiles  // `Kept`, written
+    uint4* scores, u32* octaves, float* exponents, float* sums, long long max_keys, long long max_tiles  // `Outputs`, written
 ) {
     // [WARPS][STAGES][BLOCK_PIECES]; then, if (COUNTS), [WARPS][MOST_QUERIES][NUM_OCTAVES] counts
     extern __shared__ uint4 memory[];
@@ -283,19 +285,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
     for (int s = 0; s < STAGES - 1; ++s) ring.fill(s, stream);
     wait_then_let_next_start(static_cast<u32>(rows.segment_end));
     const Queries queries{coordinates, means, unit_exponents, max_segments};
-    const Kept kept{scores, octaves, exponents, sums, max_keys, max_tiles};
+    const Outputs outputs{scores, octaves, exponents, sums, max_keys, max_tiles};
     for (; at.has_tile(); at.next()) {
         const int num_queries = at.group->num_rows * GROUP_SIZE;
         const RowPlaces places(*at.group, at.head, num_queries <= 4);
-        rows.load(at, sketches, queries, places, kept);
+        rows.load(at, sketches, queries, places, outputs);
         const int num_keys = at.group->num_keys, sink_end = min(static_cast<int>(sink_len), num_keys);
         const Context context{num_keys, 0, sink_end, max(sink_end, num_keys - static_cast<int>(window_len))};
         if (num_queries <= 4)
-            add_tile<1, true>(ring, stream, at, context, rows, places, kept);
+            add_tile<1, true>(ring, stream, at, context, rows, places, outputs);
         else if (MOST_QUERIES > 4 && num_queries <= 8)
-            add_tile<1, false>(ring, stream, at, context, rows, places, kept);
+            add_tile<1, false>(ring, stream, at, context, rows, places, outputs);
         else if (MOST_QUERIES > 8)
-            add_tile<2, false>(ring, stream, at, context, rows, places, kept);
+            add_tile<2, false>(ring, stream, at, context, rows, places, outputs);
     }
-    rows.flush_counts(kept);
+    rows.flush_counts(outputs);
 }

@@ -128,7 +128,8 @@ struct Ring {
     u32 parity;
 
     __device__ __forceinline__ Ring(uint4* stages, u64* barriers)
-        : stages(stages), place(kept(shared_address(stages))), arrived(kept(shared_address(barriers))), stage(0), parity(0) {
+        : stages(stages), place(keep_in_register(shared_address(stages))),
+          arrived(keep_in_register(shared_address(barriers))), stage(0), parity(0) {
         if (threadIdx.x % 32 < STAGES) init_barrier(barriers + threadIdx.x % 32, ARRIVALS_PER_LOAD);
         fence_barrier_init();
         __syncwarp();

@@ -28,7 +28,7 @@ def guess_job(search_address: int, scratch_address: int, job: int, _: int) -> in
     if group_size > 1:
         for row in range(group_size):
             rescale_scores(search, scratch, slot, row)
-        _settle_terms(search, scratch, slot)
+        _combine_terms(search, scratch, slot)
     sample = array_at(slot + scratch.at_sample, group_size * sample_stride, np.float32(0))
     group_scores = array_at(slot + scratch.at_sample_group_scores, sample_stride, np.int32(0))
     terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
@@ -83,7 +83,7 @@ def first_guess(search: Any, scratch: Any, slot: int) -> None:
 
 
 @exact_kernel
-def _settle_terms(search: Any, scratch: Any, slot: int) -> None:
+def _combine_terms(search: Any, scratch: Any, slot: int) -> None:
     """Combine the ranges' shifts and sums into those over all keys, and compute each query row's `share_terms`."""
     group_size, num_ranges = search.group_size, search.num_ranges
     shifts = array_at(slot + scratch.at_shifts, num_ranges * group_size, np.float64(0))

@@ -62,7 +62,7 @@ def guess_job(search_address: int, scratch_address: int, job: int, _: int) -> in
     """Stage: compute the query rows' normalisers, and guess a group score that a few more than top_k keys reach."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     group_size, stride, slot = search.group_size, scratch.sample_stride, _slot_of(scratch, job)
-    _settle_shifts(search, scratch, slot, exponent_of(_queries_at(scratch, job)))
+    _compute_shifts(search, scratch, slot, exponent_of(_queries_at(scratch, job)))
     shifts = _shifts_of(search, scratch, slot)
     sample = array_at(slot + scratch.at_sample, group_size * stride, np.uint16(0))
     group_scores = np.empty(2 * LANES, np.uint16)
@@ -141,7 +141,7 @@ def join_job(search_address: int, scratch_address: int, job: int, _: int) -> int
 
 
 @exact_kernel
-def _settle_shifts(search: Any, scratch: Any, slot: int, exponent: int) -> None:
+def _compute_shifts(search: Any, scratch: Any, slot: int, exponent: int) -> None:
     """Compute what `best_share` subtracts from each query row's scores. A single row needs no normaliser."""
     group_size, per_row = search.group_size, scratch.stride // NORMALISER_KEYS
     shifts = _shifts_of(search, scratch, slot)

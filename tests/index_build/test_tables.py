@@ -13,7 +13,7 @@ from csattn.torch_threads import preserve_num_threads
 from index_build import layer
 from index_build.layer import best_of_rows, best_on_gpu, centroid_scores
 from tests.index_build.tables import centroids_and_keys, list_table, scores_by_definition
-from tests.table.soundness import check
+from tests.table.invariants import check
 
 
 def table_of(arrays: dict[str, Tensor], list_len: int, context_len: int) -> ListTable:

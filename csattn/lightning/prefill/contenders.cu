@@ -177,9 +177,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) find_thres
                                     : threshold.last_index(step);
     }
     if (given_up) return;
-    u32 mine = 0;
-    sample.for_each([&](u32 key, int place) { mine += threshold.reached_by(key, place); });
-    u32 at = sum_before(mine, scratch);  // has a barrier: all scores are in registers
+    u32 num_reached = 0;
+    sample.for_each([&](u32 key, int place) { num_reached += threshold.reached_by(key, place); });
+    u32 at = sum_before(num_reached, scratch);  // has a barrier: all scores are in registers
     sample.for_each([&](u32 key, int place) {
         if (threshold.reached_by(key, place))
             list[at++] = static_cast<u64>(__float_as_uint(score_of(key))) << 32 | static_cast<u32>(place * step);

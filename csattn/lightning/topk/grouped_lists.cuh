@@ -45,9 +45,9 @@ __device__ __forceinline__ void prepare(Shared& s) {
 template <int NUM_BINS> __device__ __forceinline__ Boundary find_boundary(Shared& s, const u32* bins, u32 wanted) {
     constexpr int OF_LANE = NUM_BINS / THREADS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = threadIdx.x * OF_LANE;
-    u32 mine[OF_LANE], sum = 0;
+    u32 own_counts[OF_LANE], sum = 0;
 #pragma unroll
-    for (int i = 0; i < OF_LANE; ++i) sum += mine[i] = bins[first + i];
+    for (int i = 0; i < OF_LANE; ++i) sum += own_counts[i] = bins[first + i];
     const u32 of_warp = __reduce_add_sync(ALL_LANES, sum);
     if (lane == 0) s.scratch[warp] = of_warp;
     if (threadIdx.x == 0) s.boundary = {0, 0, 0};
@@ -55,7 +55,7 @@ template <int NUM_BINS> __device__ __forceinline__ Boundary find_boundary(Shared
     u32 above = __reduce_add_sync(ALL_LANES, warp < lane && lane < WARPS ? s.scratch[lane] : 0);
     if (above < wanted && wanted <= above + of_warp) {
         above += of_warp - sum_up_to_lane(sum);
-        if (above < wanted && wanted <= above + sum) find_among(mine, first, above, wanted, s.boundary);
+        if (above < wanted && wanted <= above + sum) find_among(own_counts, first, above, wanted, s.boundary);
     }
     __syncthreads();
     return s.boundary;

@@ -24,14 +24,14 @@ struct BinCounts {
 };
 
 // The bin that holds the `wanted`-th largest group score; inside is 0 if fewer are counted. scratch: [WARPS].
-__device__ Boundary find_bin(const BinCounts& mine, u32 wanted, u32* scratch) {
+__device__ Boundary find_bin(const BinCounts& bin_counts, u32 wanted, u32* scratch) {
     __shared__ Boundary found;
     u32 sum = 0, total;
 #pragma unroll
-    for (int i = 0; i < BinCounts::EACH; ++i) sum += mine.counts[i];
+    for (int i = 0; i < BinCounts::EACH; ++i) sum += bin_counts.counts[i];
     const u32 above = sum_before(sum, scratch, total);
     if (threadIdx.x == 0 && total < wanted) found = {0, total, 0};
-    find_among(mine.counts, BinCounts::first(), above, wanted, found);
+    find_among(bin_counts.counts, BinCounts::first(), above, wanted, found);
     __syncthreads();
     return found;
 }

@@ -213,13 +213,13 @@ struct Counts {
 
     // By the whole block: post the prefix sums of its counts, and clear these.
     __device__ __forceinline__ void post(uint4* counts, int round) {
-        uint4* mine = counts + threadIdx.x * EACH;
+        uint4* own_counts = counts + threadIdx.x * EACH;
         uint4 up_to[EACH];
         u32 sum = 0, total;
 #pragma unroll
         for (u32 i = 0; i < EACH; ++i) {
-            const uint4 four = mine[i];
-            mine[i] = make_uint4(0, 0, 0, 0);
+            const uint4 four = own_counts[i];
+            own_counts[i] = make_uint4(0, 0, 0, 0);
             up_to[i] = make_uint4(sum + four.x, sum + four.x + four.y, sum + four.x + four.y + four.z, sum + four.x + four.y + four.z + four.w);
             sum = up_to[i].w;
         }

@@ -207,8 +207,8 @@ struct TwinRows {
         for (int i = 0; i < PRODUCTS; ++i)
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const u32 mine = k % 2 ? 0 : rows.multipliers[i][k];
-                first[i][k] = in_register(is_second ? 0 : mine), second[i][k] = in_register(is_second ? mine : 0);
+                const u32 multiplier = k % 2 ? 0 : rows.multipliers[i][k];
+                first[i][k] = in_register(is_second ? 0 : multiplier), second[i][k] = in_register(is_second ? multiplier : 0);
             }
 #pragma unroll
         for (int k = 0; k < 4; ++k) offsets[k] = static_cast<int>(in_register(static_cast<u32>(rows.offsets[0])));

@@ -172,14 +172,14 @@ __device__ __forceinline__ void compute_weights(const u32 (&scores)[OCTETS][8], 
         while (REST && __any_sync(ALL_LANES, __vmaxu2(top, tile.limits[o]) != tile.limits[o]))
             tile.raise(o, max(top & 0xffff, top >> 16), rows.queries.slopes[o]);
         if (!REST) continue;
-        float mine[8];
+        float own_weights[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            mine[i] = weight_of(scores[o][i], rows.queries.slopes[o], tile.exponents[o]);
-            if (EDGE && !(in_rest >> i & 1)) mine[i] = 0;
+            own_weights[i] = weight_of(scores[o][i], rows.queries.slopes[o], tile.exponents[o]);
+            if (EDGE && !(in_rest >> i & 1)) own_weights[i] = 0;
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) weights[o][i] = pack_bf16(mine[2 * i], mine[2 * i + 1]);
+        for (int i = 0; i < 4; ++i) weights[o][i] = pack_bf16(own_weights[2 * i], own_weights[2 * i + 1]);
     }
 }
 

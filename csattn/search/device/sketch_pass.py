@@ -74,8 +74,8 @@ class SketchPass:
         self._unit_exponents = memory(queries * self._padded_segments, dtype=torch.uint8)
         self._scores = memory(queries * self.max_keys * keeps_scores, dtype=torch.int16)
         self._octave_counts = memory(queries * keeps_scores, NUM_OCTAVES, dtype=torch.int32)
-        beside = keeps_scores and not self._group_scores_fit
-        self._group_scores = memory(slots * self.max_keys * beside, dtype=torch.int16)
+        spills = keeps_scores and not self._group_scores_fit
+        self._group_scores = memory(slots * self.max_keys * spills, dtype=torch.int16)
         self._arrived = memory(slots * keeps_scores, 32, dtype=torch.int32)
         self._counted = memory(slots * keeps_scores, 2, self._choosing, CHOOSE_BINS, dtype=torch.int32)
         self._exponents = memory(queries * sums_rest, self.max_tiles)

@@ -119,7 +119,7 @@ def test_a_process_that_is_forked_from_a_builder_is_told_so_and_does_not_wait_wi
         torch.set_num_threads(1)
         assert not build_context(model, f"{TEXT}More.", tmp_path).reused
 
-    monkeypatch.setattr(torch_threads, "_had_many", None)
+    monkeypatch.setattr(torch_threads, "_pid_with_threads", None)
     with preserve_num_threads():
         torch.set_num_threads(2)
         build_context(model, TEXT, tmp_path)
@@ -129,11 +129,11 @@ def test_a_process_that_is_forked_from_a_builder_is_told_so_and_does_not_wait_wi
 def test_a_process_that_has_found_all_there_has_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded()
     build_context(model, TEXT, tmp_path)
-    monkeypatch.setattr(torch_threads, "_had_many", None)
+    monkeypatch.setattr(torch_threads, "_pid_with_threads", None)
     with preserve_num_threads():
         torch.set_num_threads(2)
         assert build_context(model, TEXT, tmp_path).reused
-    assert torch_threads._had_many is None
+    assert torch_threads._pid_with_threads is None
 
 
 def test_what_is_not_exported_is_not_there() -> None:

@@ -242,7 +242,7 @@ def add_list(
         weighted = np.full(lists.WEIGHTED_ROOM, np.nan, np.float32)
         begin = lists.write_weighted_scores(halves, first, last, weight, weighted)
         if least > -np.inf:
-            lists.leave_out(halves, first, last, np.float32(least), SCORE_UNIT + place, weighted, begin)
+            lists.exclude_lower_scores(halves, first, last, np.float32(least), SCORE_UNIT + place, weighted, begin)
         words = readonly(table.listed.reshape(-1).view(np.uint64))
         lists.add_chunk(scores, chunk * CHUNK_KEYS, words, chunk * lists.WORDS, weighted, begin)
 

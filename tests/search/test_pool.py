@@ -189,7 +189,7 @@ def test_a_failing_thread_makes_searches_fail(monkeypatch: pytest.MonkeyPatch) -
             raise MemoryError("not a byte left")
 
     with SearchPool(3) as pool:
-        monkeypatch.setattr(teams, "serve", fail)
+        monkeypatch.setattr(teams, "poll_for_work", fail)
         pool._helpers.start()
         for thread in pool._helpers.threads:
             thread.join(WAIT_S)
@@ -215,7 +215,7 @@ def test_a_thread_that_fails_with_a_piece_in_hand_stops_the_wait(monkeypatch: py
         raise MemoryError("not a byte left")
 
     with SearchPool(2) as pool:
-        monkeypatch.setattr(teams, "serve", take_and_fail)
+        monkeypatch.setattr(teams, "poll_for_work", take_and_fail)
         pool.start(search)
         assert taken.wait(WAIT_S)
         with pytest.raises(RuntimeError, match="a thread of the search pool has failed"):

@@ -162,10 +162,10 @@ def test_only_what_lies_as_in_a_cache_is_scored_by_hopper() -> None:
     cache, _ = make_cache([64], max_pages=1)
     q = make_queries(1, paged_hopper.HEADS)[0].to(DEVICE)
     keys, pages = KeyPages.of_cache(cache.to(DEVICE)), torch.zeros(1, 512, dtype=torch.int32, device=DEVICE)
-    assert paged_hopper.takes(q, keys.values, keys.scales, pages) == has_warpgroup_products(DEVICE)
-    assert not paged_hopper.takes(q, keys.values, keys.scales, pages[:, 1:])
-    assert not paged_hopper.takes(q[:, :32], keys.values, keys.scales, pages)
-    assert not paged_hopper.takes(q, keys.values, keys.scales.clone(), pages)
+    assert paged_hopper.supports(q, keys.values, keys.scales, pages) == has_warpgroup_products(DEVICE)
+    assert not paged_hopper.supports(q, keys.values, keys.scales, pages[:, 1:])
+    assert not paged_hopper.supports(q[:, :32], keys.values, keys.scales, pages)
+    assert not paged_hopper.supports(q, keys.values, keys.scales.clone(), pages)
 
 
 def test_of_several_tiles_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_one_that_does_not_end_is_waited_for_once(tmp_path: Path, monkeypatch: p
         assert not compile_lock._compile_lock._waits
 
 
-def test_the_turn_ends_with_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_ends_with_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     with pytest.raises(TypingError):
         exact_kernel(doubled)(object())

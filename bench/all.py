@@ -1,19 +1,19 @@
-"""Everything that this can tell of a model, on this machine, by one command.
+"""Runs all measurements of a model on this machine by one command.
 
     python -m bench.all --out DIR [--model DIR] [--placement device|hybrid|host] [--only quality,load] [--quick]
 
-Each part is a command of its own, which checks its results before it measures. Figures go to DIR/PART.json, what it
-prints, or that it failed, to DIR/report.md. A part that fails leaves the others alone. Called again, it does what is
-missing. On a GPU, quality is measured there, too.
+Each part is a command of its own, which checks its results before it measures. Its figures go to DIR/PART.json. What
+it prints, or that it failed, goes to DIR/report.md. If a part fails, the others still run. When called again, it runs
+only the parts that are missing. With a GPU, quality is measured on the GPU too.
 
-quality    KL to full attention on real texts of 6K to 8K tokens, beside exact Top-K and full attention over low-bit KV
-long       the same at 32K; a model of fewer positions is stretched (YaRN)
+quality    KL to full attention on real texts of 6K to 8K tokens, with exact Top-K and full attention over low-bit KV
+long       the same at 32K; a model with fewer positions is stretched (YaRN)
 selectors  other published methods over the same contexts
 tasks      passkeys, keys, chains and common words, hidden at all depths
 growing    a long question and a long answer: KL at the end, and a step's time
 codecs     KV in fewer bytes
 rounding   weights in FP8 and 4 bits
-build      the index beside its prefill
+build      the cost of the index compared with its prefill
 load, load-full
            a service under conversations about documents: tokens a second, time to the first token; the same with full
            attention
@@ -39,13 +39,13 @@ _LONG = 32768
 
 
 def parts(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Of each part its command, all but --json."""
+    """Return each part's command, without --json."""
     few, device = options.quick, "cpu" if options.placement == "cpu" else "cuda"
     positions = read_config(options.model).max_position_embeddings
-    long_len = "2048" if few else str(_LONG - 512)  # and what follows
+    long_len = "2048" if few else str(_LONG - 512)  # leaves positions for the tokens that follow
     stretch = 1.0 if few else max(1.0, _LONG / positions)
     on_device = ["--device", device, *(["--dtype", "bfloat16"] if device == "cuda" else [])]
-    gate = ["--gate"] if device == "cpu" else []  # compares with the product's path on a CPU
+    gate = ["--gate"] if device == "cpu" else []  # compares with csattn's own path, which runs on the CPU
     texts, near = ("speech", "1024") if few else ("novel,speech,code,spanish,dialogue", "7680")
     judged = ["--eval-len", "32" if few else "256"]
     of_model = ["--model", options.model] if options.model else []
@@ -83,7 +83,7 @@ def parts(options: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def run(name: str, command: list[str], out: Path) -> str:
-    """What it prints, without the JSON object at its end. Raises GateError where it fails."""
+    """Run a part and return its section of the report: its output without JSON. Raises GateError if it fails."""
     path = out / f"{name}.json"
     at = command.index("--") if "--" in command else len(command)
     command = [*command[:at], "--json", str(path), *command[at:]]
@@ -98,7 +98,7 @@ def run(name: str, command: list[str], out: Path) -> str:
         raise GateError(f"{name} ended with {done.returncode}; {out / name}.log says why")
     print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     lines = [line for line in done.stdout.splitlines() if not line.startswith("{")]
-    if not any(lines):  # all that it says is in its figures
+    if not any(lines):  # it printed nothing but JSON
         figures = {k: v for k, v in json.loads(path.read_text()).items() if isinstance(v, int | float | str)}
         lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in figures.items())]
     return "\n".join([f"## {name}", "", f"    {shown}", "", *lines, ""])

@@ -1,14 +1,14 @@
-"""What an index costs to build: prefill alone, with the index, and with both written; peak memory against its bound.
+"""What an index costs to build: prefill alone, with the index, and with both written; and peak memory with its bound.
 
     python -m bench.build [--device cpu|cuda] [--contexts 8191] [--preset default] [--json FILE]
     python -m bench.build --device cuda --shape llama-3.1-8b --contexts 131072
     python -m bench.build --device cuda --shape llama-3.1-8b --contexts 8192 32768 131071 --prefill [--layers 3]
 
-Gate: the finished artifact verifies. Bound of memory on a CPU: model + one layer's q, k, v + one layer's index + 1 GiB.
-With --shape the parts of the index work are measured on made-up queries and keys (`build_parts.py`); with --prefill,
-too, a whole build of a model of that shape, with random weights and as many layers as are asked for. A short build and
-a layer of each length come first, so that nothing is compiled or planned in what is timed; on a GPU, memory is
-page-locked in the build that writes nothing. Files go where temporary ones do (TMPDIR).
+Gate: the finished artifact verifies. Memory bound on a CPU: model + one layer's q, k, v + one layer's index + 1 GiB.
+With --shape, the parts of the index work are measured on made-up queries and keys (`build_parts.py`). With --shape and
+--prefill, a whole build is measured instead, for a model of that shape with random weights and --layers layers. A
+short build and one layer of each length run first, so no compilation or planning is timed. On a GPU, memory is
+page-locked in the build that writes nothing. Files go to the temporary directory (TMPDIR).
 """
 
 import argparse
@@ -57,18 +57,18 @@ def random_model(
     shape_name: str,
     num_layers: int | None,
     device: str,
-    tokenizer: Any = SimpleNamespace(get_vocab=dict, chat_template=None),  # noqa: B008  # knows no text
+    tokenizer: Any = SimpleNamespace(get_vocab=dict, chat_template=None),  # noqa: B008  # a stub without vocabulary
 ) -> LoadedModel:
-    """Weights of no meaning in bfloat16, for a model of that shape."""
+    """Return a model of that shape with random weights in bfloat16."""
     layers = {} if num_layers is None else {"num_hidden_layers": num_layers}
-    config = config_named(shape_name, tie_word_embeddings=True, **layers)  # nothing is generated
+    config = config_named(shape_name, tie_word_embeddings=True, **layers)  # saves memory; nothing is generated
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     return wrap_model(model, tokenizer, f"random-{shape_name}")
 
 
 def prefill_seconds(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig | None) -> float:
-    """Of a prefill whose layers are dropped, or with a configuration indexed and copied to the host before they are."""
+    """Time a prefill that drops its layers. With a config, they are first indexed and copied to the host."""
     started, sizes = time.perf_counter(), loaded.geometry
     layer_bytes = 2 * sizes.num_kv_heads * len(ids) * sizes.head_dim * loaded.dtype.itemsize
     with ThreadPoolExecutor(available_cpus()) as threads, make_outbox(loaded.device, layer_bytes) as outbox:
@@ -82,10 +82,10 @@ def prefill_seconds(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexCo
 
 
 def run(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig) -> dict[str, Any]:
-    """Build an artifact in a scratch directory and look at what it took. Token ids [context_len]."""
+    """Build an artifact in a scratch directory and measure time and memory. ids: [context_len]."""
     geometry, context_len, on_gpu = loaded.geometry, len(ids), loaded.device.type == "cuda"
     model_bytes = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
-    next(prefill(loaded.model, torch.from_numpy(ids).long()))  # plans kernels for each number of rows
+    next(prefill(loaded.model, torch.from_numpy(ids).long()))  # warm-up: kernels are planned for each number of rows
     alone_s, indexed_s = prefill_seconds(loaded, ids, None), prefill_seconds(loaded, ids, config)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

@@ -1,10 +1,10 @@
-"""The same list of contexts built on Ray by one GPU and by all: what each further one is worth.
+"""Builds the same list of contexts on Ray with one GPU and with all, and measures the gain.
 
     python -m bench.build_gpus --shape llama-3.1-8b --layers 16 --contexts 16 --context-len 65536 [--json FILE]
 
-Contexts are a book's text at different places, a token for each byte, weights are random. The seconds of a batch begin
-with its start, processes and the loading of weights among them; `between_s` is from when there are as many artifacts as
-GPUs to the last. Gate: every artifact verifies, and is built once. Everything lies where temporary files do (TMPDIR).
+Contexts are passages of a book, with a token for each byte; weights are random. A batch is timed from its start, so its
+seconds include starting processes and loading weights. With n GPUs, `between_s` is the time from the n-th finished
+artifact to the last. Gate: every artifact verifies, and is built once. Files go to the temporary directory (TMPDIR).
 """
 
 import argparse
@@ -43,7 +43,7 @@ def make_jobs(place: Path, options: argparse.Namespace) -> list[Job]:
 
 
 def run(jobs: list[Job], store: Path, num_gpus: int) -> dict[str, Any]:
-    """The batch on a cluster of its own."""
+    """Build the batch on a Ray cluster of its own, and measure it."""
     import ray
 
     ended_s: list[float] = []
@@ -64,7 +64,7 @@ def run(jobs: list[Job], store: Path, num_gpus: int) -> dict[str, Any]:
         "num_gpus": num_gpus,
         "seconds": round(report.seconds, 2),
         "first_s": round(ended_s[0], 2),
-        "between_s": round(ended_s[-1] - ended_s[num_gpus - 1], 2),  # of all but the first of each GPU
+        "between_s": round(ended_s[-1] - ended_s[num_gpus - 1], 2),  # all but the first num_gpus artifacts
         "tokens": sum(result.context_len for result in report.results),
         "bytes": num_bytes,
     }

@@ -1,9 +1,9 @@
 """What the parts of a sketch cost per layer, on made-up queries and keys of a published model's shape.
 
-The half of `bench.build` that needs no model. Layers are indexed as a build does it, their arrays copied to host
-memory beside the next layer's work; nothing is prefilled or written. A part's time is wall clock with the device
-waited for, on a CPU added up over the heads, which run side by side; `index_s` is all layers as a build runs them.
-Gate: the sketch's logits follow the keys' (a tenth of their variance).
+The half of `bench.build` that needs no model. Layers are indexed as in a build, and their arrays are copied to host
+memory during the next layer's work; nothing is prefilled or written. A part's time is wall-clock time with the device
+synchronised; on a CPU it is the sum over the heads, which run in parallel. `index_s` is the time of all layers, run as
+in a build. Gate: the sketch loses less than a tenth of the variance of the keys' logits.
 """
 
 import time
@@ -40,7 +40,7 @@ PARTS = {
 
 
 def make_heads(num_heads: int, context_len: int, head_dim: int, generator: torch.Generator) -> Tensor:
-    """Rows as attention has them [num_heads, context_len, head_dim] bfloat16: topics, a few strong axes, noise."""
+    """Make rows like real ones [num_heads, context_len, head_dim] bfloat16: topics, a few strong axes and noise."""
     options: dict[str, Any] = {"generator": generator, "device": generator.device}
     topics = torch.randn(num_heads, 64, head_dim, **options)
     shares = torch.rand(64, **options).pow(4)
@@ -51,7 +51,7 @@ def make_heads(num_heads: int, context_len: int, head_dim: int, generator: torch
 
 
 def make_layer(shape: ModelSpec, context_len: int, layer_idx: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """q [num_q_heads, context_len, head_dim] and kv [num_kv_heads, context_len, 2, head_dim]."""
+    """Make q [num_q_heads, context_len, head_dim] and kv [num_kv_heads, context_len, 2, head_dim]."""
     generator = torch.Generator(device).manual_seed(layer_idx)
     q = make_heads(shape.num_q_heads, context_len, shape.head_dim, generator)
     k = make_heads(shape.num_kv_heads, context_len, shape.head_dim, generator)
@@ -64,14 +64,14 @@ def wait(device: torch.device) -> None:
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """For what has been computed, not for what is being copied."""
+    """Wait for computations, but not for copies in progress."""
     if device.type == "cuda":
         torch.cuda.current_stream().synchronize()
 
 
 @contextmanager
 def timed_parts(device: torch.device, seconds: dict[str, float]) -> Iterator[None]:
-    """While this lasts, the steps of `sketch_arrays` add up what each of them takes."""
+    """In this context, the steps of `sketch_arrays` add their times to `seconds`."""
     originals = {name: getattr(sketch, function) for name, function in PARTS.items()}
 
     def timed(name: str) -> Callable[..., Any]:
@@ -95,7 +95,10 @@ def timed_parts(device: torch.device, seconds: dict[str, float]) -> Iterator[Non
 
 
 def check(q: Tensor, kv: Tensor, arrays: Mapping[str, Tensor], config: SketchConfig) -> float:
-    """The gate: of the last queries, what the sketch loses of their logits' variance over the keys of their head."""
+    """Return the share of the last queries' logit variance that the sketch loses, averaged over KV heads.
+
+    Raises GateError if it is a tenth or more in any head.
+    """
     index = index_from_arrays(config, kv.shape[1], {name: array.cpu().numpy() for name, array in arrays.items()})
     assert isinstance(index, SketchIndex)
     lost = []
@@ -111,7 +114,10 @@ def check(q: Tensor, kv: Tensor, arrays: Mapping[str, Tensor], config: SketchCon
 def time_parts(
     q: Tensor, kv: Tensor, samples: tuple[Tensor, Tensor], config: SketchConfig, threads: Executor
 ) -> dict[str, float]:
-    """Seconds of each part of one layer, one after the other. Arguments as of `index_arrays` and `fit_predictor`."""
+    """Return the seconds of each part of one layer, run one after another.
+
+    Arguments are those of `index_arrays` and (samples) `fit_predictor`.
+    """
     seconds: dict[str, float] = {}
     with timed_parts(q.device, seconds):
         arrays = index_arrays(q, kv, config, threads)
@@ -122,17 +128,17 @@ def time_parts(
     wait(q.device)
     seconds["predictor"] = time.perf_counter() - started
     with make_outbox(q.device, kv.nbytes) as outbox:
-        for _ in range(3):  # the first two lock host memory
+        for _ in range(3):  # the first two page-lock host memory
             started = time.perf_counter()
             outbox.send(kv, lambda: arrays, lambda arrays: None)
-            outbox.settle()  # comes back when that was made
+            outbox.settle()  # returns when the arrays are made
             wait(q.device)
             seconds["copy"] = time.perf_counter() - started
     return seconds
 
 
 def run(shape_name: str, contexts: list[int], num_layers: int | None, device: torch.device) -> dict[str, Any]:
-    """Of each context: check, then measure the parts of one layer, then all layers in a row."""
+    """For each context length: check, then measure the parts of one layer, then all layers in sequence."""
     return {
         "bench": "build_parts",
         "shape": shape_name,
@@ -164,14 +170,14 @@ def run_case(shape_name: str, context_len: int, num_layers: int | None, device: 
                 fit_predictor(*samples)
                 outbox.send(kv, partial(index_arrays, q, kv, config, threads), lambda arrays: None)
                 outbox.settle()
-                wait_for_stream(device)  # the last copies go on beside what follows, as beside a prefill
+                wait_for_stream(device)  # copies overlap with the next layer's work, as in a build
                 layer_s.append(time.perf_counter() - started)
     return {
         "context_len": context_len,
         "num_layers": len(layer_s),
         "lost_variance": round(error, 4),
         "part_s": {name: round(value, 4) for name, value in part_s.items()},
-        "first_layers_s": [round(took, 3) for took in layer_s[:4]],  # they lock host memory
+        "first_layers_s": [round(took, 3) for took in layer_s[:4]],  # these page-lock host memory
         "later_layer_s": round(float(np.median(layer_s[4:])), 4) if len(layer_s) > 4 else None,
         "index_s": round(sum(layer_s), 3),
         "device_peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,

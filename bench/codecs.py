@@ -1,10 +1,10 @@
 """What do coded rows cost in quality and in time? `python -m bench.codecs [--texts speech,code] [--json FILE]`.
 
-Quality: a model predicts texts over contexts whose rows are kept in each format; KL is that from full attention over
-rows as they were built, and what a format adds is its KL less that of the same selector over rows as built. Key error:
-see `offload.codecs.key_error`, of the worst layer.
-Speed: encoding, gathering, and attention in place, each on one thread, in CPU time; rows are far more than any cache
-holds. Gates: bytes and values are those of the definition, attention has the bits of attention to decoded rows.
+Quality: a model predicts texts over contexts whose rows are kept in each format. KL is relative to full attention over
+the rows as built. A format adds the difference between its KL and that of the same selector over the rows as built. The
+key error is `offload.codecs.key_error` of the worst layer.
+Speed: CPU time of encoding, gathering, and attention in place, each on one thread, over far more rows than any cache
+holds. Gates: bytes and values are those of the definition; attention is bit-identical to attention to decoded rows.
 """
 
 import argparse
@@ -42,12 +42,12 @@ from workers import evaluate
 
 FORMATS = ("float16", "bfloat16", "q8_0", "q4_0", "k=q8_0,v=q4_0", "fp8")
 SELECTORS = ("csattn", "full")
-HEADS, GROUP_SIZE, HEAD_DIM, NUM_ROWS, KEEP = 4, 4, 128, 32768, 0.05  # of what is timed
+HEADS, GROUP_SIZE, HEAD_DIM, NUM_ROWS, KEEP = 4, 4, 128, 32768, 0.05  # of the speed measurements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What quality is measured of."""
+    """The cases in which quality is measured."""
 
     context_len: int
     eval_len: int
@@ -56,7 +56,7 @@ class Judged:
 
 
 def quality(loaded: LoadedModel, text: str, judged: Judged, done: Records) -> Iterator[dict[str, Any]]:
-    """Every selector over rows as built, then in each format."""
+    """Yield the quality of every selector over rows as built and in each format, except cases in `done`."""
     cut = cut_text(find_text(text), loaded.tokenizer, judged.context_len, judged.eval_len)
     every = [(selector, name) for selector in SELECTORS for name in ("as built", *judged.formats)]
     of = {"model": called(loaded.name), "text": text}
@@ -81,7 +81,10 @@ def quality(loaded: LoadedModel, text: str, judged: Judged, done: Records) -> It
 
 
 def speed(name: str) -> dict[str, Any]:
-    """One thread: encode, gather a selection, attend to it. name: of a format, or plain float16 or float32 rows."""
+    """Time encoding, gathering a selection and attending to it, on one thread.
+
+    name: a format, or "plain " and a dtype for rows without a codec.
+    """
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(HEADS, NUM_ROWS, 2, HEAD_DIM, generator=generator)
     q = torch.randn(HEADS * GROUP_SIZE, HEAD_DIM, generator=generator)
@@ -111,7 +114,7 @@ def speed(name: str) -> dict[str, Any]:
     gather_ms = measure(lambda: store.gather(0, chosen), seconds=1.0)["cpu_p50_ms"]
     result["gather_ns_per_row"] = round(gather_ms * 1e6 / chosen.numel(), 1)
     attend_ms = measure(_attention(rows, q, chosen, layout), seconds=1.0)["cpu_p50_ms"]
-    result["attend_us_per_row"] = round(attend_ms * 1e3 / chosen.numel(), 4)  # of a KV head, for its query heads
+    result["attend_us_per_row"] = round(attend_ms * 1e3 / chosen.numel(), 4)  # a KV head's row, for all its query heads
     return result
 
 
@@ -125,7 +128,7 @@ def _require_definition(codec: KvCodec, kv: Tensor) -> None:
 
 
 def _attention(rows: Tensor, q: Tensor, chosen: Tensor, layout: tuple[int, int, int, int]) -> Any:
-    """A function that attends to the chosen rows of every head, and to a tail of one row, and returns the outputs."""
+    """Return a function that attends to every head's chosen rows and a tail of one row, and returns the outputs."""
     kind = str(rows.dtype).removeprefix("torch.") if layout[2] == 0 else "float32"
     tail = torch.zeros(HEADS, 1, 2, HEAD_DIM, dtype=getattr(torch, kind))
     num_ranges = in_place.num_ranges(chosen.shape[1] + 1)
@@ -152,7 +155,7 @@ def _attention(rows: Tensor, q: Tensor, chosen: Tensor, layout: tuple[int, int, 
     tape, team = Tape(), Team(1)
     tape.add(KindStage(in_place.attend_stage, kind), arguments, HEADS * num_ranges)
     tape.add(in_place.merge_stage, arguments, HEADS * GROUP_SIZE)
-    kept = rows, q, chosen, tail, valid_len, arrays  # what the arguments point to
+    kept = rows, q, chosen, tail, valid_len, arrays  # keeps alive what the arguments point to
 
     def run() -> Tensor:
         assert kept
@@ -163,7 +166,7 @@ def _attention(rows: Tensor, q: Tensor, chosen: Tensor, layout: tuple[int, int, 
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    """Markdown: quality of each text and selector, then speed."""
+    """Return Markdown tables: the quality for each text and selector, then speed."""
     lines = [
         "| model | text | selector | format | bytes per row | KL | added | top-1 |",
         "|---|---|---|---|---:|---:|---:|---:|",

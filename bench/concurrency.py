@@ -1,14 +1,14 @@
-"""How many tokens a second does one device give when more and more requests share one long context?
+"""How many tokens a second does one device generate for 1 to 32 requests that share one long context?
 
     python -m bench.concurrency --out FILE [--shape llama-3.1-8b] [--context 65535] [--placements hybrid,host]
         [--preset default] [--streams 1,2,4,8,16,32]
 
-The service's own backend, without HTTP: scheduler, engine, and an artifact that is built here, of a model with random
-weights, whose attention has no favourites: rows change from step to step as no real model's do. Every request asks its
-own question and decodes so many tokens. `tokens_per_s`: the answers' tokens over the time from the first request to the
-last token, questions included; `decoded_per_s`: by the service's own times per token, after the first ones.
-`device+all`: with `engine.all_where_faster`.
-Gate: every request gets all its tokens, and the device's memory stays what it was.
+Measures the service's own backend, without HTTP: scheduler and engine, over an artifact that is built here from a model
+with random weights. Such a model attends to all rows alike, so the chosen rows change more from step to step than with
+any real model. Every request asks its own question and decodes --tokens tokens. `tokens_per_s`: the answers' tokens
+over the time from the first request to the last token, including the questions. `decoded_per_s`: from the service's
+own times per output token, which exclude first tokens. `device+all`: with `engine.all_where_faster`.
+Gate: every request gets all its tokens, and the device's allocated memory does not change.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def byte_tokenizer() -> Any:
-    """A token for each byte: what is asked of random weights has no meaning."""
+    """Return a tokenizer with a token for each byte; with random weights, text has no meaning anyway."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -110,7 +110,7 @@ def settings_for(store: Path, place: str, num_streams: int) -> Settings:
 
 
 async def measure(loaded: LoadedModel, settings: Settings, streams: list[int], num_tokens: int) -> list[dict[str, Any]]:
-    """Every number of streams on one engine."""
+    """Measure every number of streams, all on one engine."""
     engine = make_engine(settings, loaded, None)
     cases = []
     async with LocalBackend(engine, loaded, settings) as backend:
@@ -141,12 +141,12 @@ async def measure(loaded: LoadedModel, settings: Settings, streams: list[int], n
 
 
 async def sums(backend: LocalBackend) -> dict[str, float]:
-    """What the service has counted so far, by Prometheus' names."""
+    """Return the service's metrics by their Prometheus names."""
     return {sample.name: sample.value for metric in await backend.metrics() for sample in metric.samples}
 
 
 async def ask(backend: LocalBackend, number: int, num_tokens: int) -> int:
-    """Tokens that came."""
+    """Ask a question and return the number of tokens of the answer."""
     question = f"{number:04d} " * (QUESTION_CHARS // 5)
     asked = Ask(request_id=str(number), context=NAME, prompt=question, sampling=Sampling(max_new_tokens=num_tokens))
     async with aclosing(backend.generate(asked)) as events:

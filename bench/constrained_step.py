@@ -1,11 +1,11 @@
-"""What holding answers to a JSON schema adds to a step: a batch of requests with a schema beside one without, in turns.
+"""What a JSON schema adds to a step's time: batches of requests with a schema and without, in turns.
 
     python -m bench.constrained_step [--batch 8] [--tokens 64] [--rounds 6] [--json FILE]
     python -m bench.constrained_step --model llama-3.1-8b --placement hybrid
 
-Greedy and drawn. Time is from token to token as a reader of the backend sees it: engine, masks, drawing and text. A
-shape has random weights, and the demo model's tokens. Gate: every request of every round gives all of its tokens, and
-those with a schema the start of a list.
+Tokens are greedy and sampled. Times are between tokens as a reader of the backend receives them: engine, masks,
+sampling and text. A model given by its shape has random weights and the demo model's tokenizer. Gate: every request of
+every round gets all of its tokens, and answers with a schema begin a list.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _settings(model: str, placement: str, batch: int, place: Path) -> Settings:
-    """Of a service over a store that has the context."""
+    """Build the context into a store, and return settings for a service over it."""
     path, dtype = saved_model(model, None, place)
     demo = load_model()
     if path is not None:
@@ -83,7 +83,7 @@ def _settings(model: str, placement: str, batch: int, place: Path) -> Settings:
 async def _measure(
     backend: LocalBackend, batch: int, num_tokens: int, rounds: int
 ) -> dict[tuple[str, bool], list[float]]:
-    """Milliseconds from token to token, of every request, by how it is drawn and whether it has a schema."""
+    """Return each request's mean milliseconds per token, by ("greedy" or "drawn", whether it has a schema)."""
     times: dict[tuple[str, bool], list[float]] = {}
     async with backend:
         for number in range(rounds + 1):  # the first one warms up

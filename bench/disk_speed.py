@@ -1,4 +1,4 @@
-"""How fast a file can be read past the page cache: from one end to the other, and block by block at random."""
+"""How fast files can be read without the page cache: sequentially, and in random blocks."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _SECONDS = 1.5  # of each measurement
 
 
 def disk_speed(paths: Sequence[Path], num_readers: int = 8) -> dict[str, object]:
-    """Best of what one and several readers get. paths: files of some megabytes."""
+    """Return the best rates over several numbers of readers. paths: files of some megabytes."""
     files = [DiskFile(path) for path in paths]
     blocks = [path.stat().st_size // BLOCK_BYTES for path in paths]
     try:
@@ -31,7 +31,7 @@ def disk_speed(paths: Sequence[Path], num_readers: int = 8) -> dict[str, object]
 
 
 def _rate(files: list[DiskFile], blocks: list[int], num_readers: int, blocks_each: int, shuffled: bool) -> float:
-    """Bytes a second."""
+    """Return the bytes per second read in parts of blocks_each blocks."""
     parts = [
         (file, first * BLOCK_BYTES)
         for file, count in zip(files, blocks, strict=True)

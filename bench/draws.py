@@ -1,10 +1,11 @@
-"""How long does it take to draw tokens of a step's logits?
+"""How long does it take to draw tokens from a step's logits?
 
     python -m bench.draws [--vocab-size 128256] [--rows 8] [--device cuda] [--json FILE]
 
-Logits are normal, of standard deviation 3. Told for each way to sample: milliseconds a row, one after another by one
-thread, and for all rows in shares side by side, as a service on a CPU draws them; with --device cuda for all rows where
-a GPU's engine draws them, from the host's call to tokens on the host. Gate: the token is that of the definition.
+Logits are normal with standard deviation 3. Reported for each way to sample: milliseconds a row, drawn one after
+another by one thread, and for all rows, divided among threads as in a service on a CPU. With --device cuda: for all
+rows as a GPU's engine draws them, from the host's call to tokens on the host. Gate: the token is that of the
+definition.
 """
 
 import argparse
@@ -35,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def time_on_host(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:
-    """logits: [num_rows, vocab_size] float32."""
+    """Time draws by one thread and by several. logits: [num_rows, vocab_size] float32."""
     for position, row in enumerate(logits[:2]):
         how = how_to_draw(sampling, 0, position)
         gate(draw(row, how) in draw_reference(row, sampling, how.at), f"{sampling} draws wrongly")
@@ -58,7 +59,10 @@ def time_on_host(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:
 
 
 def time_on_device(logits: np.ndarray, sampling: Sampling) -> dict[str, float]:
-    """logits: [num_rows, vocab_size] float32. With what it takes to begin, and to hear of the tokens."""
+    """Time draws on the device, including launches and the tokens' copy to the host.
+
+    logits: [num_rows, vocab_size] float32.
+    """
     on_device = DrawsOnDevice(torch.device("cuda"), len(logits))
     output = StepOutput(torch.from_numpy(logits).cuda(), torch.empty(len(logits), dtype=torch.int64, device="cuda"))
     hows = [how_to_draw(sampling, 0, position) for position in range(len(logits))]

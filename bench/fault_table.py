@@ -1,7 +1,7 @@
-"""Faults, how often each was tried, and wrong answers: a table of what the benchmarks of faults have kept.
+"""A table of faults, how often each was tried, and wrong answers, from the result files of the fault benchmarks.
 
-`make faults` runs those that a machine without a GPU can run, and makes the table again. Those of a GPU's service are
-three runs of `bench.faults --kills 10` at once, beside a trace (`bench.load`).
+`make faults` runs the benchmarks that need no GPU, and makes the table again. The results of a GPU's service come from
+three simultaneous runs of `bench.faults --kills 10`, while a trace (`bench.load`) was running.
 """
 
 import json
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("results")
-ARTIFACTS = {  # of an artifact's files: what bench.fuzz calls it
+ARTIFACTS = {  # faults of an artifact's files: title -> name in bench.fuzz
     "bytes flipped": "flip bytes", "values forged": "forge values", "runs of bytes overwritten": "fill bytes",
     "a file cut off": "cut", "a file too long": "lengthen", "files swapped, or another's": "swap",
     "a file gone": "remove",
     "a pipe, a directory or a link in its place": "replace", "a file too many": "add",
     "the manifest edited": "edit manifest",
 }  # fmt: skip
-CLIENTS = {  # what bench.hostile calls it
+CLIENTS = {  # faults of clients: title -> names in bench.hostile
     "values of other types, anywhere in a body": ("wrong types", "wrong somewhere", "bad context"),
     "values beyond all bounds": ("beyond all bounds",),
     "JSON broken, too deep, too wide; numbers without end": ("broken json", "deep json", "wide json", "long number"),
@@ -59,7 +59,7 @@ def table() -> list[str]:
 
 
 def replies(hostile: dict[str, Any], kinds: tuple[str, ...]) -> tuple[int, str]:
-    """How many there were of these kinds, and how many of them had a reply."""
+    """Return how many tries of these kinds there were, and a text that says how many of them had a reply."""
     came = sum((Counter(hostile["by_kind"][kind]) for kind in kinds), Counter())
     num_left = came["left"] + came["closed"]
     told = [f"{came.total() - num_left} replies with a status"] * (came.total() > num_left)
@@ -68,7 +68,7 @@ def replies(hostile: dict[str, Any], kinds: tuple[str, ...]) -> tuple[int, str]:
 
 
 def gpu_kills() -> dict[str, tuple[int, str]]:
-    """By kind of process: kills, and what became of the streams that were under way."""
+    """Return, by kind of process, the number of kills and a text with the outcomes of the running streams."""
     runs, rows = json.loads((RESULTS / "faults-h200.json").read_text()), {}
     for name in ("search worker", "attention worker", "ingress replica"):
         streams = sum((outcomes(run[name]) for run in runs), Counter())
@@ -81,7 +81,10 @@ def gpu_kills() -> dict[str, tuple[int, str]]:
 
 
 def outcomes(of_target: dict[str, Any]) -> Counter[str]:
-    """Earlier runs called those answered, too, that had ended before the kill; when they ended tells of all or none."""
+    """Count the streams of one target by outcome.
+
+    Older result files count streams that ended before the kill as answered. If the last one ended before it, all did.
+    """
     streams, after_s = Counter(of_target["streams"]), of_target["answered_after_s"]
     if after_s is not None and after_s["max"] < 0:
         streams["ended before"] += streams.pop("answered")
@@ -89,7 +92,7 @@ def outcomes(of_target: dict[str, Any]) -> Counter[str]:
 
 
 def unverified(outcomes: dict[str, int]) -> list[str]:
-    """What is no fault, but is to be known."""
+    """Return a remark on artifacts opened unverified: no fault, but readers should know it."""
     damaged = sum(count for came, count in outcomes.items() if came.startswith("damaged"))
     other = sum(count for came, count in outcomes.items() if came.startswith("damaged") and "other when not" in came)
     return [
@@ -101,7 +104,7 @@ def unverified(outcomes: dict[str, int]) -> list[str]:
 
 
 def require_none(*faults: int) -> None:
-    """The column of noughts is made of what was counted."""
+    """Raise ValueError unless all counts are 0, as the table's last column says."""
     if any(faults):
         raise ValueError(f"a result file tells of faults ({faults}); mend them, and measure again with `make faults`")
 

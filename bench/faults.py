@@ -1,11 +1,11 @@
-"""What becomes of running answers when a process of the service is killed?
+"""What happens to running answers when a process of the service is killed?
 
     python -m bench.faults [--kills N] [-- what `csattn serve` takes, such as --set engine.placement=host]
 
-`csattn serve` on Ray, with search workers. In each trial a few streams are under way when one process gets SIGKILL at a
-random time: a search worker, the attention worker, or the ingress replica, in turns.
-Gate: every stream ends with the right tokens, or with an error event after the first of them; none hangs, none breaks
-off without a word; then the service is ready again and answers as before.
+Runs `csattn serve` on Ray, with search workers. In each trial, a few streams are running when one process gets SIGKILL
+at a random time: a search worker, the attention worker, or the ingress replica, in turns.
+Gate: every stream ends with the right tokens, or with an error event after the first of them; none hangs or breaks off
+without an error event; then the service is ready again and answers as before.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tests.workers.service.serving import Service, serving
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
 QUESTIONS = ("What is it about?", "Who is told of here?", "Tell me a line of it.")
-# target -> how its process calls itself
+# target -> title of its process
 TARGETS = {
     "search worker": "ray::SearchWorker",
     "attention worker": "ray::AttentionActor",
@@ -41,7 +41,7 @@ HUNG_S = 180.0
 
 @dataclass
 class Stream:
-    """One answer that was under way."""
+    """One streamed answer."""
 
     text: str = ""
     first_at: float | None = None
@@ -56,25 +56,25 @@ class Stream:
             return "wrong"
         if not wanted.startswith(self.text):
             return "wrong"
-        # an event or a reply of ours; anything else is a connection that broke
+        # told: an error event or reply of the service; anything else is a broken connection
         return "told" if isinstance(self.error, openai.APIError) and self.error.code == "worker_lost" else "cut off"
 
 
 @dataclass
 class Trial:
-    """What one kill did. Seconds count from the kill."""
+    """The effects of one kill. Times are in seconds from the kill."""
 
     outcomes: list[str]
-    end_s: list[float]  # of each stream
-    pause_s: list[float]  # the longest between two pieces of each stream
+    end_s: list[float]  # when each stream ended
+    pause_s: list[float]  # the longest pause between two pieces of each stream
     ready_s: float
-    back_s: float  # until there is another process in its place
+    back_s: float  # until another process has taken its place
     same_again: bool
 
 
 @dataclass
 class Plan:
-    """What is asked, and what is right."""
+    """The questions, and the right answers (`wanted`)."""
 
     model: str
     questions: Sequence[str]
@@ -83,13 +83,13 @@ class Plan:
 
 
 def prepare(service: Service, plan: Plan) -> None:
-    """Ask everything alone."""
+    """Ask the questions one at a time, and keep the answers as the right ones."""
     for question in plan.questions:
         plan.wanted.append("".join(service.ask(plan.model, question, plan.num_tokens)))
 
 
 def try_kill(service: Service, plan: Plan, target: str, share: float) -> Trial:
-    """Kill a process of that kind when that share of all answers has come."""
+    """Kill a process of the kind `target` when a `share` of all answers' characters has arrived."""
     num_chars = share * sum(map(len, plan.wanted))
     streams = [Stream() for _ in plan.questions]
     with ThreadPoolExecutor(len(streams)) as pool:
@@ -135,7 +135,7 @@ def follow(stream: Stream, service: Service, plan: Plan, question: str) -> None:
 
 
 def processes(service: Service, target: str) -> set[int]:
-    """The service's processes of that kind."""
+    """Return the ids of the service's processes of that kind."""
     found = set()
     for process in psutil.Process(service.process.pid).children(recursive=True):
         try:
@@ -148,7 +148,7 @@ def processes(service: Service, target: str) -> set[int]:
 
 
 def summary(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Of the trials of one target."""
+    """Summarise the trials of one target."""
     outcomes = Counter(outcome for trial in trials for outcome in trial.outcomes)
     by_end: dict[str, list[float]] = {"answered": [], "told": []}
     for trial in trials:

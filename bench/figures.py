@@ -1,7 +1,7 @@
-"""Tables in the documents, made of result files.
+"""Makes the tables of the documents from the result files.
 
 python -m bench.figures           writes them between their marks
-python -m bench.figures --check   exits with 1 where one is not what its result file gives
+python -m bench.figures --check   exits with 1 if a table differs from what its result file gives
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def with_table(text: str, mark: str, lines: list[str]) -> str:
-    """The document with these lines between <!-- mark --> and <!-- /mark -->. Raises ValueError where they are not."""
+    """Put lines between the document's <!-- mark --> and <!-- /mark -->. Raises ValueError if these are missing."""
     pattern = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"there is no <!-- {mark} --> and <!-- /{mark} -->")
@@ -75,7 +75,7 @@ def with_table(text: str, mark: str, lines: list[str]) -> str:
 
 
 def first_screen() -> list[str]:
-    """The README's: where it wins, and where it loses."""
+    """Return the README's first table and text: where csattn wins, and where it loses."""
     rows = [
         ("one request, 128K", 1, 131072),
         ("four requests with contexts of their own, 128K", 4, 131072),
@@ -122,7 +122,7 @@ def on_a_cpu() -> str:
 
 
 def quality_log() -> list[str]:
-    """All that was measured of quality at once."""
+    """Return the log's table of all KL figures."""
     return long_table(measured(QUALITY)).splitlines()
 
 
@@ -148,7 +148,7 @@ def builds() -> list[str]:
 
 
 def capacity() -> list[str]:
-    """What an operator plans with."""
+    """Return the operator's table for planning capacity."""
     from bench.plan import table
 
     return table()

@@ -1,9 +1,10 @@
-"""What becomes of artifacts that were hurt? `python -m bench.fuzz [--seconds 600] [--seed 0] [--json FILE]`
+"""What happens with damaged artifacts? `python -m bench.fuzz [--seconds 600] [--seed 0] [--json FILE]`
 
-Small ones of a model of random weights, over a sketch and over lists, are hurt in one to three ways, half of them with
-all hashes made good again, as a forger would. Each is verified, then opened and asked a question. Gate: a sentence of
-ours, or an answer; where nothing was forged, verifying finds it, or the answer is what it was. No other exception, no
-signal, nobody left waiting. Each try is a number: `--seed 0 --only 4711` repeats one.
+Small artifacts of a model with random weights, with a sketch and with lists, are damaged in one to three ways. In half
+of them all hashes are then corrected, as a forger would do. Each one is opened and asked a question, first with all
+bytes verified, then without. Gate: it is refused with an error message of csattn, or it answers; if nothing was forged,
+verifying finds the damage, or the answer is unchanged. There is no other exception, no signal and no hang. Each try has
+a number: `--seed 0 --only 4711` repeats one.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from workers.engine.answer import answer
 from workers.engine.opening import open_engine
 
 CONTEXT_LEN, NUM_TOKENS = 900, 4
-HUNG_S = 60.0  # a try takes some 20 ms
+HUNG_S = 60.0  # a try takes about 20 ms
 LONGEST_SENTENCE = 1000
 QUESTION = [7, 8, 9, 10]
 CONFIG = SearchConfig(keep=0.1, window_len=16)
@@ -46,7 +47,7 @@ FAULT = "fault: "
 
 
 def build_all(loaded: LoadedModel, store: Path) -> list[Path]:
-    """Of two texts, over a sketch and over lists."""
+    """Build artifacts of two texts, each with a sketch and with lists."""
     options = [BuildOptions(), BuildOptions(preset="lists", num_subspaces=4, num_centroids=8)]
     plans = [plan_tokens(tiny.token_ids(CONTEXT_LEN, text), of, loaded, "cpu") for text in (0, 1) for of in options]
     return [Path(build_plan(loaded, plan, store).place) for plan in plans]
@@ -62,7 +63,7 @@ def ask(loaded: LoadedModel, path: Path, verify: bool) -> list[int]:
 
 
 def outcome(loaded: LoadedModel, path: Path, verify: bool, right: list[int]) -> str:
-    """`refused`, `equal` or `other`: an answer, but another one. Raises what should not have been raised."""
+    """Return `refused`, `equal`, or `other` (another answer than `right`). Lets unexpected exceptions pass."""
     try:
         return "equal" if ask(loaded, path, verify) == right else "other"
     except CsattnError as error:
@@ -75,7 +76,7 @@ def outcome(loaded: LoadedModel, path: Path, verify: bool, right: list[int]) -> 
 def attempt(
     loaded: LoadedModel, artifacts: list[tuple[Path, list[int]]], scratch: Path, seed: int, number: int
 ) -> tuple[list[str], str]:
-    """One try: what was done, and what came of it."""
+    """Make one try; return the kinds of damage and the outcome."""
     rng = random.Random(f"{seed} {number}")
     source, right = rng.choice(artifacts)
     victim = scratch / source.name
@@ -90,7 +91,7 @@ def attempt(
 def attempts(
     loaded: LoadedModel, artifacts: list[tuple[Path, list[int]]], scratch: Path, seed: int, numbers: range, told: int
 ) -> None:
-    """In a child: a line for each try before it begins, and one with its outcome, in JSON."""
+    """Make the tries in a child process, writing a JSON line to `told` before each, and another with its outcome."""
     for number in numbers:
         tell(told, number)
         try:
@@ -105,7 +106,7 @@ def tell(told: int, *what: Any) -> None:
 
 
 def watch(child: int, lines: int, until: float) -> Iterator[tuple[int, list[str], str]]:
-    """Each try's number and outcome, until the time is over or the child has ended: the last may have ended it."""
+    """Yield each try's number, kinds and outcome until the time is over or the child has ended, maybe by a try."""
     waiting, begun = b"", None
     while (left_s := until - time.monotonic()) > 0:
         if not select.select([lines], [], [], min(HUNG_S, left_s))[0]:
@@ -133,10 +134,10 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="the number of one try")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # a child could not use more: they are forked
+    torch.set_num_threads(1)  # a forked child could not use more
     loaded = tiny.loaded()
     outcomes: Counter[str] = Counter()
-    tries: Counter[str] = Counter()  # by what was done, most of them with something else besides
+    tries: Counter[str] = Counter()  # by kind of damage; most tries combine several
     faults: list[str] = []
     first, end = (0, 10**9) if options.only is None else (options.only, options.only + 1)
     until = time.monotonic() + options.seconds
@@ -159,7 +160,7 @@ def main() -> None:
                     print(faults[-1], flush=True)
             os.close(lines)
         for path, _ in artifacts:
-            verify_artifact(path)  # what was hurt were copies
+            verify_artifact(path)  # only copies were damaged
     result = {"bench": "fuzz", "seed": options.seed, "tries": outcomes.total(), "faults": len(faults)}
     result |= {"by_kind": dict(sorted(tries.items())), "outcomes": dict(outcomes.most_common())}
     finish(result | {"first_faults": faults[:10]}, options.json)

@@ -1,4 +1,4 @@
-"""The ways in which an artifact is hurt: each changes a directory that is a copy of one."""
+"""The ways to damage an artifact: each changes a directory that is a copy of one."""
 
 import hashlib
 import json
@@ -17,9 +17,9 @@ HEADER_BYTES = 4096  # of a file, at least
 
 
 def hurt(artifact_dir: Path, others: list[Path], rng: random.Random) -> tuple[list[str], bool]:
-    """What was done to it, and whether its hashes were made good."""
+    """Damage an artifact; return the kinds of damage, and whether its hashes were corrected afterwards."""
     is_forged = rng.random() < 0.5
-    if is_forged and rng.random() < 0.5:  # or few forgeries would be opened
+    if is_forged and rng.random() < 0.5:  # otherwise few forgeries could be opened
         kinds = ["forge values"]
     else:
         kinds = [rng.choice(list(KINDS)) for _ in range(rng.randint(1, 3))]
@@ -31,7 +31,7 @@ def hurt(artifact_dir: Path, others: list[Path], rng: random.Random) -> tuple[li
 
 
 def some_file(artifact_dir: Path, rng: random.Random) -> Path:
-    """A plain one: from a pipe this would wait itself, and what a link leads to is another artifact's."""
+    """Return a plain file: reading a pipe would block, and a link may lead to another artifact's file."""
     return rng.choice(plain_files(artifact_dir))
 
 
@@ -40,14 +40,14 @@ def plain_files(artifact_dir: Path) -> list[Path]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """In the place of a link, if there is one: not to where it leads."""
+    """Write a file; a link in its place is replaced, not followed."""
     if path.is_symlink():
         path.unlink()
     path.write_bytes(data)
 
 
 def flip_bytes(artifact_dir: Path, others: list[Path], rng: random.Random) -> None:
-    """Anywhere, or in the first page, where the header is."""
+    """Flip bits anywhere, or in the first 4096 bytes, where the header is."""
     path = some_file(artifact_dir, rng)
     data = bytearray(path.read_bytes())
     for _ in range(rng.choice([1, 1, 1, 100]) if data else 0):
@@ -56,7 +56,7 @@ def flip_bytes(artifact_dir: Path, others: list[Path], rng: random.Random) -> No
 
 
 def forge_values(artifact_dir: Path, others: list[Path], rng: random.Random) -> None:
-    """Rows of KV, codes, transforms or tokens: a bit, or a run of values that hurt."""
+    """Change KV rows, codes, transforms or tokens: flip a bit, or write a run of zeros, NaNs, infinities or noise."""
     files = [path for path in plain_files(artifact_dir) if path.suffix == ".safetensors"]
     path = rng.choice(files or [some_file(artifact_dir, rng)])
     data = bytearray(path.read_bytes())
@@ -75,7 +75,7 @@ def forge_values(artifact_dir: Path, others: list[Path], rng: random.Random) -> 
 
 
 def fill_bytes(artifact_dir: Path, others: list[Path], rng: random.Random) -> None:
-    """A run of zeros, of ones, or of what reads as NaN, as a lost block of a disk or a bad writer leaves it."""
+    """Write a run of zero bits, one bits or NaNs, such as a lost disk block or a faulty writer leaves."""
     path = some_file(artifact_dir, rng)
     data = bytearray(path.read_bytes())
     start = rng.randrange(len(data) + 1)
@@ -95,7 +95,7 @@ def lengthen(artifact_dir: Path, others: list[Path], rng: random.Random) -> None
 
 
 def swap(artifact_dir: Path, others: list[Path], rng: random.Random) -> None:
-    """Two of its files, or one and another artifact's of that name."""
+    """Swap two files, or replace one by another artifact's file with the same name."""
     one, other = some_file(artifact_dir, rng), some_file(artifact_dir, rng)
     source = rng.choice(others) / one.name
     if rng.random() < 0.5 and source.exists():
@@ -111,7 +111,7 @@ def remove(artifact_dir: Path, others: list[Path], rng: random.Random) -> None:
 
 
 def replace(artifact_dir: Path, others: list[Path], rng: random.Random) -> None:
-    """A file by what is none, or by a link."""
+    """Replace a file by a pipe, a directory or a link."""
     path = some_file(artifact_dir, rng)
     path.unlink()
     target = rng.choice(["/dev/zero", "/nowhere", path.name, str(rng.choice(others) / path.name)])
@@ -124,7 +124,7 @@ def add(artifact_dir: Path, others: list[Path], rng: random.Random) -> None:
 
 
 def edit_manifest(artifact_dir: Path, others: list[Path], rng: random.Random) -> None:
-    """A value somewhere in it, or a key."""
+    """Change or delete a value anywhere in the manifest, or rename a key."""
     path = artifact_dir / MANIFEST
     manifest = read_manifest(path)
     if not (places := list(places_of(manifest))):
@@ -141,7 +141,7 @@ def edit_manifest(artifact_dir: Path, others: list[Path], rng: random.Random) ->
 
 
 def read_manifest(path: Path) -> Any:
-    """None where it is none any more."""
+    """Return the manifest; None if it is no longer JSON."""
     try:
         return json.loads(path.read_bytes()) if path.is_file() else None
     except (ValueError, RecursionError):
@@ -166,10 +166,10 @@ KINDS: dict[str, Callable[[Path, list[Path], random.Random], None]] = {
 
 
 def reseal(artifact_dir: Path) -> None:
-    """Let the manifest list what there is, and its hash be right."""
+    """Correct the sizes and hashes of files in the manifest, and the manifest's own hash."""
     path, hash_path = artifact_dir / MANIFEST, artifact_dir / MANIFEST_HASH
     manifest = read_manifest(path)
-    with suppress(TypeError, KeyError, AttributeError):  # what is no manifest gets its hash alone
+    with suppress(TypeError, KeyError, AttributeError):  # a broken manifest only gets its own hash
         for name, record in manifest["files"].items():
             file = artifact_dir / name
             data = file.read_bytes() if file.is_file() else b""

@@ -1,16 +1,16 @@
-"""What does a long question, and a long answer, cost: is it as good and as fast at its end as at its beginning?
+"""What does a long question or answer cost? Is the last token as good and as fast as the first?
 
     python -m bench.growing [--text novel] [--context-len 6000] [--own-len 2150] [--eval-len 256] [--json FILE]
     python -m bench.growing --shape llama-3.1-8b --context-len 32K --own-len 12K --placement device
     python -m bench.growing --text manual --context-len 32K --own-len 12K --eval-len 1024 --stretch 6 --placement hybrid
 
-One real text: a context is built of its beginning, and a request continues it with so many tokens of its own,
-teacher-forced, a token at a time at its beginning and its end. Reported, of the last tokens: KL to full attention, and
-over the KL of exact Top-K, which chooses as many of all rows that have left a window and drops the others; a
-step's time, and at the end over at the beginning; what the request's own segments take, over the KV of their rows; on
-a GPU, what an engine for such requests holds more than one for requests without rows, over the KV of those rows.
-Gate, where exact Top-K is computed: the engine's predictions before any segment is in use are nearer to full
-attention's than exact Top-K's; and every KL is a number.
+A context is built from the beginning of a real text, and a request continues it with --own-len tokens, teacher-forced;
+at the beginning and the end, a step has one token. Reported: for the last tokens, KL to full attention and its ratio to
+the KL of exact Top-K, which chooses as many of all rows outside the windows and drops the others; the time of a step,
+and its ratio of end to beginning; the bytes of the request's own segments over the KV of its own rows; on a GPU, the
+extra memory of an engine for such requests over one for requests without own rows, relative to the KV of these rows.
+Gate: every KL is finite; and, if exact Top-K is computed, the engine's first predictions, before any segment is in use,
+are nearer to full attention's than exact Top-K's.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from workers.engine.split_engine import SplitEngine
 from workers.serving.step_engine import StepRow
 
 TIMED = 64  # steps, at the beginning and at the end
-_TOKENS_AT_ONCE = 64  # of exact Top-K: rows that leave the window between them stay near
+_TOKENS_AT_ONCE = 64  # of exact Top-K; rows that leave the window within such a batch stay near
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def main() -> None:
                 with open_engine(loaded, artifact, config, **options, tail_capacity=1) as engine:
                     engine.open(0, 0, config, "csattn")
                     without_own = engine.counts().device_bytes
-                gc.collect()  # it hangs in circles
+                gc.collect()  # the engine is part of reference cycles
                 options |= {"tail_capacity": len(following), "own_on_host": arguments.own_on_host}
             with open_engine(loaded, artifact, config, **options) as engine:
                 assert not isinstance(engine, SplitEngine), "of one device"
@@ -94,7 +94,7 @@ def main() -> None:
 def judge(
     real: RealContext, grown: Tensor, eval_len: int, config: SearchConfig, arguments: argparse.Namespace
 ) -> dict[str, float]:
-    """KL to full attention of the engine's predictions, and of exact Top-K's."""
+    """Return KL to full attention of the engine's predictions, and of exact Top-K's unless it is left out."""
     report = {}
     kl = kl_of(real, grown.to(real.log_probs.device))
     report["kl"] = float(kl[-eval_len:].mean())
@@ -112,7 +112,7 @@ def judge(
 def decode(
     engine: CpuEngine | GpuEngine, config: SearchConfig, following: NDArray[np.int32]
 ) -> tuple[Tensor, dict[str, float]]:
-    """Log-probabilities after each token but the last, and how long a step takes."""
+    """Return log-probabilities after each token but the last, and the times of steps."""
     engine.open(0, 0, config, "csattn")
     parts, times_ms = [], []
     timed: dict[str, float] = {}
@@ -129,12 +129,12 @@ def decode(
         parts.append(torch.from_numpy(result.logits.copy()).float().log_softmax(-1))
     first, end = (float(np.median(times)) for times in (times_ms[:TIMED], times_ms[-TIMED:]))
     timed |= {"step_ms_first": first, "step_ms_last": end, "last_over_first": end / first}
-    timed["last_over_first_least"] = min(times_ms[-TIMED:]) / min(times_ms[:TIMED])  # where others use the machine, too
+    timed["last_over_first_least"] = min(times_ms[-TIMED:]) / min(times_ms[:TIMED])  # least affected by other processes
     return torch.cat(parts), {name: round(value, 4) for name, value in timed.items()}
 
 
 def _pieces(num_tokens: int, most: int) -> Iterator[tuple[int, int]]:
-    """One by one where steps are timed, else as many as a step takes."""
+    """Yield ranges of tokens for steps: single tokens where steps are timed, else up to `most`."""
     at = 0
     while at < num_tokens:
         timed = at < TIMED or at >= num_tokens - TIMED
@@ -144,7 +144,7 @@ def _pieces(num_tokens: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def own_bytes(engine: CpuEngine | GpuEngine) -> dict[str, float]:
-    """What codes of own rows take, over the KV of all own rows."""
+    """Return the size of the own rows' codes over the KV of all own rows; on a GPU, the device's bytes."""
     if isinstance(engine, GpuEngine):
         return {"device_bytes": engine.counts().device_bytes}
     request = engine.request(0)
@@ -155,20 +155,20 @@ def own_bytes(engine: CpuEngine | GpuEngine) -> dict[str, float]:
 
 
 def row_bytes(loaded: LoadedModel) -> int:
-    """KV of a token, all layers."""
+    """Return the KV bytes of a token, over all layers."""
     geometry = loaded.geometry
     return 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * loaded.dtype.itemsize
 
 
 def kl_of(context: RealContext, log_probs: Tensor) -> Tensor:
-    """Of each token [num_tokens]."""
+    """Return each token's KL from full attention's prediction, in nats [num_tokens]."""
     with torch.inference_mode():
         reference = context.log_probs
         return (reference.exp() * (reference - log_probs)).sum(-1)
 
 
 def exact_attention(context: RealContext, config: SearchConfig) -> Attend:
-    """The best rows of context and tail by their exact weights, sinks and windows, and nothing of the others."""
+    """Return attention to sinks, windows and the best rows of context and tail by exact weights, without the others."""
 
     def attend(layer_idx: int, step: Step) -> Tensor:
         layer, out = context.layers[layer_idx], torch.empty_like(step.q)
@@ -183,7 +183,7 @@ def exact_attention(context: RealContext, config: SearchConfig) -> Attend:
             logits = logits.masked_fill(hidden, -torch.inf)
             far = _far(layer.context_len, num_left, len(places), config).to(k.device)
             worth = logits.softmax(-1).sum(1).masked_fill(~far, -1.0)
-            top_k = config.top_k(layer.context_len) + own_top_k(config, num_left)  # no fewer than ours
+            top_k = config.top_k(layer.context_len) + own_top_k(config, num_left)  # as many as csattn chooses
             chosen = torch.zeros_like(worth, dtype=torch.bool).scatter_(2, worth.topk(top_k, dim=2).indices, True)
             weights = logits.masked_fill(far & ~chosen[:, None], -torch.inf).softmax(-1)
             out[:, :, tokens] = torch.einsum("hgtn,hnd->hgtd", weights, v)
@@ -193,7 +193,7 @@ def exact_attention(context: RealContext, config: SearchConfig) -> Attend:
 
 
 def _far(context_len: int, num_left: int, num_rows: int, config: SearchConfig) -> Tensor:
-    """Which rows are read only where they are chosen."""
+    """Return a mask of the rows that are read only if chosen."""
     far = torch.zeros(num_rows, dtype=torch.bool)
     far[config.sink_len : context_len - config.window_len] = True
     far[context_len : context_len + num_left] = True

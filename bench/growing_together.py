@@ -1,11 +1,11 @@
-"""Requests that began together become longer together: how long does a step take while segments are made of their rows?
+"""How long do steps take while requests that began together all get segments for their own rows?
 
     python -m bench.growing_together [--requests 4] [--json FILE]
     python -m bench.growing_together --shape llama-3.1-8b --context-len 16K --placement device
 
-Each request has nearly as many rows of its own as make a segment, copies of the context's first ones; then all of them
-decode, a token each in a step, until the segments are in use. Told: a step's time before they are begun, while they are
-made, and once they are read. Gate: every row has a next token.
+Each request begins with nearly enough own rows for a segment, copies of the context's first rows. Then all of them
+decode, one token each per step, until the segments are in use. Reported: a step's time before the segments are begun,
+while they are made, and once they are read. Gate: every row has a next token.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from workers.engine.memory import PLACEMENTS
 from workers.engine.opening import open_engine
 from workers.serving.step_engine import StepRow
 
-APART = 64  # steps before the segments are begun, and as many once they are read
-SETTLING = 8  # of them, the first are not counted
+APART = 64  # steps before the segments are begun, and also steps after they are first read
+SETTLING = 8  # first steps, which are not counted
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
     report |= {"context_len": len(ids), "requests": arguments.requests, "segment_len": growth.segment_len}
     report |= {
         "before": _told(times_ms[SETTLING : APART - 1]),
-        "made": _told(times_ms[APART - 1 : APART + near]),  # with the step that reads them first
+        "made": _told(times_ms[APART - 1 : APART + near]),  # including the first step that reads them
         "read": _told(times_ms[APART + near :]),
     }
     finish(report, arguments.json)

@@ -1,12 +1,12 @@
-"""Does the service stand hostile clients? Thousands of bad requests, and how fast /health answers meanwhile.
+"""Does the service withstand hostile clients? Sends thousands of bad requests, and times /health meanwhile.
 
 python -m bench.hostile [--url http://127.0.0.1:8000 --key KEY] [--requests 5000 | --seconds 600] [--json FILE]
 
-Without an address, against a service of its own, which asks for a key.
+Without --url, it starts a service of its own, which requires a key.
 
-Gate: who waits for a reply has a whole one, no 5xx but 503 with Retry-After, no refusal of more than 4 KB, no wrong key
-lets anybody in, /health always answers. Slow clients come on top and stay for as long as they are let. "left": the
-client did not wait for a reply.
+Gate: every client that waits for a reply gets a whole one; no 5xx except 503 with Retry-After; no refusal of more than
+4 KB; no wrong key is accepted; /health always answers. Slow clients are connected at the same time, until they are cut
+off. "left": the client did not wait for a reply.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from bench.timing import end_as_interrupted, finish
 from bench.turns.service import MODEL, serving
 
 MAX_REFUSAL_BYTES = 4096
-PATIENCE_S = 180.0  # a reply that takes longer has hung: a prompt may have a thousand tokens, the machine others
+PATIENCE_S = 180.0  # a request that takes longer counts as hung; a prompt may have 1000 tokens, the machine other users
 PROBE_EVERY_S = 0.02
 ALONE_S = 3.0
 LEFT = b"left"  # in place of a reply
@@ -42,15 +42,15 @@ OWN_KEY = "the-key-of-a-bench"
 
 @dataclass
 class Outcome:
-    """What came of all requests."""
+    """The outcomes of all requests."""
 
-    statuses: Counter[str] = field(default_factory=Counter)  # "closed": no reply, and the connection closed; "left"
+    statuses: Counter[str] = field(default_factory=Counter)  # also "closed" (without a reply), "left", "hung", "?"
     by_kind: dict[str, Counter[str]] = field(default_factory=dict)
     biggest_refusal_bytes: int = 0
     faults: list[str] = field(default_factory=list)
 
     def saw(self, what: str, kind: str, reply: bytes | None, waits: bool) -> None:
-        """waits: the client, until it has a reply."""
+        """Record a reply; see `judged`. waits: the client does not hang up before it has a reply."""
         status, fault = judged(reply)
         if status == "closed" and not waits:
             fault = ""
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def judged(reply: bytes | None) -> tuple[str, str]:
-    """Status and fault of a reply; None: it did not come in time, LEFT: nobody waited for it."""
+    """Return a reply's status and its fault, or "". reply: None if it did not come in time, LEFT if nobody waited."""
     if reply is None:
         return "hung", "no reply in time"
     if reply == LEFT:
@@ -80,13 +80,13 @@ def judged(reply: bytes | None) -> tuple[str, str]:
         return status, f"status {status}: {body[:200]!r}"
     if status[0] in "45" and body_bytes(reply) > MAX_REFUSAL_BYTES:
         return status, f"a refusal of {body_bytes(reply)} bytes"
-    tells_its_end = re.search(rb"\r\n(content-length|transfer-encoding):", head.lower())  # else closing is its end
+    tells_its_end = re.search(rb"\r\n(content-length|transfer-encoding):", head.lower())  # else closing ends the reply
     is_broken = tells_its_end and not _is_whole(reply)
     return status, f"a reply that broke off: {reply[-60:]!r}" if is_broken else ""
 
 
 def body_bytes(reply: bytes) -> int:
-    """Of the first reply: those to requests that were sent with it may stand behind."""
+    """Return the size of the first reply's body; replies to pipelined requests may follow it."""
     head, _, rest = reply.partition(b"\r\n\r\n")
     told = re.search(rb"\r\ncontent-length: (\d+)", head.lower())
     return int(told[1]) if told else len(rest)
@@ -95,9 +95,9 @@ def body_bytes(reply: bytes) -> int:
 async def attack(
     target: Target, num_requests: int, concurrency: int, num_slow: int, seed: int, seconds: float | None = None
 ) -> Outcome:
-    """Send that many requests of random kinds, so many at once, beside clients that are slow all the while.
+    """Send requests of random kinds, `concurrency` at a time, with slow clients connected throughout.
 
-    With seconds: however many there is time for.
+    With seconds, num_requests is ignored: requests are sent until the time is over.
     """
     outcome, until = Outcome(), None if seconds is None else time.monotonic() + seconds
     todo = iter(range(num_requests if seconds is None else sys.maxsize))
@@ -108,7 +108,7 @@ async def attack(
         for number in todo:
             if until is not None and time.monotonic() > until:
                 return
-            own = random.Random(f"{seed} {number}")  # a fault can be had again by its number
+            own = random.Random(f"{seed} {number}")  # so a fault can be reproduced by its number
             kind = own.choice(list(KINDS))
             pieces = KINDS[kind](own, target)
             outcome.saw(f"{kind} (request {number})", kind, await _exchange(target, pieces, own), -1.0 not in pieces)
@@ -120,7 +120,10 @@ async def attack(
 
 
 async def _exchange(target: Target, pieces: Pieces, rng: random.Random) -> bytes | None:
-    """Send the pieces, waiting where one is a number of seconds; -1 hangs up. What comes back, or until then."""
+    """Send the pieces and return the reply, LEFT, b"" (not connected) or None (not in time).
+
+    A number among the pieces is a wait in seconds; -1 hangs up.
+    """
     try:
         reader, writer = await asyncio.open_connection(target.host, target.port)
     except OSError:
@@ -152,7 +155,7 @@ async def _exchange(target: Target, pieces: Pieces, rng: random.Random) -> bytes
 
 
 async def _received(reader: asyncio.StreamReader) -> bytes:
-    """One reply, or all until the other side closes."""
+    """Return one reply, or everything until the server closes the connection."""
     parts = b""
     try:
         while not _is_whole(parts):
@@ -176,7 +179,7 @@ def _is_whole(reply: bytes) -> bool:
 
 
 async def _slow_client(target: Target, stop: asyncio.Event, outcome: Outcome) -> None:
-    """A byte now and then, of a body or of a header, and again from the start when cut off."""
+    """Send a body or a header slowly, byte by byte, and begin again when cut off."""
     rng = random.Random()
     while not stop.is_set():
         begin = target.head("POST", "/v1/completions", 1000) if rng.random() < 0.5 else b"GET /health HTTP/1.1\r\n"
@@ -196,7 +199,7 @@ async def _slow_client(target: Target, stop: asyncio.Event, outcome: Outcome) ->
 
 
 def probe(host: str, port: int, begun: Event, stop: Event, latencies: Any) -> None:
-    """In a process of its own: how long /health takes, with a connection for each time; once more behind the end."""
+    """Time /health in a process of its own, with a new connection each time, and once more after `stop` is set."""
     found: list[tuple[float, float]] = []  # when, and milliseconds
     request = f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
     is_last = False
@@ -225,7 +228,7 @@ def measured(
     num_slow: int = 8,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Attack and probe at once. The report; `faults` is empty where the service stood it."""
+    """Attack and probe at the same time. Returns the report, whose `faults` is empty if the service withstood it."""
     parts = urlsplit(url)
     assert parts.hostname is not None, f"{url} names no host"
     target = Target(parts.hostname, parts.port or 80, key, model)
@@ -234,7 +237,7 @@ def measured(
     prober = processes.Process(target=probe, args=(target.host, target.port, begun, stop, latencies), daemon=True)
     prober.start()
     begun.wait()
-    # what /health takes while nobody else asks, on this machine as busy as it is
+    # the baseline: /health without other requests, on this machine with its present load
     time.sleep(ALONE_S)
     started_at = time.perf_counter()
     outcome = asyncio.run(attack(target, num_requests, concurrency, num_slow, seed, seconds))

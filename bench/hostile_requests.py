@@ -1,4 +1,4 @@
-"""The kinds of bad requests: each makes the pieces that a client sends. A number among them is a wait, -1 a hang-up."""
+"""The kinds of bad requests. Each makes the pieces that a client sends; a number is a wait in seconds, -1 a hang-up."""
 
 import json
 import random
@@ -16,7 +16,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Target:
-    """Whom to send to."""
+    """The service to which requests are sent."""
 
     host: str
     port: int
@@ -24,7 +24,7 @@ class Target:
     model: str
 
     def head(self, method: str, path: str, length: int | str | None, *lines: str, key: str | None = None) -> bytes:
-        """The header of a request; `length` may be a lie."""
+        """Return the header of a request; `length` need not be true."""
         fields = [f"Host: {self.host}:{self.port}", *lines]
         if self.key or key:
             fields.append(f"Authorization: Bearer {self.key if key is None else key}")
@@ -54,7 +54,7 @@ _DRAWN = {
     "frequency_penalty": 0.1, "repetition_penalty": 1.1, "logit_bias": {"5": 1}, "keep": 0.02, "lookahead": 0,
     "rest": "none", "selector": "csattn", "cache_salt": "x",
 }  # fmt: skip
-# of each address, a body with all that it takes: any value of it, however deep, may be another
+# for each address, a body with all its fields; `wrong_somewhere` changes values in it at any depth
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "messages": _MESSAGES, "max_tokens": 1, "stop": ["x"], "n": 1, "logprobs": True, "top_logprobs": 1,
@@ -81,14 +81,14 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def places_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Of every value in some JSON: what it is in, and where there."""
+    """Yield the container and the key or index of every value in some JSON."""
     for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield value, key
         yield from places_of(value[key])
 
 
 def nonsense(rng: random.Random, depth: int = 0) -> Any:
-    """Any JSON value, with a liking for those that hurt."""
+    """Return a random JSON value, preferably one that causes trouble."""
     leaves: list[Any] = [
         None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, -0.0, 1e308, 0.5, "", "x", "\x00", "\ud800", "\u202e",
         "a" * 3000, "smollm2-135m@../../etc/passwd", "'; DROP TABLE contexts; --", "<script>", "%00", "\r\nX: y",
@@ -114,7 +114,7 @@ def wrong_types(rng: random.Random, target: Target) -> Pieces:
 
 
 def wrong_somewhere(rng: random.Random, target: Target) -> Pieces:
-    """A value, anywhere in a body with everything, is another, or is gone, or is there under another name."""
+    """Change, remove or rename values anywhere in a body that has all fields."""
     path = rng.choice(list(BODIES))
     body = json.loads(json.dumps(BODIES[path] if path == "/v1/contexts" else {"model": target.model, **BODIES[path]}))
     places = [(inside, key) for inside, key in places_of(body) if key not in ("max_tokens", "max_output_tokens")]
@@ -139,7 +139,7 @@ ODD_TEXTS = (
 
 
 def odd_unicode(rng: random.Random, target: Target) -> Pieces:
-    """In a prompt and in a name: half a pair, what turns the line, marks without end, what no Unicode is."""
+    """Send lone surrogates, direction marks, long runs of combining marks, noncharacters and invalid UTF-8."""
     odd = rng.choice(ODD_TEXTS)
     content = json.dumps(_request(target, prompt=odd, stop=[odd[:9]]), ensure_ascii=rng.random() < 0.5)
     path = rng.choice(["/v1/completions", "/tokenize"])
@@ -198,7 +198,7 @@ def oversize_in_chunks(rng: random.Random, target: Target) -> Pieces:
 
 
 def odd_chunks(rng: random.Random, target: Target) -> Pieces:
-    """A good body in chunks: small ones, or with a length, an extension or an end that is none."""
+    """Send a good body in chunks, small ones or some with a bad length, extension or trailer."""
     data = json.dumps(_request(target)).encode()
     size = rng.choice([1, 7, len(data)])
     chunks = [b"%x\r\n%s\r\n" % (len(data[i : i + size]), data[i : i + size]) for i in range(0, len(data), size)]
@@ -214,20 +214,20 @@ def odd_chunks(rng: random.Random, target: Target) -> Pieces:
 
 
 def pipelined(rng: random.Random, target: Target) -> Pieces:
-    """Many at once on one connection, good ones and bad ones; the client reads one reply and leaves."""
+    """Send many good and bad requests at once on one connection, and leave after at most one reply."""
     kinds = (good, broken_json, wrong_somewhere, odd_address)
     pieces = [piece for _ in range(rng.choice([2, 20])) for piece in rng.choice(kinds)(rng, target)]
     return [b"".join(piece for piece in pieces if isinstance(piece, bytes)), 0.05, -1.0]
 
 
 def cuts_a_stream(rng: random.Random, target: Target) -> Pieces:
-    """A stream that is read a little, then cut."""
+    """Read a stream for a while, then hang up."""
     body = _request(target, max_tokens=50, stream=True, n=rng.choice([1, 4]))
     return [*target.sent(body), rng.random(), -1.0]
 
 
 def huge_header(rng: random.Random, target: Target) -> Pieces:
-    """A name, a value or an address of a megabyte, or ten thousand lines."""
+    """Send a header with a name, a value or an address of up to a megabyte, or with ten thousand lines."""
     what = rng.randrange(4)
     long = "y" * rng.choice([20_000, MIB])
     if what == 3:
@@ -290,7 +290,7 @@ def hangs_up_in_the_answer(rng: random.Random, target: Target) -> Pieces:
 
 
 def good(rng: random.Random, target: Target) -> Pieces:
-    """So that the others have something to disturb."""
+    """Send a good request, so that the bad ones have something to disturb."""
     return target.sent(_request(target, stream=rng.random() < 0.5))
 
 

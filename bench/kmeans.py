@@ -1,12 +1,12 @@
-"""The codebooks of a layer of `lists`: by FAISS on all CPUs, by FAISS on a GPU, by the batched program of torch.
+"""Compares programs that make a layer's codebooks for `lists`: FAISS on all CPUs, FAISS on a GPU, batched torch.
 
     python -m bench.kmeans [--device cuda] [--layers 2] [--points 131072] [--json FILE]
 
-Queries are recorded (`python -m bench.decode record`), brought to Llama-3.1-8B's shape, and tiled with noise to as many
-points: 64 problems a layer, of which FAISS takes 32,768 points each and the batched program 131,072. Fit is the mean of
-1 - cosine from every point to its nearest centroid, over all problems, beside FAISS's on CPUs: the less, the better.
-Gate: no program fits 2 % worse than that. FAISS's on a GPU is left out where it finds none; `faiss-gpu` in the place of
-`faiss-cpu` brings it.
+Queries are recorded (`python -m bench.decode record`), brought to Llama-3.1-8B's shape, and tiled with noise to
+--points points. A layer has 64 problems; of each, FAISS uses 32,768 points and the batched program 131,072. Fit is the
+mean over all problems of 1 - cosine from every point to its nearest centroid (less is better), compared with FAISS on
+CPUs. Gate: no program fits 2 % worse than that. FAISS on a GPU is left out if it finds no GPU; it needs `faiss-gpu`
+instead of `faiss-cpu`.
 """
 
 import argparse
@@ -37,7 +37,7 @@ REPEATS, MOST_WORSE = 3, 0.02
 
 
 def fit(queries: Tensor, codebooks: Tensor) -> float:
-    """The mean over all problems of 1 - cosine from a point to the nearest centroid.
+    """Return the mean over all problems of 1 - cosine from a point to the nearest centroid.
 
     queries: [num_kv_heads, num_points, head_dim]; codebooks: [num_kv_heads, num_subspaces, num_centroids, width].
     """
@@ -51,7 +51,7 @@ def fit(queries: Tensor, codebooks: Tensor) -> float:
 
 
 def measure(queries: Tensor, config: ListConfig, threads: Executor) -> list[dict[str, Any]]:
-    """Each program's time for a layer and its fit. queries lie where prefill has them, as in a build."""
+    """Measure each program's time for a layer and its fit. queries: on the device of the prefill, as in a build."""
     faiss = partial(make_codebooks, queries, replace(config, kmeans="faiss"), threads)
     programs: dict[str, Callable[[], Tensor]] = {f"FAISS, {available_cpus()} CPUs": partial(faiss, on_gpu=False)}
     if num_gpus():

@@ -1,14 +1,14 @@
-"""Steps of models that choose their rows themselves, at their real widths: on the device, or from host memory.
+"""Times decode steps of models that attend to latents or compressed rows, at their real widths.
 
     python -m bench.latents [--kinds chosen,all,compressed] [--layers 8] [--experts 16] [--contexts 131072]
                             [--batches 1,8] [--json FILE]
 
-DeepSeek-V3.2's shape with fewer layers and experts and random weights, each request over a context of its own, made up
-(`chosen`); the same without an indexer (DeepSeek-V3), which attends to all latents (`all`); and DeepSeek-V4-Flash's,
-whose rows stand for several tokens each (`compressed`). Random weights choose other rows for
-each token; a model's choices change less. So steps are timed twice: `fed`, with the token that the last step said, and
-`again`, the same step over and over, whose rows are all in the slots: what a model takes lies between, and by how much
-`hit_rate` says. Gate: the same tokens from both placements.
+The kinds, all with fewer layers and experts and with random weights, each request over its own made-up context:
+`chosen` has DeepSeek-V3.2's shape, whose indexer chooses rows, with latents on the device or in host memory; `all` has
+no indexer and attends to all latents (DeepSeek-V3); `compressed` has DeepSeek-V4-Flash's shape, whose rows stand for
+several tokens each. Random weights choose other rows for each token; a real model's choices change less. So steps are
+timed twice: `fed` with the token of the last step, and `again`, the same step repeated, whose rows are all in cache
+slots. A real model's time lies between the two; `hit_rate` shows where. Gate: both placements give the same tokens.
 """
 
 import argparse
@@ -39,8 +39,8 @@ from workers.serving.step_engine import StepRow
 
 KINDS = "chosen", "all", "compressed"
 DTYPE, TAIL_CAPACITY, WARM_UP_STEPS, PROFILED_STEPS = torch.bfloat16, 512, 16, 4
-SAID = 8  # tokens that both placements must say alike
-PURPOSES = {  # part of a kernel's name -> what it is for
+SAID = 8  # first tokens, which must be the same in both placements
+PURPOSES = {  # part of a kernel's name -> its purpose
     "_score_kernel": "score",
     "select_": "choose",
     "count_far": "gather",
@@ -54,12 +54,12 @@ PURPOSES = {  # part of a kernel's name -> what it is for
 
 
 class MadeContext:
-    """What an engine asks of an artifact: latents of bell-shaped numbers, as norms leave them."""
+    """A stand-in for an artifact, with normally distributed latents, like the output of norms."""
 
     index_bytes = 0
 
     def __init__(self, spec: ModelSpec, context_len: int, seed: int, like: Tensor) -> None:
-        """like: of the dtype, on the device that draws them."""
+        """like: a tensor with the latents' dtype, on the device that draws them."""
         self.spec = SimpleNamespace(context_len=context_len, index_config=SketchConfig())
         generator, size = torch.Generator(like.device).manual_seed(seed), (1, context_len, 2, spec.head_dim)
         made: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": generator}
@@ -69,14 +69,14 @@ class MadeContext:
         return self._layers
 
     def require_model(self, fingerprint: str, geometry: object) -> None:
-        """It is any model's."""
+        """Accept any model."""
 
     def require_tokenizer(self, tokenizer_hash: str) -> None:
-        """Likewise."""
+        """Accept any tokenizer."""
 
 
 class MadeCompressed(MadeContext):
-    """Of rows that stand for several tokens each."""
+    """A stand-in for an artifact whose rows stand for several tokens each."""
 
     def __init__(self, spec: ModelSpec, context_len: int, seed: int, like: Tensor) -> None:
         geometry, generator = geometry_of(spec), torch.Generator(like.device).manual_seed(seed)
@@ -130,7 +130,7 @@ def main() -> None:
                     for placement in ("device", "hybrid") if kind == "chosen" else ("device",):
                         case = {"latents": kind, "context_len": context_len, "batch_size": batch_size}
                         timed, said[placement] = measure(weights, contexts[:batch_size], placement, arguments.steps)
-                        gc.collect()  # graphs and what they hold
+                        gc.collect()  # frees CUDA graphs and their memory
                         torch.cuda.empty_cache()
                         report["cases"].append({**case, "placement": placement, **timed})
                         print(report["cases"][-1], flush=True)
@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def fewer(num_layers: int, num_experts: int) -> dict[str, Any]:
-    """Changes of a config: one layer is dense, the others have experts, which are not in groups."""
+    """Return changes of a config: the first layer is dense, the others have experts without groups."""
     kinds = ["dense"] + ["sparse"] * (num_layers - 1)
     sizes = {"num_hidden_layers": num_layers, "n_routed_experts": num_experts, "first_k_dense_replace": 1}
     return {**sizes, "mlp_layer_types": kinds, "n_group": 1, "topk_group": 1}
@@ -151,7 +151,7 @@ def fewer(num_layers: int, num_experts: int) -> dict[str, Any]:
 def measure(
     weights: ModelWeights, contexts: list[MadeContext], placement: str, num_steps: int
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Times of steps, and what the first ones have said."""
+    """Return the times of steps, and the tokens of the first `SAID` steps."""
     batch_size, spec = len(contexts), weights.spec
     model = StepModel(
         name="random",
@@ -207,7 +207,7 @@ def measure(
 
 
 def _parts(times_us: dict[str, float], num_layers: int) -> dict[str, float]:
-    """Purpose -> µs a layer; the others are products, norms and what projects."""
+    """Return purpose -> µs a layer; "other" is products, norms and projections."""
     parts = times_by_purpose(times_us, num_layers, PURPOSES)
     return {**parts, "other": round(sum(times_us.values()) / num_layers - sum(parts.values()), 2)}
 

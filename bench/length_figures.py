@@ -1,4 +1,4 @@
-"""The tables that decide: whole steps at every length, KL at every length, and what others read to be as good."""
+"""Tables of whole steps at every length, of KL at every length, and of what others must read to be as good."""
 
 import math
 from collections.abc import Callable
@@ -16,22 +16,22 @@ from workers.capacity import context_bytes, spec_of
 
 STEPS, KLS, SCHEDULES = "lengths-h200.json", "kl-h100.json", "schedules.json"
 AS_GOOD_KLS = "kl-as-good.json"
-LISTS = "lists-h200.json"  # a later run, with full attention's times of its own
-PUBLISHED = {  # schedules: share kept -> what cases call it, and what readers do
+LISTS = "lists-h200.json"  # a later run, with its own times of full attention
+PUBLISHED = {  # schedules: share kept -> name in cases, name in tables
     0.02: (AHEAD, "2 %"),
     0.15: (f"{AHEAD}, at every 4th token", "15 % at every 4th token"),
     0.2: (f"{AHEAD}, at every 8th token", "20 % at every 8th"),
 }
-# how many times as fast as others the source says that it is, at 8K to 128K: CSAttention (arXiv:2604.08584), Fig. 3
+# published speed-ups over other methods, at 8K to 128K: CSAttention (arXiv:2604.08584), Fig. 3
 AS_FAST_AS = {
     "pqcache": ("PQCache, rows from the host", (2.95, 4.35, 5.60, 9.40, 8.26)),
     "magicpig-300": ("MagicPIG", (1.51, 2.14, 3.41, 3.98, 7.85)),
     "h2o": ("H2O", (0.88, 0.97, 1.13, 1.16, 1.33)),
     "full": ("full attention, all on the GPU", (1.16, 1.22, 1.81, 3.31, 4.24)),
 }
-OTHERS = {"quest": "Quest", "sparq": "SparQ", "pqcache": "PQCache"}  # that choose a share of the rows
-NO_MEAN = "sparq, no mean value"  # as its steps are timed
-# shares at which their steps were timed, too: of AS_GOOD_KLS, where they are as good as `default` on the novel
+OTHERS = {"quest": "Quest", "sparq": "SparQ", "pqcache": "PQCache"}  # methods that choose a share of the rows
+NO_MEAN = "sparq, no mean value"  # the form whose steps were timed
+# shares at which their steps were also timed: at these they are as good as `default` on the novel (AS_GOOD_KLS)
 AS_GOOD = {"quest": 0.52, "sparq": 0.2, "pqcache": 0.23}
 SHAPE = "llama-3.1-8b"
 Contender = tuple[str, float]  # a name and a share kept
@@ -39,7 +39,7 @@ Contender = tuple[str, float]  # a name and a share kept
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A row of the table of times. steps: of a length, with one request and with four, as far as they were measured."""
+    """A row of the table of times. steps(context_len): cases with one request and with four, as far as measured."""
 
     name: str
     steps: Callable[[int], list[Case]]
@@ -47,14 +47,14 @@ class Way:
 
 
 def of_length(context_len: int, file: str = STEPS, **wanted: Any) -> list[Case]:
-    """Of one request and of four; without a time, where they do not fit."""
+    """Return the cases of one request and of four at that length; those that do not fit have no time."""
     wanted["context_len"] = context_len
     cases = [of for of in measured(file) if all(of.get(name) == value for name, value in wanted.items())]
     return sorted(cases, key=lambda of: int(of["batch_size"]))
 
 
 def file_of(variant: str) -> str:
-    """Where its steps are."""
+    """Return the file with the variant's steps."""
     return LISTS if variant in ("lists", "paper") else STEPS
 
 
@@ -96,12 +96,12 @@ def _ways() -> list[Way]:
 
 
 def kept_alone(context_len: int) -> list[Case]:
-    """H2O's steps. What they load counts for nothing: all rows, and the method needs those alone that it keeps."""
+    """Return H2O's steps without their device memory: they hold all rows, but the method needs only those it keeps."""
     return [{**of, "hbm_bytes": None} for of in of_length(context_len, variant="h2o")]
 
 
 def lengths() -> list[str]:
-    """Steps of one and of four requests at each length, each way beside its KL."""
+    """Return a table of steps with one and with four requests at each length, and each method's KL."""
     sizes = sorted({of["context_len"] for of in measured(STEPS)})
     last = f"{sizes[-1] // 1024}K"
     head = ["KL, novel", *(f"{size // 1024}K" for size in sizes), f"{last}, if it chose as fast"]
@@ -118,12 +118,15 @@ def lengths() -> list[str]:
 
 
 def host_bytes(of: Case) -> int | None:
-    """What contexts take in host memory: rows, and what the CPU searches. None: nothing, or they do not fit."""
+    """Return the bytes of contexts in host memory: rows, and the index that the CPU searches.
+
+    None: there are none, or the case does not fit.
+    """
     if of.get("placement", "device") == "device" or "refused" in of:
         return None
     shape, context_len = shape_named(SHAPE), of["context_len"]
     of_context = shape.num_layers * 2 * shape.heads.kv_width * context_len * 2
-    if (tables := TABLES.get(of["variant"])) is not None:  # of each bucket where it begins, and its keys' numbers
+    if (tables := TABLES.get(of["variant"])) is not None:  # each bucket's start, and row numbers of its keys
         of_head = 4 * tables.number * (context_len + 2**tables.num_bits + 1)
         of_context += shape.num_layers * shape.heads.num_kv_heads * of_head
     elif of["placement"] == "host" and of["variant"] == "default":
@@ -132,14 +135,14 @@ def host_bytes(of: Case) -> int | None:
 
 
 def each(steps: list[Case], field: str, unit: float, digits: int) -> str:
-    """Of one request; of four."""
+    """Return a cell with the figure of one request and of four; "–" where it is missing."""
     if any("refused" in of for of in steps) or any(of.get(field) is not None for of in steps):
         return "; ".join("–" if of.get(field) is None else f"{of[field] / unit:.{digits}f}" for of in steps)
     return ""
 
 
 def as_fast(steps: list[Case]) -> str:
-    """One request's step by another method, if it chose among its scores in the time that `default` takes."""
+    """Return one request's step time by another method, if its selection took only as long as `default`'s."""
     of = steps[0] if steps else {}
     select = of.get("parts_us", {}).get("select")
     if select is None or of["variant"] in ("default", "lists", "paper"):
@@ -157,14 +160,14 @@ def kl_cell(of: Contender | None, text: str = "novel", context_len: int = 7680) 
 
 
 def settings() -> list[tuple[str, int]]:
-    """Texts and lengths, the shortest first within a text."""
+    """Return texts and lengths, the shortest first within a text."""
     order = [text for text, _ in TEXTS]
     found = {(case["text"], case["context_len"]) for case in measured(KLS)}
     return sorted(found, key=lambda of: (order.index(of[0]), of[1]))
 
 
 def kl_lengths() -> list[str]:
-    """KL of each method at the lengths of the longest texts."""
+    """Return a table of each method's KL at the lengths of the longest texts."""
     shown = [of for of in settings() if of[0] in ("manual", "decimal")]
     lines = ["| KL | " + " | ".join(_called(of) for of in shown) + " |", "|---|" + "---:|" * len(shown)]
     named: list[tuple[str, Contender]] = [
@@ -186,7 +189,7 @@ def kl_lengths() -> list[str]:
 
 
 def shares() -> list[str]:
-    """About the share at which a method is as good as `default` at 2 %, on each text and length."""
+    """Return a table of the approximate share at which a method is as good as `default` at 2 %, by text and length."""
     lines = [
         "| rows read to be as good as `default` at 2 % | " + " | ".join(OTHERS.values()) + " |",
         "|---|---:|---:|---:|",
@@ -198,7 +201,7 @@ def shares() -> list[str]:
 
 
 def share_range(contender: str) -> str:
-    """Of what it needs, over all texts and lengths."""
+    """Return the range of the shares that it needs over all texts and lengths, as text."""
     needed = [share_needed(contender, *setting) for setting in settings()]
     enough = [share for share in needed if share is not None]
     if len(enough) < len(needed):
@@ -207,7 +210,10 @@ def share_range(contender: str) -> str:
 
 
 def share_needed(contender: str, text: str, context_len: int) -> float | None:
-    """About the least that is enough: between two that were tried log KL is taken as straight. None: none that was."""
+    """Return about the least share that is as good as `default` at 2 %; None: no measured one is.
+
+    log KL is interpolated linearly between measured shares.
+    """
     of_text = [of for of in measured(KLS) if (of["text"], of["context_len"]) == (text, context_len)]
     [wanted] = [of["kl"] for of in of_text if (of["contender"], of["keep"]) == ("default", 0.02)]
     forms = (contender, NO_MEAN) if contender == "sparq" else (contender,)
@@ -216,7 +222,7 @@ def share_needed(contender: str, text: str, context_len: int) -> float | None:
 
 
 def share_at(wanted: float, tried: list[tuple[float, float]]) -> float | None:
-    """Where KL first falls to what is wanted. tried: shares and their KL."""
+    """Return the share at which KL first falls to `wanted`; None if it never does. tried: shares and their KL."""
     for (before, high), (share, low) in pairwise([(0.0, math.inf), *sorted(tried)]):
         if low <= wanted:
             way = math.log(high / wanted) / math.log(high / max(low, 1e-7)) if math.isfinite(high) else 1.0
@@ -238,7 +244,7 @@ def _called(setting: tuple[str, int]) -> str:
 
 
 def published() -> list[str]:
-    """The published system's schedules at each length, `default` and full attention beside them."""
+    """Return a table of the published system's schedules at each length, with `default` and full attention."""
     sizes = sorted({case["context_len"] for case in measured(STEPS)})
     texts = list(dict.fromkeys(case["text"] for case in measured(SCHEDULES)))
     head = [f"{size // 1024}K" for size in sizes]
@@ -271,7 +277,7 @@ def published() -> list[str]:
 
 
 def as_fast_as() -> list[str]:
-    """How many times as fast as other methods: as published, and the same system here, each with its best schedule."""
+    """Return a table of speed-ups over other methods: as published, and measured here, with the best schedules."""
     sizes = sorted({of["context_len"] for of in measured(STEPS)})
     head = [f"{size // 1024}K" for size in sizes]
     lines = ["| times as fast as | by | " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(head)]
@@ -292,6 +298,6 @@ def as_fast_as() -> list[str]:
 
 
 def best_us(context_len: int, file: str, preset: str, placement: str) -> float:
-    """A token's mean time by the fastest of the schedules that were measured."""
+    """Return a token's mean time with the fastest of the measured schedules."""
     cases = of_length(context_len, file, variant=preset, placement=placement, batch_size=1)
     return min(of["mean_us"] for of in cases if "refused" not in of)

@@ -1,16 +1,16 @@
-"""What does a service make of many conversations? A seeded trace of them, replayed by OpenAI's client.
+"""How does a service cope with many conversations? Replays a seeded trace of them by OpenAI's client.
 
 python -m bench.load --url http://127.0.0.1:8000 [--pid PID] [--contexts 8] [--context-chars 8000] [--sessions 40]
                      [--per-minute 30] [--turns 4] [--think-s 3] [--answer-tokens 32] [--zipf 1.1] [--selector full]
                      [--named] [--clients 16] [--for-s 600] [--alone-first]
 python -m bench.load --store DIR ... -- [what `csattn serve` takes, such as --local --set engine.context_bytes=N]
 
-Sessions begin at random times; each is about one of the contexts, few of which most sessions are about (Zipf), and
-has as many turns as chance gives, with time to think between them. As chat programs do, each turn sends the whole
-conversation: the document as the system message, the model alone as the model. With --named the documents are contexts
-that were registered before, and asked for by name. With --alone-first all first questions are asked one by one before
-the trace begins. Gate: no request fails, conversations that are the same so far have the same answer, whoever has them
-and whenever, and what the service holds of contexts stays within its budget, in every sample.
+Sessions begin at random times. Each is about one of the contexts (most sessions are about a few of them: Zipf), and has
+a random number of turns, with time to think between them. As chat programs do, each turn sends the whole conversation:
+the document as the system message, and as `model` the model without a context. With --named, the documents are contexts
+that were registered before and are named in `model`. With --alone-first, all first questions are asked one by one
+before the trace begins. Gate: no request fails; conversations that are equal so far get the same answer, in any session
+and at any time; and in every sample, the contexts that the service holds stay within its budget.
 """
 
 import argparse
@@ -43,25 +43,25 @@ QUESTIONS = (
     "And then?",
     "Say that in fewer words.",
 )
-FEW_QUESTIONS = 3  # of which the first of a session is one, so that sessions meet
+FEW_QUESTIONS = 3  # a session's first question is one of these, so that sessions have conversations in common
 SAMPLE_S = 0.5
 TIMEOUT_S = 1800.0  # of a client that waits for its context
-AGAIN_S = 0.5  # until a turn is sent again whose worker was lost
+AGAIN_S = 0.5  # until a turn whose worker was lost is sent again
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation to come."""
+    """A planned conversation."""
 
     begins_s: float
     context: int
     questions: tuple[str, ...]
-    think_s: tuple[float, ...]  # before each of them
+    think_s: tuple[float, ...]  # pause before each question
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What came of one turn; seconds from when it was sent."""
+    """The result of one turn; times are in seconds from sending it."""
 
     turn: int
     first_s: float
@@ -70,11 +70,11 @@ class Said:
     new_tokens: int
     prompt_tokens: int
     cached_tokens: int
-    num_lost: int = 0  # answers to it that ended with an error event, because the worker was lost
-    differs: bool = False  # from the answer that the same conversation had before
+    num_lost: int = 0  # its answers that ended with an error event because the worker was lost
+    differs: bool = False  # from an earlier answer in the same conversation
 
 
-Answers = dict[tuple[int, tuple[str, ...]], str]  # by context and what was asked so far
+Answers = dict[tuple[int, tuple[str, ...]], str]  # (context, questions so far) -> answer
 
 
 def make_trace(options: argparse.Namespace) -> list[Session]:
@@ -93,13 +93,13 @@ def make_trace(options: argparse.Namespace) -> list[Session]:
 
 
 def first_questions(options: argparse.Namespace) -> list[Session]:
-    """With which sessions begin, about every context, a few at a time."""
+    """Return sessions of one turn that ask every possible first question about every context."""
     asked = [(context, question) for question in QUESTIONS[:FEW_QUESTIONS] for context in range(options.contexts)]
     return [Session(0.05 * i, context, (question,), (0.0,)) for i, (context, question) in enumerate(asked)]
 
 
 def context_text(number: int, num_chars: int) -> str:
-    """A stretch of the texts at hand; where they end, they begin again, shifted."""
+    """Return a passage of the texts in bench/texts; after their end they begin again, shifted."""
     whole = "\n\n".join(path.read_text() for path in sorted(TEXTS.glob("*.txt")))
     at = number * num_chars + number * num_chars // len(whole) * 997
     return f"Document {number}.\n\n" + (whole[at % len(whole) :] + whole)[:num_chars]
@@ -108,9 +108,9 @@ def context_text(number: int, num_chars: int) -> str:
 async def replay(
     client: Any, model: str, trace: Sequence[Session], options: argparse.Namespace, answers: Answers | None = None
 ) -> list[Said]:
-    """All sessions side by side, or those that have begun when the time is up. Raises what the client raises.
+    """Run all sessions concurrently, or with --for-s those that begin in time. Raises what the client raises.
 
-    answers: those that are known, and those that come.
+    answers: known answers; new ones are added.
     """
     said: list[Said] = []
     known: Answers = {} if answers is None else answers
@@ -152,7 +152,10 @@ def context_name(number: int) -> str:
 async def ask_until_answered(
     client: Any, model: str, messages: list[dict[str, str]], turn: int, options: argparse.Namespace
 ) -> tuple[str, Said]:
-    """Where processes are killed, a stream may end with an error event, and is asked for again; nothing else may."""
+    """Ask until there is an answer. With options.may_lose, a turn is sent again if its stream ends as `worker_lost`.
+
+    Raises GateError for any other failure, and if an interrupted answer is no beginning of the final one.
+    """
     from openai import APIError
 
     begun: list[str] = []
@@ -176,7 +179,7 @@ async def ask(
     messages: list[dict[str, str]],
     turn: int,
     options: argparse.Namespace,
-    text: list[str],  # the answer's pieces, as they come
+    text: list[str],  # gets the answer's pieces as they arrive
 ) -> Said:
     sent = time.perf_counter()
     first_s, usage = 0.0, None
@@ -224,7 +227,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def stop(task: asyncio.Task[None]) -> None:
-    """One that goes on until it is stopped. Raises what it has failed with, for then it has not watched to the end."""
+    """Cancel a task that runs until it is stopped. If it has failed, raise its error: it did not watch to the end."""
     if task.done():
         task.result()
     task.cancel()
@@ -233,7 +236,10 @@ def stop(task: asyncio.Task[None]) -> None:
 def told(
     said: Sequence[Said], trace: Sequence[Session], started: float, ended: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """What came of a trace. Tokens a second are of answers that ended while sessions began: then clients become few."""
+    """Return a trace's figures.
+
+    With --for-s, tokens a second count only answers that ended before it: afterwards, fewer and fewer clients remain.
+    """
     until = ended if options.for_s is None else min(ended, started + options.for_s)
     new_tokens = sum(of.new_tokens for of in said if of.ended_at <= until)
     prompt_tokens = sum(of.prompt_tokens for of in said)
@@ -275,7 +281,7 @@ def told(
 
 
 async def model_name(client: Any) -> str:
-    """The service's own, without a context."""
+    """Return the name of the service's model, without a context."""
     [model, *_] = [model.id async for model in client.models.list()] or [""]
     gate(bool(model), "the service lists no model by which to learn its name; give it with --model")
     return str(model).partition("@")[0]
@@ -286,16 +292,16 @@ def quantiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 
 class Watch:
-    """Memory and reads of processes and their children, and what the service's workers say that they hold."""
+    """Watches memory and reads of processes and their children, and the bytes that the service's workers report."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """What is counted is counted from the first look on."""
+        """Counts begin with the first `look`."""
         self._pids, self._store = options.pid or [], options.store
         self._url, self._key = options.url.rstrip("/"), options.key
         self._peak_mb, self._read_bytes = 0.0, dict[int, list[int]]()
         self._mapped, self._held, self._num_samples = 0, 0, 0
         self._budget: int | None = None
-        self._counts: dict[tuple[str, str], float] = {}  # as last told, by worker and where requests' context was
+        self._counts: dict[tuple[str, str], float] = {}  # last values, by worker and where contexts were found
         self._requests: dict[str, float] = {"memory": 0.0, "store": 0.0}  # since the first look
 
     async def run(self) -> None:
@@ -328,7 +334,7 @@ class Watch:
             of = dict(re.findall(r'(\w+)="([^"]*)"', labels))
             key, now = (of.get("worker", ""), of["found"]), float(value)
             before = self._counts.get(key, 0.0 if self._num_samples else now)
-            self._requests[of["found"]] += now - before if now >= before else now  # less: it counts from nothing again
+            self._requests[of["found"]] += now - before if now >= before else now  # less: a new process counts from 0
             self._counts[key] = now
 
     def _get(self, path: str) -> Any:
@@ -357,14 +363,14 @@ class Watch:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and all that it has begun; none where it has ended."""
+    """Return a process and all its descendants; an empty list if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     return []
 
 
 def serve_and_run(options: argparse.Namespace) -> dict[str, Any]:
-    """With a service of its own; over a store that has the contexts already, nothing is built again."""
+    """Run with a service of its own; contexts that its store already has are not built again."""
     with serving("--store", str(options.store), *options.serve) as service:
         options.url, options.pid = service.url, [service.process.pid]
         if options.named:
@@ -373,7 +379,7 @@ def serve_and_run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def register(service: Service, options: argparse.Namespace) -> None:
-    """The trace's documents, as contexts that are ready."""
+    """Register the trace's documents as contexts, and wait until they are ready."""
     for number in range(options.contexts):
         service.register(context_name(number), context_text(number, options.context_chars))
 
@@ -399,13 +405,13 @@ def main() -> None:
 
 
 def finish_load(result: dict[str, Any], json_path: Path | None) -> None:
-    """Keep the result, whatever it is, and fail where an answer differs."""
+    """Save the result in any case, then raise GateError if an answer differs."""
     finish(result, json_path)
     gate(not result["different_answers"], f"{result['different_answers']} of {result['turns']} answers differ")
 
 
 def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Of the trace."""
+    """Add the options of the trace."""
     parser.add_argument("--contexts", type=int, default=8)
     parser.add_argument("--context-chars", type=int, default=8000)
     parser.add_argument("--sessions", type=int, default=40)

@@ -1,10 +1,10 @@
-"""Do the tests notice? Faults of one token in the product's code, one at a time, each against the tests.
+"""Do the tests notice faults? Changes one token of csattn's code at a time, and runs the tests.
 
 python -m bench.mutants [--number 300] [--seed 0] [--only csattn/sketch] [--whole] [--processes 2] [--json FILE]
 
 An operator, a bound or a constant is changed in a copy of the last commit, and the tests of its package run until one
-fails; with --whole, all tests where those do not. FILE has what was judged so far; what is in it already is not done
-again. Survivors are listed: each wants a test, or changes nothing.
+fails; with --whole, all tests run if none of those fails. FILE has the results so far; its mutants are not tested
+again. Survivors are listed: each one needs a test, or does not change behaviour.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from bench.timing import finish
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("csattn", "offload", "index_build", "workers")
-TIMEOUT_S = 1200.0  # of a package's tests; a fault that makes them hang is noticed
+TIMEOUT_S = 1200.0  # of a package's tests; a fault that makes them hang counts as noticed
 OPERATORS = {
     **{"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="},
     **{"+": "-", "-": "+", "*": "+", "//": "*", "/": "*", "%": "+", "<<": ">>", ">>": "<<", "&": "|", "|": "&"},
@@ -40,7 +40,7 @@ _NO_CODE = re.compile(r"//[^\n]*|/\*.*?\*/|#[^\n]*|\basm\b.*?;|static_assert.*?;
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One token of a file, and what stands in its place."""
+    """One token of a file, and the token that replaces it."""
 
     file: str
     line: int
@@ -54,7 +54,7 @@ class Mutant:
 
 
 def mutants_of(file: Path) -> Iterator[Mutant]:
-    """All faults that this makes in a file."""
+    """Yield all mutants of a file."""
     text = file.read_text()
     found = in_python(text) if file.suffix == ".py" else in_c(text)
     for at, before in found:
@@ -63,7 +63,7 @@ def mutants_of(file: Path) -> Iterator[Mutant]:
 
 
 def in_python(text: str) -> Iterator[tuple[int, str]]:
-    """Where operators and constants of functions are; not in annotations, and not in messages."""
+    """Yield offset and text of operators and constants in functions, except in annotations and messages."""
     lines = [0]
     for line in text.encode().splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
@@ -81,7 +81,7 @@ def in_python(text: str) -> Iterator[tuple[int, str]]:
         match node:
             case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom() | ast.AnnAssign():
                 return
-            case ast.keyword(arg="strict"):  # of zip: what it refuses does not come
+            case ast.keyword(arg="strict"):  # zip's check: unequal lengths never occur
                 return
             case ast.Compare():
                 for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
@@ -112,7 +112,7 @@ def in_c(text: str) -> Iterator[tuple[int, str]]:
 
 
 def tests_of(file: str) -> str:
-    """The tests of a file's package: the nearest folder of the same name."""
+    """Return the folder with the tests of a file's package, or the nearest one above that exists."""
     parts = Path(file).parts[:-1]
     folder = Path("tests", *(parts[1:] if parts[0] == "csattn" else parts))
     while not (ROOT / folder).is_dir():
@@ -121,7 +121,7 @@ def tests_of(file: str) -> str:
 
 
 def notices(checkout: Path, mutant: Mutant, tests: str) -> str | None:
-    """The test that fails, or what else went wrong; None: nothing did."""
+    """Return the test that fails, or another sign of the fault; None: the tests pass."""
     file = checkout / mutant.file
     text = file.read_text()
     file.write_text(mutant.of(text))

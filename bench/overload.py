@@ -1,8 +1,9 @@
-"""What becomes of a service that is asked for ten times what it can do? `python -m bench.overload [--on-ray]`.
+"""How does a service behave under ten times the load it can serve? `python -m bench.overload [--on-ray]`.
 
-First as many clients ask as requests run at once, each again when it has its answer: that is the service's rate, and
-what an admitted request takes. Then requests arrive at random times, at ten times that rate, and are not sent again.
-Gate: every request is answered or refused, a refusal is a 429 or 503 that says when to come again.
+First a closed loop: as many clients as requests run at once, each of which asks again when it has its answer. This
+gives the service's rate, and the time of an admitted request. Then an open loop: requests arrive at random times, at
+ten times that rate, and are not repeated. Gate: every request is answered or refused, and a refusal is a 429 or 503
+that says when to try again.
 """
 
 import argparse
@@ -32,7 +33,7 @@ CONTENT = re.compile(r'"content":"((?:[^"\\]|\\.)*)"')  # of a chunk
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of one request; seconds from when it was sent."""
+    """The result of one request; times are in seconds from sending it."""
 
     status: int
     first_s: float
@@ -42,7 +43,7 @@ class Reply:
 
 
 class Client:
-    """Asks one question over and over, each time on a connection of its own; costs little beside the service."""
+    """Asks one question again and again, each time on a new connection; it needs little CPU time itself."""
 
     def __init__(self, url: str, model: str, num_tokens: int) -> None:
         address = urlsplit(url)
@@ -73,7 +74,7 @@ async def measure(service: Service, model: str, options: argparse.Namespace) -> 
     alone = [await client.ask() for _ in range(3)]
     since = time.perf_counter()
     full = await closed_loop(client, options.running, options.seconds)
-    rate = len(full) / (time.perf_counter() - since)  # the last are answered after these seconds
+    rate = len(full) / (time.perf_counter() - since)  # the last answers come after options.seconds
     over = await open_loop(client, FACTOR * rate, options.seconds, random.Random(options.seed))
     wanted = alone[0].text
     gate(bool(wanted), f"a request alone was answered with status {alone[0].status} and no text")
@@ -101,7 +102,7 @@ async def measure(service: Service, model: str, options: argparse.Namespace) -> 
 
 
 async def closed_loop(client: Client, num_clients: int, seconds: float) -> list[Reply]:
-    """Each asks again when it is answered."""
+    """Run num_clients clients, each of which asks again when it is answered."""
     until = time.perf_counter() + seconds
     replies: list[Reply] = []
 
@@ -114,7 +115,7 @@ async def closed_loop(client: Client, num_clients: int, seconds: float) -> list[
 
 
 async def open_loop(client: Client, rate: float, seconds: float, rng: random.Random) -> list[Reply]:
-    """Requests at random times, whatever became of those before."""
+    """Send requests at random times (a Poisson process), without waiting for earlier replies."""
     asked: list[asyncio.Task[Reply]] = []
     since, at = time.perf_counter(), 0.0
     while (at := at + rng.expovariate(rate)) < seconds:

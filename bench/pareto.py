@@ -1,10 +1,10 @@
-"""What quality costs: KL of every selector against bytes read and moved per step, and bytes of index.
+"""What quality costs: plots KL of every selector over bytes read and moved per step, and over bytes of index.
 
     python -m bench.pareto FILE ... [--texts novel,code] [--plot FILE] [--json FILE]
 
-FILE: figures of `python -m bench.accuracy selectors`. Not against time: ours is compiled, the others are plain torch
-there. KL is the geometric mean over the texts.
-The front, drawn as a line, is made of those that nothing beats in both.
+FILE: figures of `python -m bench.accuracy selectors`. Time is not plotted: there csattn is compiled, and the others are
+plain torch. KL is the geometric mean over the texts.
+The Pareto front, drawn as a line, connects the selectors that no other beats in both.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from bench.selector_cases import selector_cases
 from bench.timing import finish, gate
 from csattn.config import PRESET_NAMES
 
-# what is on the x axis -> its title, and how it is told from a case
+# x axis -> its title, and its value for a case
 AXES: dict[str, tuple[str, Callable[[Case], float]]] = {
     "read": (
         "MB read per step: search, the rest and fetched rows",
@@ -34,12 +34,12 @@ AXES: dict[str, tuple[str, Callable[[Case], float]]] = {
 _DPI = 110
 _MARKER, _LABEL_HEIGHT = 13, 17  # pixels
 _SHIFTS = sorted(range(-400, 400, 2), key=abs)  # pixels
-Box = tuple[float, float, float, float]  # from and to, across and up, in pixels
+Box = tuple[float, float, float, float]  # left, right, bottom, top, in pixels
 _OUR_COLOUR, _COLOUR, _LINE = "#0b61a4", "#7a4b12", "#b3261e"
 
 
 def points(cases: list[Case], keep: float, axis: str) -> dict[str, tuple[float, float]]:
-    """Cost and KL of each contender: means over texts, of KL the geometric one."""
+    """Return cost and KL of each contender that has all texts: the mean cost and the geometric mean KL."""
     shown = [case for case in cases if case["keep"] == keep]
     texts = {case["text"] for case in shown}
     by_name: dict[str, list[Case]] = {}
@@ -57,7 +57,7 @@ def points(cases: list[Case], keep: float, axis: str) -> dict[str, tuple[float, 
 
 
 def front(costs: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The names that nothing else is at least as good as in both and better in one, the cheapest first."""
+    """Return the Pareto front, cheapest first: names that no other equals or beats in both and beats in one."""
     return sorted(
         (
             name
@@ -69,7 +69,7 @@ def front(costs: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 def draw(cases: list[Case], path: Path) -> None:
-    """A column of panels per keep, a row per axis: as wide as a page shows it."""
+    """Draw a column of panels for each keep, and a row for each axis, at the width of a page."""
     keeps = sorted({case["keep"] for case in cases}, reverse=True)
     figure = Figure(
         figsize=(5.2 * len(keeps), 3.4 * len(AXES) + 0.9), dpi=_DPI, layout=ConstrainedLayoutEngine(hspace=0.08)
@@ -89,7 +89,7 @@ def draw(cases: list[Case], path: Path) -> None:
             shown.append((axes, _draw_panel(axes, points(cases, keep, axis), AXES[axis][0])))
         texts = dict.fromkeys(case["text"] for case in cases if case["keep"] == keep)
         panels[0][column].set_title(f"keep {100 * keep:g} %: {', '.join(texts)}", fontsize=10)
-    figure.draw_without_rendering()  # which gives the panels their sizes
+    figure.draw_without_rendering()  # sets the panels' sizes, which labels need
     for axes, places in shown:
         _label(axes, places)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def draw(cases: list[Case], path: Path) -> None:
 
 
 def _draw_panel(axes: Any, costs: dict[str, tuple[float, float]], title: str) -> dict[str, tuple[float, float]]:
-    """Both axes logarithmic; what costs nothing stands at the left edge, under "0". Where each point is."""
+    """Draw a panel with logarithmic axes, and return each point's place. A cost of 0 is at the left edge, as "0"."""
     positive = [x for x, _ in costs.values() if x > 0]
     least, most = (min(positive), max(positive)) if positive else (1.0, 1.0)
     nothing = least / 4
@@ -105,7 +105,7 @@ def _draw_panel(axes: Any, costs: dict[str, tuple[float, float]], title: str) ->
     line = [places[name] for name in front(costs)]
     axes.plot(*zip(*line, strict=True), color=_LINE, linewidth=1.4, drawstyle="steps-post", alpha=0.7, zorder=1)
     axes.set(xscale="log", yscale="log", xlabel=title)
-    axes.set_xlim(nothing / 1.6, most * (most / nothing) ** 0.24)  # with room for the last one's name
+    axes.set_xlim(nothing / 1.6, most * (most / nothing) ** 0.24)  # leaves room for the last label
     for name, (x, y) in places.items():
         colour = _OUR_COLOUR if _is_ours(name) else _COLOUR
         axes.plot(x, y, "D" if _is_ours(name) else "o", color=colour, markeredgecolor="white", markersize=8, zorder=2)
@@ -131,7 +131,7 @@ def _ticks(least: float, most: float) -> list[float]:
 
 
 def _label(axes: Any, places: dict[str, tuple[float, float]]) -> None:
-    """Names beside their points, moved up or down where they would lie on one another or on another's point."""
+    """Write names beside their points, moved up or down so that they cover no other name or point."""
     points = {name: axes.transData.transform(place) for name, place in places.items()}
     taken = [_box(x - _MARKER / 2, y, _MARKER) for x, y in points.values()]
     for name, (x, y) in sorted(points.items(), key=lambda item: float(item[1][1])):
@@ -144,7 +144,7 @@ def _label(axes: Any, places: dict[str, tuple[float, float]]) -> None:
             bbox={"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.75},
             arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6} if abs(shift) > 8 else None,
         )  # fmt: skip
-        label.set_in_layout(False)  # axes stay where they were when places were found
+        label.set_in_layout(False)  # so that axes do not move after places were computed
 
 
 def _box(left: float, middle: float, width: float) -> Box:

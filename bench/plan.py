@@ -1,10 +1,10 @@
-"""What serving many long contexts takes: arithmetic from steps that were measured on one H200.
+"""What it takes to serve many long contexts, computed from steps that were measured on one H200.
 
 python -m bench.plan [--contexts 1000] [--tokens 1048576] [--requests-per-minute 10000] [--answer-tokens 200]
                      [--gpus-per-host 8] [--host-memory-gb 2048] [--disk-gb-per-s 10] [--kv q8_0] [--json FILE]
 
-Llama-3.1-8B's shape, `hybrid`, 2 %, bfloat16. A step of b requests is taken for base + b * own, which two measured
-sizes of batch give; what a request's own part costs at other lengths is taken between the lengths that were measured.
+Llama-3.1-8B's shape, `hybrid`, 2 %, bfloat16. A step of b requests is assumed to take base + b * own; both come from
+two measured batch sizes. For other lengths, own is interpolated between two measured lengths.
 """
 
 import argparse
@@ -31,13 +31,13 @@ MODEL = ModelGeometry(
 PARAMETERS = 8.03e9
 KV_FORMATS = {"bfloat16": None, "q8_0": KvFormat.parse("q8_0")}
 GPU_BYTES, WEIGHT_BYTES = 139 << 30, 2 * PARAMETERS
-PRODUCTS_PER_S = 395e12  # multiplications and additions, in bfloat16, as measured
+PRODUCTS_PER_S = 395e12  # multiply-adds per second in bfloat16, as measured
 SHORT, LONG = 131072, 1048576
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be served, and with what."""
+    """The load to be served, and the hardware."""
 
     contexts: int = 1000
     tokens: int = LONG  # of a context
@@ -50,7 +50,7 @@ class Wanted:
 
 
 def plan(wanted: Wanted) -> dict[str, Any]:
-    """GPUs, hosts and bytes, and which of them is short first."""
+    """Return the GPUs, hosts and bytes needed, and whether tokens or memory need more hosts."""
     one, four = case(1, SHORT, "hybrid"), case(4, SHORT, "hybrid")
     at_short, base_ms = own_ms(one, four)
     longest = case(1, LONG, "hybrid")
@@ -86,13 +86,13 @@ def plan(wanted: Wanted) -> dict[str, Any]:
 
 
 def own_ms(one: dict[str, Any], four: dict[str, Any]) -> tuple[float, float]:
-    """What a request adds to a step, and a step without any."""
+    """Return the milliseconds that a request adds to a step, and those of a step without any."""
     own = (four["p50_us"] - one["p50_us"]) / 3e3
     return own, one["p50_us"] / 1e3 - own
 
 
 def table() -> list[str]:
-    """For docs/operate.md."""
+    """Return the table for docs/operate.md."""
     cases = [
         ("100 contexts of 128K, 1000 requests a minute", Wanted(100, SHORT, 1000)),
         ("1000 contexts of 128K, 10 000 requests a minute", Wanted(1000, SHORT, 10_000)),

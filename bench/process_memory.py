@@ -1,4 +1,4 @@
-"""What this process holds of the machine's memory, by the system's account, and the most of it over a while."""
+"""Memory of a process as the system reports it, and its peak over some time."""
 
 import ctypes
 import threading
@@ -12,20 +12,23 @@ _PR_SET_THP_DISABLE = 41
 
 
 def small_pages_only() -> None:
-    """From now on this process holds what it touches, and not the rest of huge pages, which come and go by chance."""
+    """Disable transparent huge pages for this process, so that its resident memory is only what it has touched.
+
+    Huge pages come and go by chance. Raises OSError if the system cannot disable them.
+    """
     if ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0):
         raise OSError("this system cannot do without huge pages, so that memory cannot be compared")
 
 
 def resident_bytes() -> dict[str, int]:
-    """Memory of its own, of mapped files, and shared: `anon`, `file`, `shmem`."""
+    """Return this process's resident memory: its own, of mapped files, and shared (`anon`, `file`, `shmem`)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
     return {"anon": found["RssAnon"], "file": found["RssFile"], "shmem": found["RssShmem"]}
 
 
 def mapped_bytes(directory: Path, suffix: str, pid: int | str = "self") -> int:
-    """What a process has in memory of mapped files of a directory with that end of their names."""
+    """Return the resident bytes of the files in a directory that a process has mapped and whose names end in suffix."""
     num_bytes, inside = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:
@@ -36,7 +39,7 @@ def mapped_bytes(directory: Path, suffix: str, pid: int | str = "self") -> int:
 
 
 class Watch:
-    """Asks every hundredth of a second while its block runs; `most` has the largest figure of each name."""
+    """Samples figures every hundredth of a second while its block runs; `most` has the largest of each name."""
 
     def __init__(self, ask: Callable[[], dict[str, int]]):
         self._ask = ask

@@ -1,11 +1,12 @@
-"""How near a step's products come to the speed of the device's memory, with weights of 16, 8 and 4 bits.
+"""How close a step's matrix products come to the device's memory bandwidth, with weights of 16, 8 and 4 bits.
 
     python -m bench.products [--shape llama-3.1-8b] [--rows 1,4,16,32] [--formats bfloat16,fp8,int4,...] [--json FILE]
     python -m bench.products --shape gpt-oss-20b,qwen3-30b-a3b --formats bfloat16,fp8,int4,mxfp4
 
-Each product of a layer by itself, over as many copies of its weights as the L2 cache cannot hold, and the four one
-after the other; of a layer of experts both products together, with experts chosen by lot. Every result is checked
-against decoding first, before anything is timed. `share` is of the rate at which the device reads memory at best.
+Each product of a layer is timed alone, over more copies of its weights than fit in the L2 cache, and all four in
+sequence; in a layer with experts, both products together, with randomly chosen experts. Before any timing, every
+result is checked against a product with decoded weights. `share` is relative to the device's best rate of reading
+memory.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from workers.model.ops import ExpertRoom, Normed, Readers, Stream, num_squares
 from workers.model.torch_ops import TorchOps
 
 DTYPE = torch.bfloat16
-# format, inputs of a group (0: a row), whether there are zero points
+# name -> format, inputs per group (0: the whole row), whether it has zero points
 FORMATS: dict[str, tuple[WeightFormat, int, bool] | None] = {
     "bfloat16": None,
     "fp8": ("fp8", 0, False),
@@ -43,7 +44,7 @@ FORMATS: dict[str, tuple[WeightFormat, int, bool] | None] = {
 }
 MOST_SETS = 16
 T = TypeVar("T")
-CLOSE = 1e-2  # of the norm of the difference from decoding first, in that of the product
+CLOSE = 1e-2  # largest norm of the difference from the product with decoded weights, relative to the product's norm
 
 
 def main() -> None:
@@ -83,11 +84,11 @@ def measured(shape: str, name: str, num_rows: int, read_gbps: float, seconds: fl
     ]  # fmt: skip
 
 
-Time = tuple[str, int, float]  # what, bytes, microseconds
+Time = tuple[str, int, float]  # product, bytes, microseconds
 
 
 def time_experts(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> list[Time]:
-    """From a layer's input to what its experts add; of bytes, the weights of those that are chosen."""
+    """Time a layer's experts, from the layer's input to their sum; the bytes are the weights of the chosen experts."""
     few, ops = next((few for few in FEW if few == name), None), TritonOps(torch.device("cuda"))
     if few is None and name != "bfloat16":
         raise SystemExit(f"experts' weights are bfloat16, {', '.join(FEW)}, not {name!r}")
@@ -115,7 +116,7 @@ def time_experts(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> l
 
 
 def time_products(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> list[Time]:
-    """A layer's products, and all of them in turn."""
+    """Time each product of a layer, and all of them in sequence."""
     mlp, ops = spec.layers[0].mlp, TritonOps(torch.device("cuda"))
     assert mlp is not None
     sizes = {
@@ -141,7 +142,7 @@ def time_products(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> 
 
 
 def make_linear(num_out: int, num_in: int, name: str) -> Linear:
-    """Random weights, every code there is."""
+    """Make random weights, with all codes of the format."""
     if (kind := FORMATS[name]) is None:
         return Linear(torch.randn(num_out, num_in, dtype=DTYPE, device="cuda") * num_in**-0.5)
     format, group_size, zeros = kind
@@ -163,7 +164,7 @@ def empty(*sizes: int, dtype: torch.dtype = DTYPE) -> Tensor:
 
 
 def step_of(num_rows: int, num_in: int, num_out: int) -> tuple[Normed, Stream, Readers]:
-    """An input, and a stream that is added to."""
+    """Make a normed input, a residual stream, and the norm that reads it next."""
     x = torch.randn(num_rows, num_in, dtype=DTYPE, device="cuda")
     blocks = torch.nn.functional.pad(x.float().square(), (0, -num_in % 64)).view(num_rows, -1, 64)
     squares = empty(num_squares(num_out), num_rows, dtype=torch.float32)
@@ -179,7 +180,7 @@ Run = Callable[[TritonOps | TorchOps, Linear], Tensor]
 
 
 def product_of(product: str, num_rows: int, num_in: int, num_out: int) -> Run:
-    """As a step has it: behind a norm, with an activation, or added to the stream."""
+    """Return a product as it occurs in a step: after a norm, with an activation, or added to the residual stream."""
     normed, stream, readers = step_of(num_rows, num_in, num_out)
     out = empty(num_rows, num_out // 2 if product == "gate_up" else num_out)
 
@@ -197,7 +198,7 @@ def product_of(product: str, num_rows: int, num_in: int, num_out: int) -> Run:
 
 
 def require_close(ops: TritonOps, run: Callable[[TritonOps | TorchOps, T], Tensor], sets: list[T]) -> None:
-    """Each product with its own weights, beside decoding them first."""
+    """Compare products with those of decoded weights; exits if one differs."""
     for one in sets[:2]:
         results = []
         for each in (ops, TorchOps()):

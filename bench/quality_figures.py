@@ -1,4 +1,4 @@
-"""Tables of quality: KL and scores, by text and by way to choose."""
+"""Tables of quality: KL and scores, by text and by method of choosing rows."""
 
 import json
 import math
@@ -77,13 +77,13 @@ LM_EVAL = (
 
 
 def kl_range(contender: str) -> str:
-    """KL to full attention at 2 % on the real texts."""
+    """Return the range of KL to full attention at 2 % on the real texts."""
     values = [case["kl"] for case in on_texts(contender)]
     return f"{min(values):.4f} to {max(values):.4f}"
 
 
 def larger_range(contender: str) -> str:
-    """The same of the largest real model."""
+    """Return the same range for the largest real model."""
     model = next(iter(LARGER_MODELS))
     of = model, contender, 0.02
     values = [c["kl"] for c in measured(LARGER) if (c["model"], c["contender"], c["keep"]) == of]
@@ -91,13 +91,13 @@ def larger_range(contender: str) -> str:
 
 
 def on_texts(contender: str, keep: float = 0.02) -> list[Case]:
-    """Of each real text, continued by itself, and length."""
+    """Return the case of each real text and length; the text continues itself."""
     of = {"contender": contender, "keep": keep}
     return [only(QUALITY, text=text, context_len=context_len, **of) for text, context_len in TEXTS]
 
 
 def quality() -> list[str]:
-    """KL by text, beside exact Top-K's, and of full attention over KV in few bits."""
+    """Return a table of KL by text, with its ratio to exact Top-K's, and of full attention over low-bit KV."""
     head = "| KL at 2 % (× exact) | bytes a key on the device, without rows | " + " | ".join(TEXTS.values()) + " |"
     lines = [head, "|---|---:|" + "---:|" * len(TEXTS)]
     for name, contender, num_bytes, keep in CONTENDERS:
@@ -107,7 +107,7 @@ def quality() -> list[str]:
 
 
 def quality_larger() -> list[str]:
-    """KL of larger models than the demo's, a table each, by text and length; – where it was not measured."""
+    """Return tables of KL by text and length, one for each model larger than the demo's; – where not measured."""
     lines: list[str] = []
     for model, model_name in LARGER_MODELS.items():
         cases = [case for case in measured(LARGER) if case["model"] == model]
@@ -132,7 +132,7 @@ def quality_larger() -> list[str]:
 
 
 def quality_odd() -> list[str]:
-    """KL on texts whose lines are alike, from where `default` loses most to where it wins most."""
+    """Return a table of KL on texts whose lines are alike, from `default`'s worst ratio to exact Top-K to its best."""
     cases = measured("quality-odd.json")
     kl = {(case["text"], case["contender"], case["keep"]): case["kl"] for case in cases}
     keeps = sorted({case["keep"] for case in cases})
@@ -149,7 +149,7 @@ def quality_odd() -> list[str]:
 
 
 def quality_gemma() -> list[str]:
-    """KL of a model most of whose layers see a window, by `csattn eval`."""
+    """Return a sentence with the KL, by `csattn eval`, of a model most of whose layers only see a window."""
     cases = measured("eval-gemma-3-270m.json")
     texts = list(dict.fromkeys(case["text"] for case in cases))
     kl = {(case["text"], case["chosen_by"]): case["kl"] for case in cases}
@@ -165,7 +165,7 @@ def quality_gemma() -> list[str]:
 
 
 def quality_coded() -> list[str]:
-    """KL of contexts in fewer bytes, by model, beside the error of their keys."""
+    """Return a table of KL over contexts in fewer bytes, by model, with the error of their keys."""
     cases = measured(CODED)
     formats = [name for name in dict.fromkeys(c["format"] for c in cases) if name != "as built"]
     lines = [
@@ -194,7 +194,7 @@ def ratio(value: float) -> str:
 
 
 def quality_means() -> list[str]:
-    """Geometric means over the texts and lengths."""
+    """Return a table of ratios to exact Top-K's KL: geometric means over the texts and lengths."""
     lines = [
         "| at 2 % of the rows | bytes a key on the device, without rows | × the KL of exact Top-K, geometric mean |",
         "|---|---:|---:|",
@@ -208,12 +208,12 @@ def quality_means() -> list[str]:
 def geometric_mean(values: list[float | None]) -> str:
     known = [value for value in values if value is not None]
     if not known:
-        return "1"  # exact itself
+        return "1"  # exact Top-K itself has no ratio
     return ratio(statistics.geometric_mean(known))
 
 
 def lm_eval() -> list[str]:
-    """By model: scores by task and length, and by how much they differ from full attention's."""
+    """Return tables, one for each model, of scores by task and length, and their differences from full attention."""
     files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("lm-eval-*.json"))]
     lines = list(LM_EVAL)
     for model, name in LM_EVAL_MODELS.items():
@@ -223,7 +223,7 @@ def lm_eval() -> list[str]:
 
 
 def ruler() -> list[str]:
-    """What the larger model answers where 8K and 32K tokens lie before a question."""
+    """Return a table of the larger model's RULER scores with contexts of 8K and 32K tokens."""
     cases = [case for name in ("8k", "32k") for case in measured(f"lm-eval-1.5b-{name}-h200.json")]
     scores = {(case["task"], case["length"], case["variant"]): case["score"] for case in cases}
     lines = [
@@ -245,7 +245,7 @@ def ruler() -> list[str]:
 
 
 def score_table(model_name: str, cases: list[Case]) -> list[str]:
-    most: dict[tuple[str, int], int] = {}  # samples: where two runs have a task, those of the larger one
+    most: dict[tuple[str, int], int] = {}  # samples; if two runs have a task, those of the larger run
     for case in cases:
         of = case["task"], case["length"]
         most[of] = max(most.get(of, 0), case["samples"])
@@ -260,7 +260,7 @@ def score_table(model_name: str, cases: list[Case]) -> list[str]:
 
 
 def rest_mass() -> list[str]:
-    """What codes make of the weight of the rows that are not read, over the texts."""
+    """Return sentences on how the codes estimate the attention mass of rows that are not chosen, over the texts."""
     cases = measured("rest.json")
     [(context_len, keep)] = {(case["context_len"], case["keep"]) for case in cases}
     medians = [100 - 100 * math.exp(case["median"]) for case in cases]
@@ -275,7 +275,7 @@ def rest_mass() -> list[str]:
 
 
 def needles() -> list[str]:
-    """Passkeys found, by length and depth: by full attention, by `default`, by exact Top-K."""
+    """Return a table of passkeys found, by length and depth, by full attention, `default` and exact Top-K."""
     cases = measured("needles-h100.json")
     depths = sorted({case["depth"] for case in cases})
     lines = [
@@ -297,14 +297,17 @@ def found(cases: list[Case], contender: str, depth: float) -> int:
 
 
 def score_cell(of: Case) -> str:
-    """A score with its standard error; in brackets, full attention's taken off, sample by sample, with its own."""
+    """Return full attention's score with its standard error, or a score with its difference from full attention's.
+
+    The difference is taken sample by sample, and has its own standard error.
+    """
     if of["variant"] == "full attention":
         return f"{of['score']:.2f} ± {of['stderr']:.2f}"
     return f"{of['score']:.2f} ({of['difference']:+.2f} ± {of['difference_stderr']:.2f})"
 
 
 def selectors() -> list[str]:
-    """KL of other ways to choose rows, and what they hold and read: means over the texts, of KL the geometric ones."""
+    """Return a table of other ways to choose rows: KL (geometric means over texts), and the bytes held and read."""
     lines = [
         "| | KL at 2 % (× exact) | KL at 5 % (× exact) | bytes a key and KV head to choose by "
         "| MB a token reads to choose | for the rest | and fetches, at 2 % |",

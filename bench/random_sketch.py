@@ -1,4 +1,5 @@
-"""Sketches of random codes, for figures of speed: what they hold steers neither scores nor, sampling aside, choices."""
+"""Sketches with random codes, for measuring speed: the time of scores does not depend on the codes' values, and that
+of choices only by what it samples."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ PATTERN_WORDS = 1_000_003  # a pattern of prime length saves minutes of random n
 
 
 def random_sketch(context_len: int, num_heads: int, head_dim: int, seed: int) -> SketchIndex:
-    """Of the default configuration; bell-shaped codes."""
+    """Make a sketch of the default configuration, with normally distributed codes."""
     config, rng = SketchConfig(), np.random.default_rng(seed)
     num_fine, num_coarse = config.words(head_dim)
     starts = np.array(config.segment_starts(context_len), np.int32)
@@ -35,7 +36,7 @@ def random_sketch(context_len: int, num_heads: int, head_dim: int, seed: int) ->
 
 
 def _marks(num_heads: int, context_len: int, starts: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """As many of each segment as a build marks, evenly spaced."""
+    """Mark as many rows of each segment as a build does, evenly spaced."""
     marked = np.zeros((num_heads, context_len), np.bool_)
     for start, end in zip(starts, [*starts[1:], context_len], strict=True):
         marked[:, start + MARKED_SHARE - 1 : end : MARKED_SHARE] = True

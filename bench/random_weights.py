@@ -1,4 +1,4 @@
-"""Weights of any shape that mean nothing: what speed is measured with."""
+"""Random weights for a model of any shape, for measuring speed."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from csattn.models.weights import (
 from csattn.share import Share
 from workers.model.weights import require_dtype
 
-Few = Rounding | Literal["mxfp4"]  # of linear layers and experts; the last: of experts alone
+Few = Rounding | Literal["mxfp4"]  # formats of linear layers and experts; mxfp4: of experts only
 FEW: tuple[Few, ...] = (*ROUNDINGS, "mxfp4")
 
 
@@ -39,20 +39,20 @@ def random_weights(
     device: torch.device | str,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
-    few: Few | None = None,  # bits
-    share: Share | None = None,  # of the model, for one of several devices; None: all of it
+    few: Few | None = None,  # format of weights in few bits; None: dtype
+    share: Share | None = None,  # the part of the model for one of several devices; None: all of it
 ) -> ModelWeights:
-    """Weights that keep activations near one; repeatable on the same kind of device.
+    """Make weights that keep activations near 1; the same seed gives the same weights on the same kind of device.
 
-    A share has the numbers that the whole has, of which no more than one layer, or the head, is there at a time.
-    Raises ConfigError for what is not shared out.
+    A share has the same numbers as in the whole model, of which at most one whole layer, or the head, is in memory at a
+    time. Raises ConfigError for models that cannot be shared out.
     """
     require_dtype(dtype)
     if share is not None:
         assert few is None, "random weights of few bits are not shared out"
         require_shares(spec, share.num_devices)
     generator = torch.Generator(device).manual_seed(seed)
-    into_stream = (2 * spec.num_layers) ** -0.5  # each layer adds to the stream twice
+    into_stream = (2 * spec.num_layers) ** -0.5  # each layer adds to the residual stream twice
 
     def matrix(num_out: int, num_in: int, gain: float = 1.0) -> Tensor:
         empty = torch.empty(num_out, num_in, dtype=dtype, device=device)
@@ -234,7 +234,7 @@ def random_weights(
 
 
 def _copied(part: LayerWeights) -> LayerWeights:
-    """A share of a layer in memory of its own, so that the whole can go."""
+    """Copy a layer's share to its own memory, so that the whole layer can be freed."""
     return replace(
         part,
         qkv=_joined(part.qkv),
@@ -245,7 +245,7 @@ def _copied(part: LayerWeights) -> LayerWeights:
 
 
 def _experts_copied(part: ExpertWeights) -> ExpertWeights:
-    """Gates and ups in one matrix, as the steps of a device want them."""
+    """Copy an expert layer's share, with gates and ups in one matrix, which steps on a device need."""
     gates, ups = torch.cat([part.gates, part.ups], dim=1).chunk(2, dim=1)
     gate_bias, up_bias = part.gate_bias, part.up_bias
     if gate_bias is not None and up_bias is not None:
@@ -254,7 +254,7 @@ def _experts_copied(part: ExpertWeights) -> ExpertWeights:
 
 
 def _joined(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
-    """One of them all, as the steps of a device want it."""
+    """Join linear layers into one, which steps on a device need."""
     if not linears:
         return ()
     biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -262,7 +262,7 @@ def _joined(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
 
 
 def _in_mxfp4(weight: Tensor, generator: torch.Generator) -> QuantizedWeight:
-    """As many random codes, of about that size."""
+    """Return random MXFP4 weights with the shape of `weight` and about its standard deviation."""
     scale = torch.log2(weight.float().std() / 3).round() + 127
     codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8, device=weight.device, generator=generator)
     scales = scale.to(torch.uint8).expand(len(weight), -(-weight.shape[1] // 32))
@@ -270,7 +270,7 @@ def _in_mxfp4(weight: Tensor, generator: torch.Generator) -> QuantizedWeight:
 
 
 def _frequencies(spec: ModelSpec, number: int, device: torch.device | str) -> Frequencies:
-    """Of the rope of that number."""
+    """Return the frequencies of the RoPE with that number."""
     rope, first = spec.ropes[number], spec.layers[0]
     if rope.parameters is None:
         return Frequencies(torch.empty(0, device=device))
@@ -288,12 +288,12 @@ def rotary_frequencies(
     head_dim: int,
     max_positions: int,
 ) -> tuple[Tensor, float]:
-    """The angle per position of each pair of dimensions that turn, float32, and the factor on cos and sin."""
+    """Return the angle per position of each rotated pair of dimensions, float32, and the factor on cos and sin."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     parameters, num_turned = dict(rope_parameters), head_dim
-    if parameters.get("rope_type") != "proportional":  # of which those that stay turn by 0
+    if parameters.get("rope_type") != "proportional":  # there, unrotated pairs have angle 0
         num_turned = int(head_dim * (parameters.pop("partial_rotary_factor", None) or 1.0))
     config = LlamaConfig(
         head_dim=num_turned,

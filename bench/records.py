@@ -1,4 +1,4 @@
-"""Figures as they come: one JSON file, written anew after every case, so that a run that is stopped loses nothing."""
+"""Saves measured cases in one JSON file, which is rewritten after every case, so that a stopped run loses nothing."""
 
 import json
 from functools import cache
@@ -12,21 +12,22 @@ Case = dict[str, Any]
 
 
 def called(model: str | Path) -> str:
-    """A model's name in figures: of a file or directory, without where it lies."""
+    """Return a model's name for result files: of a file or directory, without its path."""
     return Path(model).name.removesuffix(".gguf")
 
 
 class Records:
-    """The cases of one file. Cases that are there already are not measured again."""
+    """The cases of one file. Callers skip a case that the file already has (`has`)."""
 
     def __init__(
         self, path: Path | None, header: dict[str, Any], key: tuple[str, ...], alike: tuple[str, ...] = ()
     ) -> None:
-        """header: what holds for the whole run; a file that exists keeps its cases and gets the new header.
+        """Open a file of cases; None: they are not saved.
 
-        key: the fields that tell one case from another; whatever else a case holds was measured. A case that is added
-        has its run's commit, for the header's is that of the last run.
-        alike: fields of the header that no case tells. Raises GateError for a file in which one of them is another.
+        header: the facts of the whole run; an existing file keeps its cases and gets the new header.
+        key: the fields that identify a case; its other fields are results. An added case gets its run's commit, because
+        the header's commit is that of the last run.
+        alike: fields of the header that cases lack. Raises GateError if they differ in an existing file.
         """
         self._path = path
         self._key = key
@@ -50,11 +51,11 @@ class Records:
         return tuple(case.get(name) for name in self._key)
 
     def has(self, **key: Any) -> bool:
-        """Whether there is a measured case of that key; one that could not run does not count."""
+        """Whether a case with that key was measured; refused cases do not count."""
         return self.key_of(key) in self._seen
 
     def add(self, case: Case) -> None:
-        """Keep a case, in place of an earlier one of the same key, and write the file."""
+        """Add a case, replacing an earlier one with the same key, print it, and write the file."""
         if self._commit is not None:
             case = {**case, "commit": self._commit}
         key = self.key_of(case)
@@ -72,11 +73,11 @@ def load_cases(path: Path) -> list[Case]:
 
 @cache
 def measured(name: str) -> list[Case]:
-    """The cases of a result file that the repository keeps."""
+    """Return the cases of a result file in bench/results."""
     return load_cases(RESULTS / name)
 
 
 def only(name: str, **wanted: Any) -> Case:
-    """The one case of a result file that has all these."""
+    """Return the single case of a result file whose fields have these values."""
     [found] = [of for of in measured(name) if all(of.get(field) == value for field, value in wanted.items())]
     return found

@@ -1,8 +1,8 @@
-"""What it costs to round a model's weights to 8 or 4 bits: KL from its own next-token distributions.
+"""What rounding a model's weights to 8 or 4 bits costs: the KL from its unrounded next-token distributions.
 
 python -m bench.rounding [--model M] [--texts speech,code] [--weights fp8,int4] [--len 2048] [--json FILE]
 
-Predictions from a text's 513th token on are judged: those before have little to go by. Gate: that there are any.
+Predictions count from a text's 513th token on, because earlier ones have little context. Gate: there are such tokens.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from bench.accuracy.texts import find_text, tokenize
 from bench.timing import finish, gate
 from csattn.models import load_model
 
-UNSEEN = 512  # first tokens, of which predictions are not judged
+UNSEEN = 512  # first tokens of a text, whose predictions do not count
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def log_probs(model: Any, token_ids: Any) -> Tensor:
-    """[num_tokens - UNSEEN, vocab_size]"""
+    """Return log-probabilities [num_tokens - UNSEEN, vocab_size]."""
     with torch.no_grad():
         logits: Tensor = model(torch.tensor(token_ids).long()[None]).logits[0, UNSEEN:]
     return logits.float().log_softmax(-1)

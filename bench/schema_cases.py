@@ -1,5 +1,5 @@
-"""JSON schemas to hold answers to: one for each thing that JSON-Schema-Test-Suite asks about, parameters of ordinary
-tools, and as many more as are wanted, drawn from a seed."""
+"""JSON schemas to constrain answers: one for each feature in JSON-Schema-Test-Suite, parameters of ordinary tools, and
+any number of random ones from a seed."""
 
 import random
 from collections.abc import Callable
@@ -15,7 +15,7 @@ NODE = {
     "additionalProperties": False,
 }
 
-# by the names of the suite's files
+# in the order of the suite's file names
 SUITE: list[Schema] = [
     {"type": "object", "properties": {"foo": {}, "bar": {}}, "additionalProperties": False},
     {"type": "object", "properties": {"foo": INT}, "additionalProperties": {"type": "boolean"}},
@@ -84,7 +84,7 @@ SUITE: list[Schema] = [
 
 
 def _tool(required: str, /, **properties: Any) -> Schema:
-    """Parameters; required: names with spaces between them."""
+    """Return a tool's parameter schema; required: names separated by spaces."""
     described = {name: {"type": value} if isinstance(value, str) else value for name, value in properties.items()}
     return {"type": "object", "properties": described, "required": required.split(), "additionalProperties": False}
 
@@ -122,7 +122,7 @@ TOOLS: list[Schema] = [
 
 
 def schema_cases(num: int, seed: int = 0) -> list[Schema]:
-    """The same for the same seed; all different."""
+    """Return num different schemas, the same for the same seed."""
     rng = random.Random(seed)
     cases: list[Schema] = [*SUITE, *TOOLS]
     while len(cases) < num:

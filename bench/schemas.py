@@ -1,10 +1,10 @@
-"""Whether answers are of the JSON schema that they were asked for, and how many schemas are refused.
+"""Do answers conform to the JSON schema of their request, and how many schemas are refused?
 
     python -m bench.schemas --url URL --model MODEL@CONTEXT [--num 300] [--seed 0] [--key KEY] [--json FILE]
 
-Gate: every answer that ended by itself is JSON of its schema, formats included; at most one in twenty was cut off by
-max_tokens, and at most one in twenty schemas refused. Characters that end texts, lists and objects are made likelier by
-`logit_bias`, so that models of random weights, the hardest case, come to an end.
+Gate: every answer that ended by itself is JSON that conforms to its schema, including formats; at most one in twenty
+was cut off by max_tokens, and at most one in twenty schemas was refused. `logit_bias` favours characters that end
+strings, lists and objects, so that answers of models with random weights, the hardest case, come to an end.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from bench.schema_cases import Schema, schema_cases
 from bench.timing import finish, gate
 
 MAX_TOKENS = 4000
-BIAS = {'"': 6, "}": 4, "]": 4, "<think>": -100}  # where it is one token
+BIAS = {'"': 6, "}": 4, "]": 4, "<think>": -100}  # used for those that are one token
 
 
 @dataclass
 class Report:
-    """What became of the schemas."""
+    """The outcomes for all schemas."""
 
     counts: Counter[str] = field(default_factory=Counter)  # valid, invalid, cut, refused
     faults: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ def _ask(client: openai.OpenAI, model: str, schema: Schema, seed: int, bias: dic
 
 
 def _endings(url: str, key: str) -> dict[str, int]:
-    """A bias for what ends something, and against thoughts."""
+    """Return a logit bias towards tokens that end strings, lists and objects, and against thinking."""
     bias = {}
     for text, value in BIAS.items():
         reply = httpx2.post(f"{url}/tokenize", json={"prompt": text}, headers={"Authorization": f"Bearer {key}"})

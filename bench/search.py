@@ -1,8 +1,8 @@
 """How fast is the search on this machine's CPU? `python -m bench.search [--json FILE] [--quick] [--layer]`.
 
 One step is the search of one layer: 8 KV heads, 4 query heads each, 2 % of the context chosen. At every size the
-kernels must agree with the reference before they are timed. Cold figures rotate over indexes larger than the
-last-level cache; hot ones search one head with one query over and over.
+kernels must agree with the reference before they are timed. Cold figures rotate over indexes that together exceed the
+last-level cache; hot ones search one head with one query repeatedly.
 """
 
 import argparse
@@ -29,17 +29,17 @@ from csattn.table.lists import ListTable, list_bytes, lists_of
 
 NUM_HEADS, GROUP_SIZE, HEAD_DIM = 8, 4, 128
 SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, KEEP = 4, 64, HEAD_DIM**-0.5, 0.02
-TABLE_BYTES = 400 << 20  # of an index, about: more than a last-level cache holds
-NUM_QUERIES = 16  # that the cold runs take in turn
+TABLE_BYTES = 400 << 20  # about the size of the indexes: more than a last-level cache holds
+NUM_QUERIES = 16  # that the cold runs cycle through
 
 
-NUM_SUBSPACES, LIST_LEN = 8, 0.25  # of lists, whose length is a share of the context's
+NUM_SUBSPACES, LIST_LEN = 8, 0.25  # of lists; their length is a share of the context's
 LAYOUTS = "sketch", "lists"
 
 
 def make_layer(layout: str, context_len: int) -> list[LayerIndex | SketchIndex]:
-    """Layers that are searched in turn, more than a last-level cache holds; but one of lists, where each query reads
-    others."""
+    """Make layers to be searched in turn, more than a last-level cache holds. One layer of lists is enough, because
+    each query reads other lists."""
     if layout == "lists":
         return [make_lists(context_len, NUM_HEADS)]
     one = random_sketch(context_len, NUM_HEADS, HEAD_DIM, 0)
@@ -48,7 +48,7 @@ def make_layer(layout: str, context_len: int) -> list[LayerIndex | SketchIndex]:
 
 
 def make_lists(context_len: int, num_heads: int) -> LayerIndex:
-    """Random lists."""
+    """Make a layer's index of random lists."""
     rng = np.random.default_rng(context_len)
     list_len = round(LIST_LEN * context_len)
     of_centroid = num_heads * NUM_SUBSPACES * list_bytes(list_len, context_len)
@@ -61,17 +61,17 @@ def make_lists(context_len: int, num_heads: int) -> LayerIndex:
 
 
 def read_bytes(layout: str, context_len: int) -> int:
-    """What an index head reads for its query heads: a sketch once, lists for each."""
+    """Return the bytes that an index head reads: its sketch once, or lists for each of its query heads."""
     if layout == "sketch":
         return random_sketch(1, 1, HEAD_DIM, 0).codes.shape[2] * 4 * context_len
     return GROUP_SIZE * NUM_SUBSPACES * list_bytes(round(LIST_LEN * context_len), context_len)
 
 
 def _random_lists(rng: np.random.Generator, shape: tuple[int, ...], context_len: int, list_len: int) -> ListTable:
-    """Windows of one random order of the keys."""
+    """Make lists that are windows of one random order of the keys."""
     places = rng.permutation(context_len).astype(np.int32)
     scores, of_heads = rng.normal(3, 1, context_len).astype(np.float16), []
-    for _ in range(shape[0]):  # as bits, before they are packed, lists are large
+    for _ in range(shape[0]):  # head by head, because lists are large before they are packed
         starts = rng.integers(context_len, size=(1, *shape[1:], 1), dtype=np.int32)
         listed = (places - starts) % np.int32(context_len) < list_len
         of_heads.append(lists_of(listed, np.broadcast_to(scores, listed.shape)))
@@ -88,7 +88,7 @@ def only_first_head(index: LayerIndex | SketchIndex) -> LayerIndex | SketchIndex
 
 
 def measure_layout(layout: str, context_len: int, peaks: dict[int, float], seconds: float) -> dict[str, Any]:
-    """Gate, then time one size of one layout."""
+    """Check one size of one layout against the reference, then time it."""
     layers = make_layer(layout, context_len)
     one_head = only_first_head(layers[0])
     rng = np.random.default_rng(0)
@@ -120,7 +120,7 @@ def measure_layout(layout: str, context_len: int, peaks: dict[int, float], secon
         with SearchPool(num_threads) as pool:
             for kind, wanted in outs.items():
                 timed = measure(partial(search_next, pool, queries, turn, layers, wanted), seconds)
-                # one thread's own time does not suffer from what else the machine does; of several only the wall clock
+                # One thread's CPU time is not affected by other processes. For several there is only wall-clock time.
                 spent_ms = timed["cpu_p50_ms"] if num_threads == 1 else timed["p50_ms"]
                 found = rates(spent_ms, layout, context_len, NUM_HEADS)
                 result[kind][num_threads] = timed | found | {"of_peak": round(found["gbps"] / peak_gbps, 3)}
@@ -131,7 +131,7 @@ def measure_layout(layout: str, context_len: int, peaks: dict[int, float], secon
 
 
 def rates(spent_ms: float, layout: str, context_len: int, num_heads: int) -> dict[str, float]:
-    """Time per query head, bytes of the index read per second and, for lists, time per entry."""
+    """Return time per query head, bytes of the index read per second and, for lists, time per entry."""
     per_query_head_us = spent_ms * 1e3 / (num_heads * GROUP_SIZE)
     per_query_head = read_bytes(layout, context_len) / GROUP_SIZE
     entries = NUM_SUBSPACES * round(LIST_LEN * context_len)
@@ -151,7 +151,7 @@ def search_next(
     layers: list[LayerIndex | SketchIndex],
     out: TokenSelections,
 ) -> None:
-    """Search the layer whose turn it is with the query whose turn it is: what was read a step ago does not help."""
+    """Search the next layer with the next query, so that data cached by the previous step does not help."""
     number = next(turn)
     q, index = queries[number % NUM_QUERIES], layers[number % len(layers)]
     pool.search_layers([LayerSearch(q[None], index, None, SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, out)])
@@ -163,7 +163,7 @@ def attend_next(
     layers: list[LayerIndex | SketchIndex],
     chosen: TokenSelections,
 ) -> None:
-    """Attend to what is not chosen, by codes that are scored anew, in this thread."""
+    """Attend to the rows that are not chosen, scoring their codes again, in this thread."""
     number = next(turn)
     index, q = layers[number % len(layers)], queries[number % NUM_QUERIES]
     assert isinstance(index, SketchIndex)
@@ -174,7 +174,7 @@ def attend_next(
 def check_against_reference(
     q: NDArray[np.float32], index: LayerIndex | SketchIndex, rules: tuple[int, int, int, float], got: NDArray[np.int32]
 ) -> float:
-    """Refuse a selection of lists with lower group scores than the reference's, and of a sketch any other than that.
+    """Raise GateError unless the choice is the reference's or, with lists, has equal group scores.
 
     Returns the reference's time in ms.
     """
@@ -194,7 +194,7 @@ def check_against_reference(
 
 
 def print_search(result: dict[str, Any]) -> None:
-    """One size of one layout: the hot figure of one head, then a line for each number of threads."""
+    """Print one size of one layout: the hot figure of one head, then a line for each number of threads."""
     name, context_len, hot = result["layout"], result["context_len"], result["hot_1head"]
     lines = [("hot 1", hot, f"one head; reference {result['reference_1head_ms']} ms")]
     lines += [(str(n), timed, f"{timed['of_peak']:.2f} of peak") for n, timed in result["threads"].items()]

@@ -1,4 +1,4 @@
-"""Tables of the CPU's search."""
+"""Tables of the search on a CPU."""
 
 import json
 from functools import cache
@@ -8,7 +8,7 @@ from bench.records import RESULTS
 
 LONG, SHORT = 131_072, 8192
 NUM_SUBSPACES, LISTED_SHARE = 8, 0.25  # of the preset lists
-RUNS = (  # a row's name, the index, what was timed of it
+RUNS = (  # a row's title, its layout, its run in the result file
     ("sketch: search, choice included", "sketch", "threads"),
     ("sketch: search, and attention to the rest", "sketch", "threads_with_rest"),
     ("lists: search", "lists", "threads"),
@@ -16,7 +16,7 @@ RUNS = (  # a row's name, the index, what was timed of it
 
 
 def search() -> list[str]:
-    """By one thread and by two."""
+    """Return a table of the search's time by one thread and by two."""
     lines = [
         f"| {LONG:,} keys from memory, head_dim 128, groups of 4: µs per query head | one thread | two threads |",
         "|---|---:|---:|",
@@ -28,7 +28,7 @@ def search() -> list[str]:
 
 
 def search_log() -> list[str]:
-    """At two lengths, and the rest alone."""
+    """Return the log's table: the search's time at two lengths, and attention to the rest alone."""
     one, two, *of_lists = (of["read_gbps"][threads] for of in (_content(), _content()["lists"]) for threads in "12")
     lines = [
         f"Two virtual cores of a Xeon, quiet; one thread reads at most {one} GB/s from memory, two {two}; lists on "
@@ -47,12 +47,12 @@ def search_log() -> list[str]:
 
 
 def us_of(layout: str, context_len: int, run: str, threads: int) -> float:
-    """Microseconds per query head."""
+    """Return microseconds per query head."""
     return float(_measured(layout, context_len)[run][str(threads)]["us_per_query_head"])
 
 
 def _by_entry(us: float, context_len: int) -> str:
-    """A search's time, shared out to the entries of the lists that it reads."""
+    """Return a search's time per entry of the lists that it reads, as text."""
     return f" ({1e3 * us / (NUM_SUBSPACES * LISTED_SHARE * context_len):.1f} ns an entry)"
 
 

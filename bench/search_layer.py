@@ -1,7 +1,7 @@
 """How long does one layer's search take on all cores? `python -m bench.search --layer [--threads 1 16] [--json FILE]`.
 
 The shape of an 8B model: 32 query heads, 8 KV heads, a sketch of 131 072 keys of 128 dimensions, of which 2 % are
-chosen. As many layers' sketches as a last-level cache does not hold are searched in turn.
+chosen. Layers whose sketches together exceed the last-level cache are searched in turn.
 """
 
 import itertools
@@ -32,7 +32,7 @@ STAGES = ("project", "weigh", "score", "guess", "copy", "choose", "attend", "joi
 
 
 def make_searches(indexes: list[SketchIndex]) -> list[LayerSearch]:
-    """Searches of one token each, of one layer each."""
+    """Make a search for each layer, of one token."""
     rng = np.random.default_rng(1)
     searches = []
     for index in indexes:
@@ -45,7 +45,7 @@ def make_searches(indexes: list[SketchIndex]) -> list[LayerSearch]:
 
 
 def check(search: LayerSearch) -> None:
-    """Refuse a choice that is not the definition's, for the first head."""
+    """Raise GateError unless the first head's choice is the definition's."""
     assert isinstance(search.index, SketchIndex)
     got = search.out.kv_indices[0, 0]
     group_scores = reference.sketch_group_scores(search.q[0, :GROUP_SIZE], search.index, 0, len(got), SOFTMAX_SCALE)
@@ -55,7 +55,7 @@ def check(search: LayerSearch) -> None:
 
 
 def measure_threads(searches: list[LayerSearch], num_threads: int, seconds: float) -> dict[str, Any]:
-    """Time per layer, and of handing a search over; every choice is one thread's."""
+    """Measure the time per layer, and of handing a search over to the threads (`start_us`)."""
     with SearchPool(num_threads) as pool:
         turn = itertools.cycle(searches)
 
@@ -80,7 +80,7 @@ def measure_threads(searches: list[LayerSearch], num_threads: int, seconds: floa
 
 
 def measure_stages(searches: list[LayerSearch], num_threads: int) -> dict[str, float]:
-    """CPU time of each stage of one layer in us, while as many threads are at work, each on layers of its own."""
+    """Return the CPU time of each stage of one layer in µs, while num_threads threads work, each on other layers."""
     spent = np.zeros((num_threads, len(STAGES)), np.int64)
     rounds = 4
     ready = threading.Barrier(num_threads)
@@ -90,7 +90,7 @@ def measure_stages(searches: list[LayerSearch], num_threads: int) -> dict[str, f
         ready.wait()
         for i in range(rounds + 1):
             if i == 1:
-                spent[thread] = 0  # the first round is for pages and caches
+                spent[thread] = 0  # the first round only warms up pages and caches
             search = searches[(thread + i) % len(searches)]
             num_jobs = search.begin_in(workspace, 0)
             _time_stages(workspace.calls, num_jobs, spent[thread])

@@ -1,9 +1,9 @@
 """What do search workers add to a search? `python -m bench.search_workers [--json FILE] [--quick] [--workers N ...]`.
 
-One layer at a time, as the engine asks: queries down, selections up. A worker says how long it has searched; what the
-client waited for beyond that is the way there and back. Beside it, in turns, the same by a Ray actor for each worker:
-one call a layer, with the same queries and selections. Then workers are killed in the middle of steps.
-Gate: all choose what this process chooses, bit for bit.
+One layer at a time, as the engine does: queries go to the workers, selections come back. A worker reports how long it
+has searched; the rest of the client's wait is the overhead. For comparison, in turns, a Ray actor for each worker does
+the same in one call a layer, with the same queries and selections. Then workers are killed during searches.
+Gate: all choose bit for bit what this process chooses.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from workers.searchers.worker_searcher import WorkerSearcher
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 6, 4, 64  # two query heads for each
 KEEP, SINK_LEN, WINDOW_LEN = 0.05, 4, 256
-BETWEEN_US = 500.0  # what the engine does between two layers, in the second rhythm
+BETWEEN_US = 500.0  # the pause between two layers in `alone_with_pauses`, as for the engine's other work
 
-Layer = Callable[[int, RowSearch], int]  # searches a layer; ns that the search itself took
+Layer = Callable[[int, RowSearch], int]  # searches a layer; returns the ns of the search itself
 
 
 def make_step(artifact: Artifact, num_rows: int, seed: int = 0) -> RowSearch:
@@ -53,7 +53,7 @@ def by_workers(searcher: WorkerSearcher) -> Layer:
 
 
 class PlainActor:
-    """The same search behind a call: what a worker does without shared memory."""
+    """The same search behind a Ray call: a worker without shared memory."""
 
     def __init__(self, path: str) -> None:
         self._artifact, self._workspace = open_artifact(Path(path)), SearchWorkspace()
@@ -106,7 +106,7 @@ def actors_of(path: Path, num_actors: int) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def check(search: Layer, artifact: Artifact, step: RowSearch) -> None:
-    """Refuse a choice that is not this process's own."""
+    """Raise GateError unless every layer's choice is the one made in this process."""
     for layer_idx in range(NUM_LAYERS):
         search(layer_idx, step)
         want = TokenSelections(np.empty_like(step.out.kv_indices), np.empty_like(step.out.valid_len))
@@ -117,7 +117,7 @@ def check(search: Layer, artifact: Artifact, step: RowSearch) -> None:
 
 
 def take_turns(searches: dict[str, Layer], step: RowSearch, seconds: float, between_us: float) -> dict[str, Any]:
-    """Round trips and what they add to the search, in us, layer by layer; a step of one, then a step of the other."""
+    """Measure each layer's round trip and its overhead over the search, in µs, with a step of each way in turns."""
     total: dict[str, list[float]] = {name: [] for name in searches}
     added: dict[str, list[float]] = {name: [] for name in searches}
     deadline = time.perf_counter() + seconds
@@ -140,11 +140,11 @@ def _spread(times: list[float]) -> dict[str, float]:
 
 
 def measure_losses(searcher: WorkerSearcher, artifact: Artifact, step: RowSearch, num_kills: int) -> dict[str, Any]:
-    """How long the layer takes whose worker dies, and until the worker is back."""
+    """Measure the time of a layer during which a worker dies, and the time until the worker is back."""
     stalls_ms, back_s = [], []
     for turn in range(num_kills):
         handle: Any = searcher._supervisors[turn % len(searcher._supervisors)].handle
-        os.kill(handle.pid, signal.SIGSTOP)  # so that it dies with the request in its hands
+        os.kill(handle.pid, signal.SIGSTOP)  # so that it dies with the request unanswered
         since = time.perf_counter()
         searcher.start(turn % NUM_LAYERS, [step])
         os.kill(handle.pid, signal.SIGKILL)

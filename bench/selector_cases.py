@@ -1,23 +1,25 @@
-"""Cases of `python -m bench.accuracy selectors`, all counted alike: as over KV of 16 bits, which codes are beside."""
+"""Cases of `python -m bench.accuracy selectors`, with all bytes counted in the same way: as over 16-bit KV."""
 
 from pathlib import Path
 
 from bench.records import Case, load_cases
 
-# Raise it when the same measurement means something else than before: older figures are then not taken for it.
+# Raise it whenever the meaning of a measured figure changes, so that older figures are not mistaken for new ones.
 VERSION = 3
 _OF = ("model", "text_sha256", "context_len", "eval_len", "contender", "keep")
-# Version 2 counted, whether it was used or not, what predicts queries a layer ahead, and what attention to the rest
-# reads among what a search does. It measured SmolLM2-135M: 30 layers, 9 query heads on 3 KV heads of 64 dimensions.
+# Version 2 counted the predictor of queries a layer ahead as index, whether it was used or not, and the bytes that
+# attention to the rest reads as the search's. It measured SmolLM2-135M: 30 layers, 9 query heads and 3 KV heads of 64
+# dimensions.
 _LISTS = 30 * 3
 _PQCACHE_CODES = 2  # bytes a key
 _PREDICTOR_BYTES = 29 * 9 * (64 + 1) * 64 * 4  # none after the last layer
 
 
 def selector_cases(path: Path) -> list[Case]:
-    """The newest of each kind, in version 3's terms; what can no longer be told in them is left out.
+    """Return the newest case for each key, converted to version 3; cases that cannot be converted are left out.
 
-    They were measured over KV in float32, whose keys some methods search, and rows of which all fetch.
+    Bytes were measured over float32 KV, whose keys some methods search and whose rows all methods fetch, and are
+    converted to 16 bits.
     """
     newest: dict[tuple[object, ...], Case] = {}
     for case in sorted(load_cases(path), key=lambda case: int(case.get("version", 0))):
@@ -27,7 +29,7 @@ def selector_cases(path: Path) -> list[Case]:
 
 
 def _counted(case: Case) -> Case | None:
-    """A case of version 2: figures that have been added up are taken apart again."""
+    """Return the case with version 3's figures, separating those that version 2 had added up; None if impossible."""
     if case.get("version") == VERSION:
         return case
     if case.get("version") != 2 or "+" in case["contender"]:
@@ -42,12 +44,12 @@ def _counted(case: Case) -> Case | None:
 
 
 def _in_16_bits(case: Case) -> Case:
-    """Half of the bytes of rows, of keys that are searched, and of what is made of keys as wide as they are."""
+    """Halve the bytes of rows, of keys that are searched, and of index data as wide as keys."""
     index, search = case["index_bytes_per_key"], case["search_bytes_per_step"]
     name = case["contender"].partition("+")[0]
     if name in ("exact", "sparq", "quest"):
         index, search = index / 2, search / 2
-    elif name == "pqcache":  # two codes a key, which stay, and centroids; a search reads both
+    elif name == "pqcache":  # two byte codes a key, not halved, and centroids; a search reads both
         halved = (index + _PQCACHE_CODES) / 2
         index, search = halved, search * halved / index
     return {

@@ -3,9 +3,9 @@
     python -m bench.serve_step [--rows 1,2,4,8,16] [--question 16,64] [--threads N] [--contexts 3] [--rounds N]
                                [--model M --dtype bfloat16 --weights int4] [--store DIR] [--json FILE]
 
-Rows are of as many requests, each of which decodes, or all of one request's question. Gate: each request's tokens and
-logits are the same bits among 16 rows as alone. All settings take turns, so that what else the machine does falls on
-all. With one thread, the calling thread's CPU time is all there is: it is told beside the time that went by.
+Rows belong to as many requests, each of which decodes, or are all part of one request's question. Gate: each request's
+tokens and logits are bit-identical among 16 rows and alone. All settings take turns, so that other load on the machine
+affects all of them. The calling thread's CPU time is also reported; with one thread, it is all CPU time.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main() -> None:
             f"{step.get('times_one_row')} x one row (by CPU time {step.get('times_one_row_by_cpu')})"
         )
     of = {"model": called(loaded.name), "dtype": args.dtype, "weights": args.weights}
-    of |= {"weights_bytes": device_bytes(loaded.model)}  # that steps read: of those in few bits no others
+    of |= {"weights_bytes": device_bytes(loaded.model)}  # as steps read them, rounded
     finish({"bench": "serve_step", **of, "threads": args.threads, "steps": steps}, args.json)
 
 
@@ -103,7 +103,10 @@ def _gate(engine: CpuEngine, num_rows: int, num_contexts: int) -> None:
 
 
 def _run(engine: CpuEngine, requests: list[int], num_contexts: int, num_steps: int) -> dict[int, tuple[list[int], Any]]:
-    """Tokens and last logits of requests that are stepped together; a request's number is its slot and first token."""
+    """Run requests together for some steps; return each one's tokens and last logits.
+
+    A request's number is its slot, and its first token is 1000 more.
+    """
     for request in requests:
         engine.open(request, request % num_contexts, CONFIG, "csattn")
     token_ids = {request: [1000 + request] for request in requests}
@@ -123,7 +126,7 @@ class _Setting:
     num_contexts: int
     num_rows: int
     is_question: bool = False
-    all_ask: bool = True  # what follows them, and not the last one alone
+    all_ask: bool = True  # whether all rows want a next token, or only the last one
 
     @property
     def num_slots(self) -> int:
@@ -131,7 +134,7 @@ class _Setting:
 
 
 def _measure(engine: CpuEngine, settings: list[_Setting], rounds: int) -> list[dict[str, Any]]:
-    """All settings in turns."""
+    """Measure all settings in turns."""
     steppers, first_slot = [], 0
     for setting in settings:
         steppers.append(_Stepper(engine, first_slot, setting))
@@ -149,7 +152,7 @@ def _measure(engine: CpuEngine, settings: list[_Setting], rounds: int) -> list[d
 
 
 class _Stepper:
-    """Requests over some contexts, and what their steps have cost."""
+    """The requests of one setting, and the times of their steps."""
 
     def __init__(self, engine: CpuEngine, first_slot: int, setting: _Setting) -> None:
         self._engine, self._setting = engine, setting
@@ -204,7 +207,7 @@ class _Stepper:
 
 
 def _summary(times_ms: list[float], cpu_ms: list[float]) -> dict[str, float]:
-    """cpu_p50_ms: of the calling thread."""
+    """Summarise the times; cpu_p50_ms is the calling thread's."""
     return {
         "p50_ms": round(float(np.median(times_ms)), 3),
         "min_ms": round(min(times_ms), 3),

@@ -1,4 +1,4 @@
-"""The model of a bench that asks a service: the demo's, a tiny one, or random weights of a published shape."""
+"""The model for benchmarks of a service: the demo's, a tiny one, or random weights of a published shape."""
 
 from pathlib import Path
 
@@ -11,7 +11,10 @@ MAX_POSITIONS = 16384  # of the tiny model
 
 
 def saved_model(name: str, layers: int | None, place: Path) -> tuple[Path | None, str]:
-    """Where `tiny` or a shape's model is written, and its dtype; no path for `demo`. Tokens are bytes, none an end."""
+    """Write the model `tiny` or of a shape to `place`; return its path (None for `demo`) and dtype.
+
+    Its tokens are bytes, without an end token.
+    """
     if name == "demo":
         return None, "bfloat16"
     path, dtype = place / name, "bfloat16"
@@ -21,6 +24,6 @@ def saved_model(name: str, layers: int | None, place: Path) -> tuple[Path | None
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         random_model(name, layers, device).model.save_pretrained(path)
-        torch.cuda.empty_cache()  # a service has that device next
+        torch.cuda.empty_cache()  # the service needs the device next
     byte_tokenizer().save_pretrained(path)
     return path, dtype

@@ -1,4 +1,4 @@
-"""The published shapes of some models, as their configs have them: what speed is measured with."""
+"""The published shapes of some models, as in their configs, for measuring speed."""
 
 from copy import deepcopy
 from typing import Any
@@ -9,8 +9,8 @@ from csattn.models.spec import ModelSpec
 
 
 def config_named(name: str, **changes: Any) -> Any:
-    """A model's `transformers` config, with changes."""
-    from transformers import AutoConfig  # seconds, which nobody waits for who only asks for help
+    """Return a model's `transformers` config, with changes."""
+    from transformers import AutoConfig  # takes seconds, which `--help` should not
 
     gate(name in CONFIGS, f"there is no model shape {name!r}; choose one of {', '.join(CONFIGS)}")
     return AutoConfig.for_model(**(deepcopy(CONFIGS[name]) | changes))

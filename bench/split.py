@@ -1,15 +1,15 @@
-"""What several GPUs of one host make of a step: whole steps of a model with random weights, its heads shared out.
+"""Times whole decode steps of a model with random weights whose heads are divided over several GPUs of one host.
 
     python -m bench.split [--devices 1,2] [--contexts 131072] [--batches 1] [--placements device,hybrid] [--json FILE]
 
-A process for each GPU, which holds its share of the weights, and the whole only while one GPU is timed. What has no
-room is `refused`. Where one GPU has room, it is seen that the logits of one step are those of one GPU, up to the order
-of sums; both are timed in the same run. `--devices 4` leaves one GPU out. In `host` a layer's rows are searched for
-while the layer before it is computed, by as many threads of each process as it has of the CPUs.
-Rows and queries are those of `bench.decode`, and so is what is counted as a step: the captured graph and the feeding of
-its tokens. `add_us` is one sum over devices, in a graph of as many as a step has. `least_us` is what the bytes that a
-device must read (`moved_bytes`, at `read_gbps` of the run) and the sums take, `bound_us` all of it, or more where the
-link takes longer than the reading; `of_bound` is its share of the mean step.
+Each GPU has a process with its share of the weights; the first one has all of them while one GPU is timed. A case that
+does not fit is `refused`. If one GPU has room, a step's logits must be those of one GPU, up to the order of sums; both
+are timed in the same run. `--devices 4` leaves one GPU out. In `host`, a layer's rows are searched while the layer
+before it is computed; each process has an equal share of the CPUs for its search threads.
+Rows and queries are those of `bench.decode`. As there, a step is the captured graph and the feeding of its tokens.
+`add_us` is the time of one sum over devices, in a graph with as many sums as a step. `least_us` has the time of the
+bytes that a device must read (`moved_bytes`, at the run's `read_gbps`) and of the sums. `bound_us` is their total, or
+more if the link needs longer than the reading; `of_bound` is its share of the mean step.
 """
 
 import argparse
@@ -51,12 +51,13 @@ from workers.model.devices import Devices
 from workers.model.gpu.triton_ops import TritonOps
 from workers.model.ops import Readers, Stream, num_squares
 
-CLOSE = 0.25  # of the logits' spread: what rounding to bfloat16 in all layers may change of the one it changes most
+# largest change of any logit by rounding to bfloat16 in all layers, in standard deviations of the logits
+CLOSE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class ShareOfWorkload(Workload):
-    """The heads of one device, in memory of their own."""
+    """The part of a workload that has one device's heads, copied to memory of its own."""
 
     share: Share = Share(0, 1)  # noqa: RUF009 (it is frozen)
 
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--recording", type=Path, default=default_path())
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)  # the rank, and where they meet
+    parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)  # the rank, and the rendezvous file
     arguments = parser.parse_args()
     counts = numbers(arguments.devices)
     most = max(counts, default=0)
@@ -97,7 +98,7 @@ def main() -> None:
         _run_processes(most)
         return
     rank, meeting = int(arguments.process[0]), Path(arguments.process[1])
-    del sys.orig_argv[sys.orig_argv.index("--process") :]  # no part of the command that is told
+    del sys.orig_argv[sys.orig_argv.index("--process") :]  # not part of the reported command
     devices = Devices(Share(rank, most), torch.device("cuda", rank), meeting)
     with torch.no_grad():
         bench = _Bench(arguments, devices)
@@ -116,7 +117,7 @@ def main() -> None:
 
 
 def _run_processes(num: int) -> None:
-    """One for each GPU; all end together, for each waits for the others."""
+    """Run a process for each GPU. When one ends, all are ended, because each waits for the others."""
     end_as_interrupted()
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "bench.split", *sys.argv[1:], "--process"]
@@ -137,7 +138,7 @@ class _Bench:
         gate(is_searched, f"some layers of {arguments.shape} are not searched; choose a shape of which all are")
         with devices.together():
             self._recording = load_recording(arguments.recording)
-        self.ceilings = ceilings()  # measured on all at once: in a step, too, all use their links
+        self.ceilings = ceilings()  # measured on all devices at once, because steps also use all links at once
         torch.cuda.empty_cache()
 
     def run(self, counts: list[int]) -> list[dict[str, Any]]:
@@ -164,13 +165,14 @@ class _Bench:
     def _measure(
         self, placement: str, context_len: int, batch_size: int, share: Share
     ) -> tuple[dict[str, Any], Tensor | None]:
-        """Times, and the logits of the first step, unless there is no room. Nothing else stays on the device."""
+        """Return the times and the logits of the first step, or `refused` and None. Frees the device's memory."""
         try:
             timed, logits = self._time_steps(placement, context_len, batch_size, share)
         except (TooLargeError, DevicesError) as error:
             return {"refused": str(error)}, None
         finally:
-            gc.collect()  # graphs, and what they hold, hang in circles; freed while others are captured, they end that
+            # CUDA graphs and their memory are in reference cycles; freed during a capture, they would break it.
+            gc.collect()
             torch.cuda.empty_cache()
         sums_us = 0.0
         if share.num_devices > 1:
@@ -192,7 +194,7 @@ class _Bench:
         with self._devices.together() if is_split else nullcontext():
             require_memory(weight_bytes(spec), what)
             weights = random_weights(self._shape, device, DTYPE, share=share if is_split else None)
-            torch.cuda.empty_cache()  # of layers that it is a share of
+            torch.cuda.empty_cache()  # frees the whole layers of which this is a share
             prepared = placed(work, options, self._arguments.variant, placement, search)
         try:
             devices = self._devices if is_split else None
@@ -223,7 +225,7 @@ class _Bench:
         }, logits
 
     def _time_add(self, batch_size: int) -> float:
-        """One sum over devices, and what adds it to the residual stream, as the step has them."""
+        """Return the µs of one sum over devices with its addition to the residual stream, as in a step."""
         sizes, device = (batch_size, self._shape.hidden_size), self._devices.device
         ops, exchange, num_adds = TritonOps(device), self._devices.exchange(*sizes), 2 * self._shape.num_layers
         hidden, scaled, ahead = (torch.zeros(sizes, dtype=DTYPE, device=device) for _ in range(3))
@@ -240,7 +242,7 @@ class _Bench:
 
 
 def _graph_us(run: Callable[[], None], times: int = 20) -> float:
-    """As many replays on every device: each waits for the others'."""
+    """Return the µs of a graph of `run`. All devices must replay it equally often, because they wait for each other."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):

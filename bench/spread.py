@@ -1,15 +1,15 @@
-"""Several attention workers behind one address: where do requests go, and what is lost when workers or nodes are?
+"""Several attention workers behind one address: where do requests go, and what is lost if a worker or node is lost?
 
 python -m bench.spread [--workers 2] [--nodes 1] [--every-s 15] [--model tiny|demo] [--budget-contexts N] ...
 python -m bench.spread --workers 1 2 --every-s 0 --model llama-3.1-8b --set engine.placement=device ...
 
-`csattn serve` on Ray, on this machine's own cluster or, with --nodes, on one of so many nodes; a trace of conversations
-(see `bench.load`) about contexts that were built before. Every so many seconds the process of an attention worker gets
-SIGKILL, or a node is taken away, and another added a while later. Gate: every answer is the one that it was before
-anything was killed, streams end whole or with an error event, none hangs, no file of an artifact is made again, and
-workers that come back hold again what they held, where they have room for all. Several numbers of workers have the same
-trace and the same contexts, one number after the other, and answers are the same: what is each further worker worth? A
-shape has random weights.
+Runs `csattn serve` on Ray, on a cluster of its own on this machine or, with --nodes, on one of that many nodes, and a
+trace of conversations (see `bench.load`) about contexts that were built before. Every --every-s seconds, the process of
+an attention worker gets SIGKILL, or a node is removed, and another one added a little later. Gate: every answer equals
+the one before any kill; streams end whole or with an error event; none hangs; no file of an artifact is written again;
+and workers that come back hold the same contexts again if they have room for all. If several numbers of workers are
+given, they run one after the other with the same trace and contexts, and must give the same answers; `gain` compares
+the last number with the first. A model given by its shape has random weights.
 """
 
 import argparse
@@ -57,19 +57,19 @@ from workers.serving.contexts import name_artifact
 
 HUNG_S = 240.0
 POLL_S = 0.1
-NODE_AWAY_S = 3.0  # until another is added
-AGAIN_S = 60.0  # that a worker is given to hold what it held, once it is back
+NODE_AWAY_S = 3.0  # until another node is added
+AGAIN_S = 60.0  # within which a worker that is back must hold its contexts again
 NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 
 
 def build(options: argparse.Namespace, place: Path) -> tuple[list[str], int]:
-    """A model, and a store with all contexts: options of a service over them, and the bytes of the largest context."""
+    """Make a model and a store with all contexts; return a service's options, and the largest context's bytes."""
     path, dtype = saved_model(options.model, options.layers, place)
     loaded = load_model(None if path is None else str(path), dtype, device=options.device)
     store = place / "store"
     sizes = [build_one(loaded, store, number, options.context_chars) for number in range(options.contexts)]
     del loaded
-    torch.cuda.empty_cache()  # a worker has that device next
+    torch.cuda.empty_cache()  # a worker needs the device next
     settings = ["build.dtype=" + dtype, *options.set]
     own = ["--store", str(store), *([] if path is None else ["--model", str(path)]), "--threads", "1"]
     return [*own, *(word for setting in settings for word in ("--set", setting))], max(sizes)
@@ -86,7 +86,7 @@ def build_one(loaded: LoadedModel, store: Path, number: int, num_chars: int) -> 
 
 @contextlib.contextmanager
 def service_of(workers: int, options: argparse.Namespace, own: list[str]) -> Iterator[tuple[Service, Any]]:
-    """And the cluster, where there are several nodes."""
+    """Run a service; yield it and its cluster, which is None with one node."""
     settings = [*own, "--set", f"ray.num_attention_workers={workers}"]
     if options.nodes == 1:
         with serving(*settings) as service:
@@ -101,7 +101,7 @@ def service_of(workers: int, options: argparse.Namespace, own: list[str]) -> Ite
 
 @contextlib.contextmanager
 def cluster_of(num_nodes: int, **of_node: int) -> Iterator[Any]:
-    """A cluster of nodes on this machine. of_node: as Ray takes it, such as num_cpus."""
+    """Run a cluster of nodes on this machine. of_node: Ray's options of a node, such as num_cpus."""
     os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
     from ray.cluster_utils import Cluster
 
@@ -115,14 +115,14 @@ def cluster_of(num_nodes: int, **of_node: int) -> Iterator[Any]:
 
 
 class Chaos:
-    """Takes workers away while a trace goes on."""
+    """Kills workers, or removes nodes, while a trace is running."""
 
     def __init__(self, service: Service, cluster: Any, options: argparse.Namespace) -> None:
         self._service, self._cluster, self._options = service, cluster, options
         self._random = random.Random(options.seed)
         self.num_killed = 0
         self.back_s: list[float] = []
-        self.num_held: list[tuple[int, int]] = []  # contexts of a lost worker: before, and again once it was back
+        self.num_held: list[tuple[int, int]] = []  # contexts of a lost worker: before, and again after
 
     async def run(self) -> None:
         while True:
@@ -147,18 +147,18 @@ class Chaos:
         return lost
 
     async def lose_a_node(self, before: dict[str, Any]) -> list[str]:
-        """Never the first, which has Ray's own books and takes HTTP."""
+        """Remove a node and add another, never the head node, which has Ray's own state and the HTTP proxy."""
         nodes = self._cluster.worker_nodes
         node = self._random.choice(sorted(nodes, key=lambda node: node.node_id))
         await asyncio.to_thread(self._cluster.remove_node, node, False)
         self.num_killed += 1
         lost = await self.lost(before)
         await asyncio.sleep(NODE_AWAY_S)
-        self._cluster.add_node(**NODE)  # in this thread, as Ray wants it: clients stand still meanwhile
+        self._cluster.add_node(**NODE)  # Ray requires this thread; clients are blocked meanwhile
         return lost
 
     async def lost(self, before: dict[str, Any]) -> list[str]:
-        """Who is no longer there a while after a kill; a node may have had several, or none."""
+        """Return the workers that are lost within some seconds of a kill; a node may have had several, or none."""
         for _ in range(50):
             now = await self.workers()
             if lost := [name for name, worker in now.items() if worker["since"] != before[name]["since"]]:
@@ -167,7 +167,7 @@ class Chaos:
         return []
 
     async def until_back(self, name: str, before: dict[str, Any]) -> set[str]:
-        """What it holds, when that is what it held, or some seconds after it is there."""
+        """Wait until a worker is back and holds its contexts again, or AGAIN_S more; return what it holds."""
         until, since = time.monotonic() + HUNG_S, None
         while True:
             gate(time.monotonic() < until, f"{name} has not come back")
@@ -179,7 +179,7 @@ class Chaos:
             await asyncio.sleep(POLL_S)
 
     async def workers(self) -> dict[str, Any]:
-        """As the status page has them, each with the contexts that it holds."""
+        """Return the workers from /v1/status by name, each with the contexts that it holds."""
         status = await asyncio.to_thread(status_of, self._service)
         return {
             worker["name"]: {

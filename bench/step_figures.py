@@ -1,4 +1,4 @@
-"""Tables of time: whole steps, layers, and what they take of a device's memory."""
+"""Tables of the time of whole steps and of layers, and of their memory on a device."""
 
 import json
 from typing import Any
@@ -9,14 +9,14 @@ STEPS = "decode-steps-h200.json"
 MODELS, LAYER, LATENTS = "models-h200.json", "layer-h200.json", "latents-h200.json"
 COMPRESSED = "compressed-steps-h200.json"
 OF_LATENTS = {"all": "`device`, all latents", "compressed": "`device`, DeepSeek-V4-Flash's widths"}
-SHAPES = {  # of MODELS: a name, and what is searched of it
+SHAPES = {  # shape in MODELS: the row's title, with the layers that are searched
     "qwen3-30b-a3b": "Qwen3-30B-A3B: 48 layers, 128 experts",
     "gpt-oss-20b": "gpt-oss-20b: 12 of 24 layers, the others see 128 rows",
     "gemma-3-27b": "Gemma 3 27B: 10 of 62 layers, the others see 1024 rows",
     "qwen3.5-27b": "Qwen3.5-27B: 16 of 64 layers, the others are linear",
 }
 SHARED = "shared-h100.json"
-SPLIT = {  # what: its runs, the one that tells of one GPU last
+SPLIT = {  # title: result files, the one with figures of one GPU last
     "8B, one request": ("split-2-h200.json", "split-4-h200.json"),
     "8B, four requests on contexts of their own": ("split-4-batch-4-h200.json",),
     "70B, one request": ("split-4-70b-h200.json",),
@@ -25,7 +25,7 @@ EVERY_STEP, AHEAD = "every step", "one layer ahead"
 
 
 def case(batch_size: int, context_len: int, placement: str, **more: Any) -> Case:
-    """A case of whole steps; `default`, searched at every step, unless said."""
+    """Return a case of whole steps. By default: variant `default`, searched at every step."""
     wanted = {"variant": "default", "schedule": EVERY_STEP, "kv_codec": None, **more}
     wanted |= {"batch_size": batch_size, "context_len": context_len, "placement": placement}
     return dict(only(STEPS, **wanted))
@@ -36,7 +36,7 @@ def full(batch_size: int, context_len: int) -> Case:
 
 
 def steps() -> list[str]:
-    """Whole steps, beside full attention of the same requests."""
+    """Return a table of whole steps, compared with full attention of the same requests."""
     groups: list[tuple[str, tuple[int, int], list[tuple[str, dict[str, Any]]]]] = [
         (
             "one request, 128K",
@@ -78,12 +78,12 @@ def line(name: str, of: Case, beside: Case | None) -> str:
 
 
 def milliseconds(of: Case) -> float:
-    """Of a step, the median."""
+    """Return the median time of a step."""
     return float(of["p50_us"]) / 1e3
 
 
 def models() -> list[str]:
-    """Whole steps of other shapes, beside full attention."""
+    """Return a table of whole steps of other shapes, with full attention."""
     head = "| ms a step (GB on the device) | requests | full attention | `device` | of what bytes allow | `hybrid` |"
     lines = [head, "|---|---:|---:|---:|---:|---:|"]
     for shape, name in SHAPES.items():
@@ -103,7 +103,7 @@ def step_cell(of: Case) -> str:
 
 
 def layer() -> list[str]:
-    """One layer's search and attention, beside full attention."""
+    """Return a table of one layer's search and attention, compared with full attention."""
     lines = ["| one layer, µs | full attention | `default` | × |", "|---|---:|---:|---:|"]
     for of in (case for case in measured(LAYER) if case["variant"] == "default"):
         whole = only(LAYER, variant="full", **{name: of[name] for name in ("kind", "context_len", "batch_size")})
@@ -116,7 +116,7 @@ def layer() -> list[str]:
 
 
 def latents() -> list[str]:
-    """Steps of models that choose their rows themselves, and the parts of a layer."""
+    """Return a table of steps of models that attend to latents or compressed rows, and the parts of a layer."""
     parts = ("score", "choose", "gather", "attend", "other")
     named = ["ms a step: as fed, all rows in slots", "GB on the device", *(f"µs a layer: {parts[0]}", *parts[1:])]
     lines = ["| 128K of context | " + " | ".join(named) + " |", "|---|" + "---:|" * len(named)]
@@ -130,7 +130,7 @@ def latents() -> list[str]:
 
 
 def shared() -> list[str]:
-    """Steps of many requests on one context."""
+    """Return a table of steps of many requests on one context."""
     lines = [
         "| ms a step | requests on it | torch, all rows | csattn, all rows | csattn, 2 % |",
         "|---|---:|---:|---:|---:|",
@@ -144,7 +144,7 @@ def shared() -> list[str]:
 
 
 def split() -> list[str]:
-    """Steps of several GPUs beside one, and what four hold and could do."""
+    """Return a table of steps on several GPUs and on one, with memory and share of the bound for four GPUs."""
     named = "one GPU", "two", "four", "four: × as fast", "GB on each of four", "of what bytes and sums allow"
     lines = ["| ms a step | " + " | ".join(named) + " |", "|---|" + "---:|" * len(named)]
     for what, files in SPLIT.items():
@@ -161,7 +161,7 @@ def split() -> list[str]:
 
 
 def few_bits() -> list[str]:
-    """A step of a model of 1.5B on two CPU cores, by what its weights are kept in."""
+    """Return a table of steps of a 1.5B model on two CPU cores, by the format of its weights."""
     sizes = 2, 4, 8, 16
     lines = [
         f"| ms a step | weights, GB | 1 request | {' | '.join(map(str, sizes))} | 64 tokens of a question |",
@@ -178,7 +178,7 @@ def few_bits() -> list[str]:
 
 
 def beside_llama_cpp() -> list[str]:
-    """Prefill and decoding on a CPU."""
+    """Return a table of prefill and decoding on a CPU by llama.cpp and by csattn."""
     lines = ["| tokens of context | | prefill, s | ms a token | MB stored |", "|---:|---|---:|---:|---:|"]
     for of in measured("llama-cpp.json"):
         who = f"llama.cpp, {of['weights']}" if of["by"] == "llama.cpp" else f"csattn, {of['by']}, {of['keep']:.0%}"
@@ -190,5 +190,5 @@ def beside_llama_cpp() -> list[str]:
 
 
 def rounding_kl() -> dict[str, float]:
-    """By format, of the model of 1.5B."""
+    """Return the KL of rounding the 1.5B model's weights, by format."""
     return {of["weights"]: of["kl"] for of in measured("rounding-1.5b.json")}

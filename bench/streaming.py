@@ -1,16 +1,16 @@
-"""Generation without end: is memory flat, and is the attention the one that was defined.
+"""Endless generation: does memory stay constant, and does attention agree with its definition?
 
     python -m bench.streaming [--policy window|h2o] [--tokens 200000] [--json FILE]    memory, on a tiny random model
     python -m bench.streaming --perplexity [--tokens 600] [--json FILE]                 the demo model on a novel
 
-**Memory.** Either policy continues a prompt for that many tokens. Resident memory is read 200 times; a line is fitted
-to it from a tenth of the way on, when allocators have settled. Gate: less than 2 MB from the first token to the last.
+**Memory.** Each policy continues a prompt for --tokens tokens. Resident memory is sampled 200 times; a line is fitted
+to it after the first tenth, when allocators have settled. Gate: by this line, growth over all tokens is below 2 MB.
 
 **Perplexity.** The novel's tokens pass through streams that keep far fewer rows than there are tokens. The definition
-is transformers' own attention, one token at a time, over a cache made anew for each token from the keys that are kept,
-rotated to their places in it. Gate: perplexity beyond the rows kept within 2 % of the definition's.
+is transformers' own attention, one token at a time, over a cache that is made again for each token from the keys kept,
+rotated to their places in it. Gate: for tokens beyond the rows kept, perplexity is within 2 % of the definition's.
 
-A file's other figures stay in it, each with the commit and the command of its run.
+Other figures in the JSON file are kept, each with the commit and the command of its run.
 """
 
 import argparse
@@ -45,7 +45,7 @@ MAX_DIFFERENCE = 0.02
 
 
 def memory(config: StreamConfig, num_tokens: int) -> dict[str, Any]:
-    """Resident memory while a tiny random model generates."""
+    """Measure resident memory while a tiny random model generates."""
     with StreamSession(tiny_model(), config) as session:
         cache = session.cache()
         stream = session.tokens(np.arange(300, dtype=np.int32) % 256, cache)
@@ -74,7 +74,7 @@ def memory(config: StreamConfig, num_tokens: int) -> dict[str, Any]:
 
 
 def tiny_model() -> LoadedModel:
-    """A random model of 512 positions and one layer: what is measured is what grows, not how fast it is."""
+    """Return a random model of 512 positions and one layer; memory growth is measured, not speed."""
     from csattn.models.loader import wrap_model
     from tests.tiny import byte_tokenizer, make_model
 
@@ -82,12 +82,12 @@ def tiny_model() -> LoadedModel:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
+    """Return this process's resident memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def perplexity(num_tokens: int) -> dict[str, Any]:
-    """Streams of the demo model over a novel, beside the definition of one of them and full attention."""
+    """Compare streams of the demo model over a novel with the definition of one of them and with full attention."""
     loaded = load_model()
     ids = torch.tensor(loaded.tokenizer(TEXT.read_text()).input_ids[: num_tokens + 1])
     sinks = StreamConfig(policy="window", sink_len=4, window_len=124)
@@ -117,7 +117,7 @@ def perplexity(num_tokens: int) -> dict[str, Any]:
 
 
 def stream_nll(loaded: LoadedModel, config: StreamConfig, ids: Tensor, block_len: int) -> Tensor:
-    """`nll` of a stream that the text passes through in blocks."""
+    """Return `nll` of a stream that gets the text in blocks."""
     with StreamSession(loaded, config) as session:
         cache = session.cache()
         return nll(lambda part: loaded.model(part, **{CACHE: cache}).logits[0], ids, block_len)
@@ -125,7 +125,7 @@ def stream_nll(loaded: LoadedModel, config: StreamConfig, ids: Tensor, block_len
 
 @torch.inference_mode()
 def nll(logits_of: Callable[[Tensor], Tensor], ids: Tensor, block_len: int) -> Tensor:
-    """-log p of each token after the first [num_tokens]; logits_of is called with [1, at most block_len] ids."""
+    """Return -log p of each token after the first [num_tokens]; logits_of gets [1, at most block_len] ids."""
     parts = []
     for start in range(0, len(ids) - 1, block_len):
         part = ids[:-1][start : start + block_len]
@@ -136,13 +136,13 @@ def nll(logits_of: Callable[[Tensor], Tensor], ids: Tensor, block_len: int) -> T
 
 
 def definition(loaded: LoadedModel, ids: Tensor, config: StreamConfig) -> Tensor:
-    """-log p of each token after the first, by transformers' attention over caches made from the rows kept."""
+    """Return -log p of each token after the first, by transformers' attention over caches made from the rows kept."""
     from transformers import DynamicCache
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     model = loaded.model
     rotary = model.model.rotary_emb
-    kept: list[tuple[Tensor, Tensor]] = []  # of each layer, K before RoPE and V: [1, num_kv_heads, num_rows, head_dim]
+    kept: list[tuple[Tensor, Tensor]] = []  # per layer, K before RoPE and V: [1, num_kv_heads, num_rows, head_dim]
 
     def step(part: Tensor) -> Tensor:
         nonlocal kept
@@ -158,7 +158,7 @@ def definition(loaded: LoadedModel, ids: Tensor, config: StreamConfig) -> Tensor
             new = apply_rotary_pos_emb(new, new, cos[:, -1:], -sin[:, -1:])[0]
             k = torch.cat([kept[layer_idx][0], new], dim=2) if kept else new
             v = layer.values
-            if k.shape[2] == config.max_rows:  # the next token sees one row more: the oldest of the window leaves
+            if k.shape[2] == config.max_rows:  # the window's oldest row leaves, to make room for the next token
                 stays = [row for row in range(config.max_rows) if row != config.sink_len]
                 k, v = k[:, :, stays], v[:, :, stays]
             rows.append((k, v))

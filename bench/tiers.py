@@ -1,12 +1,12 @@
-"""Does a context of four times the host budget decode from disk: right, within the budget, and how fast?
+"""Does a context of four times the host budget decode correctly from disk, within the budget, and how fast?
 
     python -m bench.tiers [--context-len 6000] [--share 0.25] [--artifact DIR] [--json FILE]
 
-The demo model continues a novel: tokens of the text itself, one step each, so that what is selected changes as it does
-in real use, and then tokens of its own. Every case runs in a process of its own, whose memory is sampled throughout.
-Gates: logits and tokens are those of the same steps from memory, to the bit; no page of a KV file is mapped; the
-store never holds more than the budget, nor its process more than the flat one does without KV, the budget, and what
-threads and code take (8 MiB). The index is memory on top of it.
+The demo model continues a novel: first with tokens of the text, one per step, so that selections change as in real use,
+and then with its own tokens. Every case runs in a process of its own, whose memory is sampled throughout.
+Gates: logits and tokens are bit-identical to those of the same steps from memory; no page of a KV file is mapped; the
+store never holds more than the budget; and its process never holds more than the process of the flat store without its
+KV, plus the budget, plus 8 MiB for threads and code. The index's memory is not part of the budget.
 """
 
 import argparse
@@ -42,20 +42,20 @@ from workers.serving.step_engine import StepRow
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
 STORE = Path.home() / ".cache" / "csattn" / "bench"
 DTYPE, KV_SUFFIX = "bfloat16", ".kv.safetensors"
-PROCESS_BYTES = 8 << 20  # stacks of the store's threads, and code that only its process runs: for any context
-# the allocator gives back what is freed, so that what a process holds is what it uses
+PROCESS_BYTES = 8 << 20  # stacks of the store's threads, and code that only its process runs; the same for any context
+# makes the allocator return freed memory, so that a process holds only what it uses
 FRUGAL = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-FORCED, GREEDY, WARM = 48, 8, 16  # tokens; the first of the forced ones fill the tier and are not timed
+FORCED, GREEDY, WARM = 48, 8, 16  # tokens; the first WARM of the forced ones fill the tier and are not timed
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to decode."""
+    """One configuration of decoding."""
 
     selector: SelectorName
     tiered: bool
     reads_ahead: bool = True
-    in_place: bool = False  # attention reads rows where they are mapped; else they are gathered, or streamed in pieces
+    in_place: bool = False  # attention reads mapped rows; False: they are gathered, or streamed in pieces
 
 
 CASES = {
@@ -66,16 +66,16 @@ CASES = {
     "full, memory": Case("full", False),
     "full, disk": Case("full", True),
 }
-WARM_UPS = ("csattn, memory", "full, memory")  # who is first compiles, which takes memory; measured again
+WARM_UPS = ("csattn, memory", "full, memory")  # run first, to compile kernels, which takes memory; measured again later
 
 
 def run_case(name: str, path: Path, budget_bytes: int) -> dict[str, Any]:
-    """In a process of its own."""
+    """Run a case; it needs a process of its own."""
     small_pages_only()
     case = CASES[name]
     loaded = load_model(None, DTYPE)
     ids = token_ids(loaded)
-    trim_heap()  # how much it keeps differs from run to run
+    trim_heap()  # the free memory that the heap keeps differs from run to run
     with open_artifact(path) as artifact:
         following = ids[artifact.spec.context_len :][:FORCED]
         config = SearchConfig(lookahead=1)
@@ -99,7 +99,7 @@ def run_case(name: str, path: Path, budget_bytes: int) -> dict[str, Any]:
 
 
 def decode(engine: CpuEngine, tiered: TieredStore | None, following: NDArray[np.int32]) -> dict[str, Any]:
-    """Steps over a text, then greedy ones, with all that was held and read."""
+    """Run steps over a text, then greedy ones; return times, tokens, memory held and bytes read."""
     hashed = hashlib.sha256()
 
     def logits_after(token_id: int) -> NDArray[np.float32]:
@@ -128,7 +128,7 @@ def decode(engine: CpuEngine, tiered: TieredStore | None, following: NDArray[np.
             out = logits_after(said[-1])
     result: dict[str, Any] = {
         "tokens_per_s": round(steps / seconds, 2),
-        "cpu_ms_per_token": round(cpu_seconds * 1e3 / steps, 1),  # of all threads: this machine is shared
+        "cpu_ms_per_token": round(cpu_seconds * 1e3 / steps, 1),  # of all threads, because the machine is shared
         "logits_sha256": hashed.hexdigest(),
         "tokens": said,
         "most_bytes": watch.most,
@@ -152,7 +152,7 @@ def token_ids(loaded: LoadedModel) -> NDArray[np.int32]:
 
 
 def check(results: dict[str, dict[str, Any]], budget_bytes: int) -> None:
-    """The gates."""
+    """Check all gates."""
     for memory, disk in (
         ("csattn, memory", "csattn, disk"),
         ("csattn, memory", "csattn, disk, nothing read ahead"),

@@ -1,4 +1,4 @@
-"""What benchmarks share: a gate before any figure, percentiles, the machine's memory ceiling, one JSON line last."""
+"""Shared by benchmarks: a gate before any figure, percentiles, memory bandwidth, and a JSON object as the last line."""
 
 import json
 import os
@@ -30,25 +30,25 @@ class GateError(Exception):
 
 
 def gate(condition: bool, message: str) -> None:
-    """Refuse to measure what does not hold."""
+    """Raise GateError with the message unless the condition holds."""
     if not condition:
         raise GateError(message)
 
 
 def end_as_interrupted() -> None:
-    """From now on SIGTERM ends this process as Ctrl-C does: with what it has started, and what it has written aside."""
+    """Make SIGTERM end this process as Ctrl-C does, so that its children end and its scratch files are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def numbers(text: str) -> list[int]:
-    """Of an option: 1,4,8."""
+    """Parse an option such as 1,4,8."""
     return [int(number) for number in text.split(",") if number.strip()]
 
 
 def measure(run: Callable[[], object], seconds: float = 0.5, least: int = 5) -> dict[str, float]:
-    """p50, p99 and the least time of `run` in ms, after one run to warm up, over about that many seconds.
+    """Return p50, p99 and the least time of `run` in ms, after one warm-up run, over about `seconds` seconds.
 
-    `cpu_p50_ms` is what the calling thread spent: on a machine that others use too, it leaves out the waiting.
+    `cpu_p50_ms` is the calling thread's CPU time, which leaves out waiting for other processes on a shared machine.
     """
     run()
     times_ms: list[float] = []
@@ -69,7 +69,10 @@ def measure(run: Callable[[], object], seconds: float = 0.5, least: int = 5) -> 
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """Of none, nothing; of fewer than a hundred the most instead of p99, which would be made of one or two of them."""
+    """Return p50, p99, maximum and number of the times; an empty dict without times.
+
+    Below a hundred times there is no p99, because it would depend on only one or two of them.
+    """
     if not seconds:
         return {}
     p50, p99, most = (round(1e3 * float(np.percentile(seconds, p)), 1) for p in (50, 99, 100))
@@ -78,7 +81,7 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def read_bandwidth_gbps(num_threads: int = 1) -> float:
-    """The rate in GB/s at which that many threads read memory that is in no cache: the best of several tries."""
+    """Return the rate in GB/s at which num_threads threads read uncached memory: the best of several tries."""
     memory = readonly(np.ones(PROBE_BYTES, np.uint8))
     share = PROBE_BYTES // num_threads // 256 * 256
 
@@ -106,8 +109,8 @@ def _read(memory: NDArray[np.uint8], start: int, num_bytes: int) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on, and what was: versions, a commit, which ends in -dirty where the tree has
-    changes, and the command as it was given."""
+    """Return facts about the machine and the run: versions, the command line, and the commit, which ends in -dirty if
+    the tree has changes."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -121,9 +124,9 @@ def machine() -> dict[str, Any]:
 
 
 def finish(result: dict[str, Any], json_path: Path | None) -> None:
-    """Print the result as the last line, one JSON object, and keep it in a file if one is named.
+    """Print the result as the last line, one JSON object, and save it in a file if one is named.
 
-    One that tells of no machine is told of this one.
+    If the result has no `machine`, this machine's facts are added.
     """
     result = {"machine": machine(), **result}
     if json_path is not None:
@@ -132,7 +135,7 @@ def finish(result: dict[str, Any], json_path: Path | None) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """All of it, or what was there before."""
+    """Write a JSON file atomically: after a failure it has its earlier content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".part")
     scratch.write_text(json.dumps(content, indent=1) + "\n")

@@ -7,10 +7,10 @@
     python -m bench.accuracy rest [--texts ...] [--json FILE]
     python -m bench.accuracy longbench FILE ... --prompts FILE [--question sparse|dense] [--json FILE]
 
-`selectors` compares what chooses rows by the predictions of texts; `long` does so at length and on any device, with
-low-bit KV beside it; `why` takes the published method to `default`, one change at a time; `rest` measures what codes
-say that rows weigh which are not chosen; `tasks` finds things that were hidden in contexts, `longbench` answers the
-questions of the data set of that name.
+`selectors` compares selectors by how well the model predicts texts. `long` does so for long contexts, on any device,
+and also measures low-bit KV. `why` turns the published method into `default`, one change at a time. `rest` compares
+the attention mass of the rows not chosen, as the codes estimate it, with the exact one. `tasks` finds things hidden in
+contexts. `longbench` answers the questions of the data set of that name.
 """
 
 import argparse

@@ -14,21 +14,21 @@ from csattn.models import LoadedModel
 from workers.session import Session, csattn_session
 
 FULL = Contender("full", "full")
-# Where the question goes. Sparse: only the context is prefilled with full attention, the question is read by sparse
-# attention as the answer is. Dense: the question is prefilled too, all but its last token, so that what it needs of
-# the context is in it already. The hard one, and the easy one.
+# How the question is read. Sparse (the harder set-up): only the context is prefilled with full attention; the question
+# and the answer use sparse attention. Dense (the easier one): all of the question but its last token is prefilled with
+# full attention too, so its rows already hold what it needs from the context.
 SET_UPS = ("sparse", "dense")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids of a question, and of what is prefilled before it."""
+    """The token ids of a question, and of the context that is prefilled before it."""
 
     context: NDArray[np.int32]
     question: NDArray[np.int32]  # at least one
 
     def set_up(self, question: str) -> "Prompt":
-        """The same ids, prefilled as one of `SET_UPS` says."""
+        """Return the same ids, split into context and question for one of `SET_UPS`."""
         if question == "sparse":
             return self
         return Prompt(np.concatenate([self.context, self.question[:-1]]), self.question[-1:])
@@ -41,9 +41,9 @@ def answer_all(
     keep: float,
     questions: Sequence[NDArray[np.int32]],
     max_new_tokens: int,
-    **options: Any,  # of `generate`
+    **options: Any,  # passed to `generate`
 ) -> list[str]:
-    """What the model says after each question, as if it were the only one."""
+    """Return the model's answer to each question; questions do not see each other."""
     placement = "device" if loaded.device.type == "cuda" else "cpu"
     with csattn_session(loaded, artifact, contender.search(keep), contender.selector, placement=placement) as session:
         return [_answer(session, question, max_new_tokens, options) for question in questions]

@@ -1,4 +1,4 @@
-"""What is compared: every selector, and our own with its presets, by name."""
+"""The methods that are compared, by name: every selector, and csattn with each of its presets."""
 
 from dataclasses import dataclass
 from typing import cast, get_args
@@ -12,7 +12,7 @@ _AHEAD, _REST = "+ahead", "+rest="
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to choose rows. `preset` says which index the artifact has; only `csattn` searches it."""
+    """A way to choose rows. `preset` names the artifact's index, which only the selector `csattn` searches."""
 
     name: str
     selector: str
@@ -24,7 +24,7 @@ class Contender:
         return SearchConfig(keep=keep, lookahead=self.lookahead, rest=self.rest)
 
 
-# Full attention is what all are compared with.
+# `full` is left out: it is the baseline.
 ALL = (
     "default",
     "default+ahead",
@@ -40,16 +40,17 @@ ALL = (
 
 
 def find_contenders(names: str) -> list[Contender]:
-    """A comma-separated list of selectors and presets; `all` for all of them.
+    """Parse a comma-separated list of selectors and presets; `all` stands for all of them.
 
-    A preset perhaps with `+ahead`, and then, as `exact`, with `+rest=...`: how rows that are not read are attended to.
+    A preset may be followed by `+ahead`. A preset or `exact` may end with `+rest=...`, which says how rows that are not
+    read are attended to.
     """
     listed = [name.strip() for name in names.split(",") if name.strip()]
     return [_find(name) for given in listed for name in (ALL if given == "all" else (given,))]
 
 
 def shares(text: str) -> list[float]:
-    """Comma-separated numbers, for argparse."""
+    """Parse comma-separated numbers, for argparse."""
     return [float(share) for share in text.split(",")]
 
 

@@ -1,4 +1,4 @@
-"""The artifacts of one context, an index per preset, built when first asked for and found again in the store."""
+"""The artifacts of one context, one for each preset, built when first needed and then found in the store."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +15,7 @@ from index_build.pipeline import build_artifact
 
 
 class Context:
-    """Use as a context manager: the artifacts that were opened are closed at its end."""
+    """Opens the artifacts of one context. Use it as a context manager: its end closes them."""
 
     def __init__(self, loaded: LoadedModel, token_ids: NDArray[np.int32], store: Path) -> None:
         self._loaded = loaded
@@ -40,5 +40,5 @@ class Context:
         return self._open[preset_name]
 
     def any_artifact(self) -> Artifact:
-        """One whose index does not matter: an open one if there is one."""
+        """Return an artifact for callers that do not use its index: an open one if possible."""
         return next(iter(self._open.values()), None) or self.artifact("default")

@@ -1,26 +1,27 @@
-"""Texts of exactly as many tokens as are wanted, whatever the tokenizer."""
+"""Makes texts of an exact number of tokens, with any tokenizer."""
 
 from collections.abc import Callable
 from functools import partial
 
 from bench.timing import gate
 
-# what was repeated to hide a passkey in (arXiv:2305.16300), and in RULER's noise (arXiv:2404.06654)
+# the filler that hides a passkey (arXiv:2305.16300), also RULER's noise (arXiv:2404.06654)
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-_LONGEST = 64  # characters of a token
+_LONGEST = 64  # most characters of padding for each missing token
 _NEARBY = 100  # characters: a few words, each of which may be cut into tokens in its own way
 
 
 def fit(make: Callable[[int, str], str], count: Callable[[str], int], length: int) -> str:
-    """The text of as many units as fit into `length` tokens, padded to exactly that.
+    """Return the text with as many units as fit into `length` tokens, padded to exactly `length`.
 
-    make: the text of so many units, after some padding; more units are more tokens. count: tokens of a text.
-    Raises GateError when not even the text without units fits, or none has that length.
+    make(num_units, padding): a text of that many units after the padding; more units must be more tokens.
+    count: the number of tokens of a text. Raises GateError when even the text without units is too long, or when no
+    padding gives the exact length.
     """
     shortest = count(make(0, ""))
     gate(shortest <= length, f"{length} tokens are too few, the task alone takes {shortest}; give a larger length")
     most = _last_that_fits(lambda num_units: count(make(num_units, "")) <= length, length)
-    for num_units in (most, max(0, most - 1)):  # with one unit less where too little is missing to be made up for
+    for num_units in (most, max(0, most - 1)):  # one unit less leaves more to pad, if no padding fits the small gap
         text = _pad(partial(make, num_units), count, length)
         if text is not None:
             return text
@@ -29,14 +30,14 @@ def fit(make: Callable[[int, str], str], count: Callable[[str], int], length: in
 
 
 def _pad(make: Callable[[str], str], count: Callable[[str], int], length: int) -> str | None:
-    """The text with the padding that makes it `length` tokens long; None when there is none."""
+    """Return the text with the padding that makes it `length` tokens long; None if none does."""
     missing = length - count(make(""))
 
     def padded(num_chars: int) -> str:
         endless = (NOISE + " ") * (1 + num_chars // len(NOISE))
         return make(endless[len(endless) - num_chars :])
 
-    # One character more may be a token less, but over a few words that evens out.
+    # One more character may mean one token less, but this evens out over a few words.
     about = _last_that_fits(lambda num_chars: count(padded(num_chars)) <= length, _LONGEST * missing)
     for distance in range(_NEARBY):
         for num_chars in (about + distance, max(0, about - distance)):
@@ -47,7 +48,7 @@ def _pad(make: Callable[[str], str], count: Callable[[str], int], length: int) -
 
 
 def _last_that_fits(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to the limit that fits, when 0 does and none does that follows one that does not."""
+    """Return the largest number up to `limit` that fits. 0 must fit, and fits must be monotonic."""
     few, many = 0, 1
     while many <= limit and fits(many):
         few, many = many, 2 * many

@@ -1,15 +1,15 @@
-"""Real long contexts, and what a user would take instead: every way to keep a context small against full attention.
+"""Compares ways to keep a real long context small, csattn's and others', with full attention.
 
     python -m bench.accuracy long --texts novel,code --keep 0.02
     python -m bench.accuracy long --texts decimal,manual --context-len 32K --stretch 4 --device cuda --json FILE
     python -m bench.accuracy long --texts manual --context-len 64K --stretch 8 --record FILE --layers 13
     python -m bench.accuracy long --show FILE ... [--json FILE] [--plot FILE]     earlier figures, put together
 
-For every text: full attention over the context and the tokens that follow, then those tokens teacher-forced with every
-layer attending another way: KL to full attention's predictions. A text `a+b` is the context a followed by b, a question
-unlike its context. `--stretch` gives the model that many times its positions (YaRN). Runs in torch on any device; the
-sketch is built by `index_build` and searched as its definition says. Gates: reading everything gives KL < 1e-5; with
-`--gate`, KLs on the beginning of the first text are those of the product's own artifact and session.
+For every text: full attention over the context and the tokens that follow, then the same tokens again, teacher-forced,
+with every layer attending in another way, and the KL to full attention's predictions. A text `a+b` is the context a
+followed by b, a question unlike its context. `--stretch` multiplies the model's positions (YaRN). Runs in torch on any
+device; the sketch is built by `index_build` and searched by its definition. Gates: reading everything gives KL < 1e-5;
+with `--gate`, KLs on the beginning of the first text are those of csattn's own artifact and session.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from bench.timing import finish, gate, machine
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel, load_model
 
-# Raise it when the same measurement means something else than before.
+# Raise it whenever the meaning of a measured figure changes.
 VERSION = 4
 KEY = ("version", "model", "stretch", "text", "text_sha256", "context_len", "eval_len", "contender", "keep")
 ONE_KEEP = SearchConfig().keep
@@ -52,7 +52,7 @@ def compare(
     loaded: LoadedModel, name: str, lengths: tuple[int, int], stretch: float, runs: Sequence[LongContender],
     keeps: Sequence[float], records: Records,
 ) -> None:  # fmt: skip
-    """Measure what is missing of one text. lengths: of the context, and of what is predicted."""
+    """Measure the cases of one text that `records` lacks. lengths: tokens of the context, and tokens predicted."""
     ids, sha256 = read_text(name, loaded.tokenizer, *lengths)
     context_len = len(ids) - lengths[1] - 1
     key = {"version": VERSION, "model": called(loaded.name), "stretch": stretch, "text": name, "text_sha256": sha256}
@@ -72,10 +72,10 @@ def compare(
     key |= {"nll_full": round(context.nll(context.log_probs), 5), "python": platform.python_version()}
     key |= {"device": torch.cuda.get_device_name() if loaded.device.type == "cuda" else "cpu"}
     codes: list[Codes | None] = []
-    makes: set[Any] = set()  # of the codes that are there: one, or none
+    makes: set[Any] = set()  # the `make` of the codes held: one, or none at first
     for contender, wanted in missing.items():
         if wanted and contender.make not in makes:
-            codes.clear()  # memory for the next ones
+            codes.clear()  # frees memory for the next codes
             codes += [contender.codes(layer) for layer in context.layers]
             makes = {contender.make}
         for keep in wanted:
@@ -86,7 +86,7 @@ def compare(
 
 
 def keeps_of(contender: LongContender, keeps: Sequence[float]) -> Sequence[float]:
-    """The shares that a contender is measured at; 0 where it chooses no share."""
+    """Return the shares of rows at which a contender is measured; 0 if it does not choose a share."""
     if not contender.has_keep:
         return [0.0]
     return [keep for keep in keeps if keep == ONE_KEEP] if contender.one_keep else keeps
@@ -95,7 +95,7 @@ def keeps_of(contender: LongContender, keeps: Sequence[float]) -> Sequence[float
 def measure(
     context: RealContext, contender: LongContender, keep: float, codes: Sequence[Codes | None]
 ) -> dict[str, Any]:
-    """What a contender's predictions are worth, what it keeps on the device, and what caches of its rows would hit."""
+    """Measure a contender's predictions, its bytes, and the hit rates of caches of its rows."""
     reading = contender.reading(keep, context.context_len)
     chosen: list[list[Tensor]] = [[] for _ in context.layers]
 
@@ -116,9 +116,10 @@ def measure(
 def _bytes(
     context: RealContext, contender: LongContender, reading: Reading, codes: Sequence[Codes | None]
 ) -> dict[str, float]:
-    """Of a key (with its value) and KV head: codes alone, and all that lies on the device between steps.
+    """Return bytes per key (with its value) and KV head: of codes, and of all data on the device and on the host.
 
-    Without codes, all keys have to lie there to be searched. Rows that are fetched lie on the host, 16 bits a number.
+    The device holds what stays there between steps. Without codes, it holds all keys, to be searched. Rows that are
+    fetched are on the host, with 16 bits a number.
     """
     num_heads, context_len, head_dim = context.layers[0].k.shape
     row = FULL_KV_BYTES * head_dim
@@ -140,9 +141,9 @@ def _bytes(
 
 
 def read_text(name: str, tokenizer: Any, context_len: int, eval_len: int) -> tuple[NDArray[np.int32], str]:
-    """Token ids of a context and the eval_len + 1 tokens that follow, and the SHA-256 of their text or texts.
+    """Return the token ids of a context and the eval_len + 1 that follow, and the SHA-256 of their text or texts.
 
-    The context is shorter where its text is.
+    The context is shorter than context_len if its text is.
     """
     parts = [find_text(part) for part in name.split("+")]
     gate(len(parts) <= 2, f"{name!r} is more than a context and what follows it; give one text, or two")
@@ -190,7 +191,7 @@ def _require_full(context: RealContext) -> None:
 
 
 def merge(files: Sequence[Sequence[Case]], records: Records) -> list[Case]:
-    """Every case once, in the first file's order; the newest version of it, of the last file that has it."""
+    """Return every case once, in the order of first appearance: its newest version, from the last file that has it."""
     merged: dict[tuple[Any, ...], Case] = {}
     for case in (case for cases in files for case in cases):
         key = records.key_of({**case, "version": None})
@@ -205,7 +206,7 @@ def _kl_of(records: Records, key: Case) -> float | None:
 
 
 def token_count(text: str) -> int:
-    """A number of tokens as 7680 or 32K, for argparse."""
+    """Parse a number of tokens, such as 7680 or 32K, for argparse."""
     return int(text[:-1]) * 1024 if text.endswith(("k", "K")) else int(text)
 
 

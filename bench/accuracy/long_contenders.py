@@ -1,4 +1,4 @@
-"""What `bench.accuracy long` compares: ways to keep a context small, each with what it takes on the device."""
+"""The methods that `bench.accuracy long` compares: ways to keep a context small."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,34 +19,35 @@ from csattn.config import SearchConfig, SketchConfig
 Make = Callable[[ContextLayer], Codes]
 Group = Literal["ours", "sizes", "lists", "others", "low-bit"]
 
-FULL_KV_BYTES = 2 * 2  # of a dimension of a row: key and value, 16 bits each
+FULL_KV_BYTES = 2 * 2  # per dimension of a row: key and value, 16 bits each
 
 
 @dataclass(frozen=True, slots=True)
 class LongContender:
-    """`make`: the codes of a layer's rows; None: the rows themselves are searched."""
+    """A method. `make` returns the codes of a layer's rows; None: the rows themselves are searched."""
 
     name: str
     group: Group
     make: Make | None
     rest: Literal["none", "codes", "moments"] = "none"
     ahead: bool = False
-    one_keep: bool = False  # measured at one share kept only
-    has_keep: bool = True  # False: no share of rows is chosen; all are attended to by their codes, some drawn, or none
-    per_query_head: bool = False  # chooses for each query head alone
+    one_keep: bool = False  # measured at a single share of rows
+    has_keep: bool = True  # False: it chooses no share of rows, but attends to all by their codes, draws some, or none
+    per_query_head: bool = False  # chooses rows for each query head separately
 
     def codes(self, layer: ContextLayer) -> Codes | None:
         return None if self.make is None else self.make(heads_apart(layer) if self.per_query_head else layer)
 
     def reading(self, keep: float, context_len: int) -> Reading:
         top_k = max(1, round(keep * context_len)) if self.has_keep else 0
-        sink_len, window_len = SearchConfig().sink_len, SearchConfig().window_len  # of all: low-bit KV keeps them, too
+        # all contenders read sinks and window exactly, even low-bit KV
+        sink_len, window_len = SearchConfig().sink_len, SearchConfig().window_len
         near = sink_len, min(window_len, context_len - sink_len)
         return Reading(top_k, *near, self.rest, per_query_head=self.per_query_head)
 
 
 def contenders() -> list[LongContender]:
-    """All of them; those that share codes stand side by side."""
+    """Return all contenders; those that share codes are neighbours, so the codes are made once."""
     default = partial(_sketch, SketchConfig())
     lists, paper = (partial(ListCodes, config=lists_by_torch(name)) for name in ("lists", "paper"))
     return [
@@ -93,7 +94,7 @@ DRAWING: tuple[tuple[str, Make], ...] = tuple(
 
 
 def find_contenders(names: str) -> list[LongContender]:
-    """A comma-separated list of names and groups (their own names hold commas: separated by ';' then); or all."""
+    """Parse a list of names and groups, or `all`, separated by ',', or by ';' where a name contains a comma."""
     every = contenders()
     listed = [name.strip() for name in names.split(";" if ";" in names else ",")]
     known = {c.name for c in every} | {c.group for c in every} | {"all"}
@@ -105,12 +106,12 @@ def find_contenders(names: str) -> list[LongContender]:
 
 
 def _pqcache_of_16_bytes(layer: ContextLayer) -> Codes:
-    """As many as the default's codes have at head_dim 64."""
+    """PQCache with as many bytes as the default's codes take at head_dim 64."""
     return PqcacheCodes(layer, num_subspaces=16)
 
 
 def _sizes() -> list[LongContender]:
-    """Sketches of other sizes than the default's."""
+    """Return contenders with sketches of other sizes than the default's."""
     words = (2, 0), (2, 1), (4, 0), (4, 2)
     return [
         LongContender(

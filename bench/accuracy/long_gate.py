@@ -1,4 +1,4 @@
-"""The figures of `bench.accuracy long` are those of the product: compared with its artifact and session."""
+"""Gate: `bench.accuracy long` gives the same KLs as csattn's own artifact and session."""
 
 import tempfile
 from pathlib import Path
@@ -17,17 +17,17 @@ from csattn.models import LoadedModel
 from index_build.pipeline import build_artifact
 from workers.evaluate import full_attention, measure
 
-_TOLERANCE = 0.02  # of a KL
+_TOLERANCE = 0.02  # relative, of a KL
 OF_THE_SKETCH = "default", "default+ahead", "default+rest=moments", "default+rest=none"
-SELECTORS = "exact", "window", "quest", "sparq", "pqcache", "h2o", "magicpig"  # the product's, by the same names
+SELECTORS = "exact", "window", "quest", "sparq", "pqcache", "h2o", "magicpig"  # contenders named as csattn's selectors
 
 
 def require_product(
-    loaded: LoadedModel,  # on the CPU, where the product's path runs
+    loaded: LoadedModel,  # on the CPU, where csattn's own path runs
     context: NDArray[np.int32],  # [context_len] token ids
     following: NDArray[np.int32],  # [num_tokens + 1]
 ) -> dict[str, tuple[float, float]]:
-    """KL and the product's KL by contender. Raises GateError where they differ."""
+    """Return each contender's KL measured here, and by csattn's own path. Raises GateError where they differ."""
     read = read_context(loaded, context, following)
     named = {c.name: c for c in contenders()}
     compared: dict[str, tuple[float, float]] = {}
@@ -59,5 +59,5 @@ def kl_of(context: RealContext, contender: LongContender, keep: float) -> float:
 
 def _search(contender: LongContender) -> SearchConfig:
     rests = {"none": "none", "codes": "sketch", "moments": "moments"}
-    rest = None if contender.group == "others" else rests[contender.rest]  # theirs is as they were published
+    rest = None if contender.group == "others" else rests[contender.rest]  # other methods: None, as published
     return SearchConfig(lookahead=int(contender.ahead), rest=rest)  # type: ignore[arg-type]  # one of its kinds

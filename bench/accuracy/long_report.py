@@ -1,4 +1,4 @@
-"""Tables and plots of what `bench.accuracy long` measured."""
+"""Tables and plots of the figures of `bench.accuracy long`."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Rows = dict[tuple[str, float], dict[str, Case]]  # contender and share kept -> s
 
 
 def table(cases: list[Case]) -> str:
-    """Markdown: KL of every contender and share kept, a column for each text and length."""
+    """Return a Markdown table: KL of every contender and share kept, with a column for each text and length."""
     settings, rows = by_setting(cases), by_contender(cases)
     if not settings:
         return "nothing was measured"
@@ -48,7 +48,7 @@ def table(cases: list[Case]) -> str:
 
 
 def cache_table(cases: list[Case]) -> str:
-    """Markdown: what slot caches would hit."""
+    """Return a Markdown table of the hit rates of slot caches."""
     sizes = sorted({name for case in cases for name in case if name.startswith("hit_share_")})
     names = "exact", "default", "default+ahead"
     shown = [case for case in cases if sizes and sizes[0] in case and case["contender"] in names]
@@ -69,7 +69,7 @@ def cache_table(cases: list[Case]) -> str:
 
 
 def by_setting(cases: list[Case]) -> dict[str, str]:
-    """Text, length and stretch, the shortest first, and how a column is called."""
+    """Return the settings (text, length and stretch), the shortest first, with their column titles."""
     ordered = sorted(cases, key=lambda case: (case["context_len"], case["text"]))
     return {setting_of(case): setting_of(case) for case in ordered}
 
@@ -88,8 +88,10 @@ def by_contender(cases: list[Case]) -> Rows:
 
 
 def draw(cases: list[Case], path: Path) -> None:
-    """KL over the share of rows that are read exactly, and over the bytes that are held: means of all settings in which
-    all that is shown was measured."""
+    """Plot KL over the share of rows that are read exactly, and over the bytes held on the device.
+
+    Points are geometric means over the settings in which everything shown was measured.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,8 +127,8 @@ def draw(cases: list[Case], path: Path) -> None:
 
 _KEEP = 0.02
 _BLUE = "#0072b2"
-# what a panel shows: a label, contenders whose points a line joins, color and marker, which tell them apart in both
-# panels, also to colour-blind eyes
+# A panel's lines: label, contenders whose points the line joins, colour, marker. Colours and markers are distinct over
+# both panels, for colour-blind readers too.
 Series = tuple[tuple[str, tuple[str, ...], str, str], ...]
 _BY_SHARE: Series = (
     ("csattn, default: the rest by codes", ("default",), _BLUE, "*"),
@@ -148,13 +150,13 @@ _IN_HYBRID: Series = (("csattn: with the cache of rows from the host", ("default
 
 
 def hybrid_bytes(case: Case) -> float:
-    """What a key and its value take in placement `hybrid`: codes, and the share of the rows that has a slot."""
+    """Return the device bytes of a key and its value in placement `hybrid`: codes, and rows times the slot share."""
     slots: float = EngineSettings().slot_share * case["host_bytes_per_key"]
     return slots + case["code_bytes_per_key"]
 
 
 def _common(cases: list[Case]) -> list[Case]:
-    """Of what is shown, the cases in settings in which all of that which is here was measured."""
+    """Return the cases that the plot shows, from settings in which every contender and share kept was measured."""
     shown = {name for _, names, _, _ in (*_BY_SHARE, *_BY_BYTES) for name in names}
     of = [case for case in cases if case["contender"] in shown and case["kl"] > 0]
     names = {(case["contender"], case["keep"]) for case in of}

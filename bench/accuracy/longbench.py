@@ -1,9 +1,9 @@
-"""LongBench (arXiv:2308.14508) with every selector: its files in, its scores out.
+"""Answers LongBench's questions (arXiv:2308.14508) with every selector: reads its files, computes its scores.
 
     python -m bench.accuracy longbench hotpotqa.jsonl --prompts dataset2prompt.json --model ... --json FILE
 
-Prompts come from LongBench's own file; prompts that are too long lose their middle, as it does. What --json holds is
-not answered again.
+Prompts come from LongBench's own file. A prompt that is too long loses its middle, as in LongBench. Questions whose
+answers are in the --json file are not answered again.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from csattn.config import SearchConfig
 from csattn.errors import ContextError
 from csattn.models import LoadedModel, load_model
 
-# Raise it when a case means something else than before.
+# Raise it whenever the meaning of a case changes.
 VERSION = 2
 KEY = ("version", "model", "data_set", "item", "prompt_sha256", "max_length", "question", "contender", "keep")
-_MARGIN = 692  # positions that LongBench leaves for the answer and the chat's template: 7500 of 8192 for the prompt
+_MARGIN = 692  # positions that LongBench leaves for answer and chat template: of 8192, 7500 are for the prompt
 _PROBE = "⟨prompt⟩"
 
 
@@ -41,7 +41,7 @@ def run_item(
     runs: list[tuple[Contender, float]],
     records: Records,
 ) -> None:
-    """Answer what has not been answered yet of one question."""
+    """Answer one question with those of `runs` whose answers `records` lacks."""
     data_set = DATA_SETS[item.data_set]
     parts = split_prompt(template, item)
     key = {"version": VERSION, "model": loaded.fingerprint, "data_set": item.data_set, "item": item.id}
@@ -53,7 +53,7 @@ def run_item(
     chat = not data_set.few_shot and not data_set.is_code
     prompt = make_prompt(loaded.tokenizer, *parts, max_length, chat).set_up(question)
     options = {}
-    if item.data_set == "samsum":  # which would go on with dialogues of its own
+    if item.data_set == "samsum":  # stop at the line's end, because the model goes on with dialogues of its own
         options["eos_token_id"] = [*loaded.stop_ids, loaded.tokenizer("\n", add_special_tokens=False).input_ids[-1]]
     with tempfile.TemporaryDirectory() as store, Context(loaded, prompt.context, Path(store)) as context:
         for contender, keep in missing:
@@ -70,9 +70,12 @@ def run_item(
 
 
 def make_prompt(tokenizer: Any, context: str, question: str, max_length: int, chat: bool) -> Prompt:
-    """Ids of a prompt of at most max_length tokens (and the chat's own), its middle left out if it has more."""
+    """Return the ids of a prompt, without its middle if it has more than max_length tokens.
+
+    The tokens of the chat template come on top of max_length.
+    """
     whole = truncate_middle(tokenizer, context + question, max_length)
-    # Truncated text may differ by a space where it was cut and put together: the question is counted from the end.
+    # Decoded halves may differ from the text by a space where they meet, so the question is counted from the end.
     place = max(1, len(whole) - len(question))
     before, after = "", ""
     if chat and tokenizer.chat_template:
@@ -87,7 +90,7 @@ def make_prompt(tokenizer: Any, context: str, question: str, max_length: int, ch
 
 
 def truncate_middle(tokenizer: Any, text: str, max_length: int) -> str:
-    """LongBench's rule: of a text with more tokens than that, the first half of max_length and the last."""
+    """Apply LongBench's rule: a text of more than max_length tokens keeps its first and last max_length // 2."""
     ids = tokenizer(text).input_ids
     if len(ids) <= max_length:
         return text
@@ -96,7 +99,7 @@ def truncate_middle(tokenizer: Any, text: str, max_length: int) -> str:
 
 
 def table(cases: list[Case]) -> str:
-    """Markdown: LongBench's score, from 0 to 100, of each contender on each data set, and their mean."""
+    """Return a Markdown table: each contender's LongBench score, 0 to 100, on each data set, and their mean."""
     scored = [case for case in cases if "score" in case]
     names = list(dict.fromkeys(case["data_set"] for case in scored))
     lines = ["| | " + " | ".join(names) + " | mean |", "|---|" + "---:|" * (len(names) + 1)]

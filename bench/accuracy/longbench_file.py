@@ -1,4 +1,4 @@
-"""LongBench's files: questions as JSON lines, and a JSON object of a prompt for each data set."""
+"""Reads LongBench's files: questions as JSON lines, and a JSON object with a prompt for each data set."""
 
 import json
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 from bench.accuracy.longbench_scores import DATA_SETS, classification
 from bench.timing import gate
 
-_SHOWN = 5  # faults of a file that are told
+_SHOWN = 5  # most faults of a file that are reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class Item:
 
 
 def read_items(path: Path) -> list[Item]:
-    """All questions of a file. Raises GateError, with line numbers, when any line is not one."""
+    """Return all questions of a file. Raises GateError, with line numbers, if any line is not a question."""
     gate(path.is_file(), f"there is no file {path}; give one of LongBench's .jsonl files")
     items, faults = [], []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if line.strip():
             try:
                 items.append(_item(json.loads(line.decode("utf-8"))))
-            except ValueError as error:  # JSON's and Unicode's errors are such too
+            except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
                 faults.append(f"line {number}: {error}")
     more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
     gate(not faults, f"{path} is not LongBench's format; " + "; ".join(faults[:_SHOWN] + more))
@@ -40,7 +40,7 @@ def read_items(path: Path) -> list[Item]:
 
 
 def read_prompts(path: Path) -> dict[str, str]:
-    """Prompts by data set, as in LongBench's dataset2prompt.json: texts with {context} and perhaps {input}."""
+    """Return prompts by data set, from LongBench's dataset2prompt.json: texts with {context} and perhaps {input}."""
     gate(path.is_file(), f"there is no file {path}; give LongBench's config/dataset2prompt.json")
     prompts: Any = None
     try:
@@ -61,7 +61,7 @@ def read_prompts(path: Path) -> dict[str, str]:
 
 
 def split_prompt(prompt: str, item: Item) -> tuple[str, str]:
-    """The prompt filled in, up to the end of the context and from there."""
+    """Fill in the prompt and split it at the end of the context."""
     before, after = prompt.split("{context}")
     return before.format(input=item.input) + item.context, after.format(input=item.input)
 

@@ -1,7 +1,8 @@
-"""LongBench's scores (arXiv:2308.14508, table 1), of one prediction against one right answer: all from 0 to 1.
+"""LongBench's scores (arXiv:2308.14508, table 1) of one prediction against one right answer, all from 0 to 1.
 
-They are those of its evaluation program, its normalisation and its libraries' habits included (`rouge` 1.0.1 works on
-sets of words; `fuzzywuzzy` 0.18 rounds to whole percents), so that figures may stand beside published ones.
+They are those of its evaluation program, including its normalisation and the behaviour of its libraries (`rouge` 1.0.1
+works on sets of words; `fuzzywuzzy` 0.18 rounds to whole percents), so that figures can be compared with published
+ones.
 """
 
 import re
@@ -13,7 +14,7 @@ from difflib import SequenceMatcher
 
 from bench.timing import gate
 
-# the punctuation of Chinese: full-width forms of ASCII's, and its own
+# Chinese punctuation: full-width forms of ASCII's, and marks of its own
 _CHINESE_MARKS = {chr(ord(mark) + 0xFEE0) for mark in string.punctuation if mark != "."}
 _CHINESE_MARKS |= set("｡。｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏")
 _MARKS = set(string.punctuation) | _CHINESE_MARKS
@@ -28,12 +29,12 @@ class DataSet:
 
     score: Score
     max_new_tokens: int
-    few_shot: bool = False  # it has examples: no chat template around it, and only an answer's first line counts
-    is_code: bool = False  # no chat template either
+    few_shot: bool = False  # the prompt has examples: no chat template, and only an answer's first line counts
+    is_code: bool = False  # also without a chat template
 
 
 def score_answer(data_set: DataSet, prediction: str, answers: Sequence[str], all_classes: Sequence[str]) -> float:
-    """The best score against any of the right answers."""
+    """Return the best score against any of the right answers."""
     if data_set.few_shot:
         prediction = prediction.lstrip("\n").split("\n")[0]
     return max(data_set.score(prediction, answer, all_classes) for answer in answers)
@@ -50,7 +51,7 @@ def qa_f1_zh(prediction: str, answer: str, all_classes: Sequence[str] = ()) -> f
 
 
 def rouge_l(prediction: str, answer: str, all_classes: Sequence[str] = ()) -> float:
-    """ROUGE-L's F1 over whole summaries: words in the longest common subsequence of any two sentences."""
+    """ROUGE-L's F1 over whole summaries, of the words in longest common subsequences of any two sentences."""
     said, wanted = _sentences(prediction), _sentences(answer)
     if not said or not wanted:
         return 0.0
@@ -65,9 +66,9 @@ def rouge_l_zh(prediction: str, answer: str, all_classes: Sequence[str] = ()) ->
 
 
 def classification(prediction: str, answer: str, all_classes: Sequence[str]) -> float:
-    """One over the number of classes that the prediction names, if the right one is among them.
+    """Return 1 / (number of classes that the prediction names) if the right one is among them, else 0.
 
-    A class that is part of the right one's name does not count as named beside it.
+    Classes whose names are part of the right one's name are not counted.
     """
     named = [name for name in all_classes if name in prediction]
     named = [name for name in named if name == answer or name not in answer]
@@ -75,7 +76,7 @@ def classification(prediction: str, answer: str, all_classes: Sequence[str]) -> 
 
 
 def retrieval(prediction: str, answer: str, all_classes: Sequence[str] = ()) -> float:
-    """Share of the numbers in the prediction that are the right paragraph's."""
+    """Share of the numbers in the prediction that are the right paragraph's number."""
     return _share_of_numbers(prediction, _paragraph(answer, r"Paragraph (\d+)"))
 
 
@@ -89,7 +90,7 @@ def count(prediction: str, answer: str, all_classes: Sequence[str] = ()) -> floa
 
 
 def edit_similarity(prediction: str, answer: str, all_classes: Sequence[str] = ()) -> float:
-    """How alike the first line of code (without comments or fences) is to the right one, in whole percents."""
+    """Similarity of the first line without comment signs or backquotes to the right one, in whole percents, 0 to 1."""
     lines = prediction.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * SequenceMatcher(None, code, answer).ratio()) / 100
@@ -136,7 +137,7 @@ def _chinese_words(text: str) -> list[str]:
 
 
 def _cut(text: str) -> list[str]:
-    """Chinese text in words."""
+    """Split Chinese text into words."""
     try:
         import jieba  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
@@ -145,12 +146,12 @@ def _cut(text: str) -> list[str]:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Words of the stretches between full stops; a blank stretch has one empty word."""
+    """Split a text at full stops, and each sentence into words; a blank sentence has one empty word."""
     return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
 
 def _common_words(a: Sequence[str], b: Sequence[str]) -> list[str]:
-    """The words of a longest common subsequence; of several, the one that stands first in b."""
+    """Return the words of a longest common subsequence, last word first; of several, the one that is first in b."""
     table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
     for i, word in enumerate(a, start=1):
         for j, other in enumerate(b, start=1):

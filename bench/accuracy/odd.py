@@ -1,6 +1,6 @@
-"""Texts that are no prose and no program, as work has them: made here, the same on every machine.
+"""Texts that are neither prose nor code, such as logs and tables, generated identically on every machine.
 
-`python -m bench.accuracy long --texts odd` measures all of them. Nothing of csattn was tuned to any.
+`python -m bench.accuracy long --texts odd` measures all of them. Nothing in csattn was tuned to them.
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 _NOVEL = Path(__file__).parent.parent / "texts" / "novel.txt"
-_NUM_CHARS = 24_000  # 4200 tokens and more of every kind
+_NUM_CHARS = 24_000  # at least 4200 tokens of every kind
 _FIRST = "Anna", "Boris", "Chloe", "Dmitri", "Elena", "Farid", "Greta", "Hiro", "Ines", "Jonas", "Keiko", "Liam"
 _LAST = "Abbott", "Becker", "Castillo", "Dubois", "Eriksen", "Fischer", "Gupta", "Hassan", "Ivanova", "Jansen"
 _UNITS = "nginx.service", "postgresql.service", "cron.service", "ssh.service", "backup.timer"
@@ -101,7 +101,7 @@ def _pages(random: Random) -> Iterator[str]:
 
 
 def _one_token(random: Random) -> Iterator[str]:
-    """The half of 4096 tokens, broken twice."""
+    """One word for half of 4096 tokens, interrupted twice, and then the novel."""
     yield " the" * 400 + _BREAK + " the" * 1400 + _BREAK + " the" * 250 + _NOVEL.read_text(encoding="utf-8")
 
 
@@ -113,7 +113,7 @@ ODD: dict[str, Callable[[Random], Iterator[str]]] = {
 
 
 def odd_text(name: str) -> str:
-    """The text of that name of `ODD`: lines until there are _NUM_CHARS characters."""
+    """Return the text with that name in `ODD`: its lines until there are _NUM_CHARS characters."""
     lines, text = ODD[name](Random(name)), ""
     while len(text) < _NUM_CHARS:
         text += next(lines) + "\n"

@@ -1,4 +1,4 @@
-"""How well codes tell what the rest weighs: the log of its weights' sum, beside that of the rows themselves."""
+"""How well codes estimate the attention mass of the rest: its log-sum-exp by codes, compared with the exact one."""
 
 import argparse
 from pathlib import Path
@@ -22,7 +22,7 @@ KEY = "model", "text", "text_sha256", "context_len", "eval_len", "keep"
 
 
 def compare(loaded: LoadedModel, text: str, lengths: tuple[int, int], search: SearchConfig) -> dict[str, Any]:
-    """Of a text's tokens, every layer and query head. lengths: of the context, and of what is predicted."""
+    """Return statistics of `mass_errors` over tokens, layers and query heads. lengths: of context and prediction."""
     ids, sha256 = read_text(text, loaded.tokenizer, *lengths)
     context_len, errors = len(ids) - lengths[1] - 1, list[Tensor]()
     context = read_context(loaded, ids[:context_len], ids[context_len:])
@@ -42,7 +42,10 @@ def compare(loaded: LoadedModel, text: str, lengths: tuple[int, int], search: Se
 
 
 def mass_errors(layer: ContextLayer, step: Step, index: SketchIndex, reading: Reading) -> Tensor:
-    """By how many nats codes tell too much: [num_kv_heads, group_size, num_tokens]."""
+    """Return the rest's log-sum-exp by codes minus the exact one, in nats: [num_kv_heads, group_size, num_tokens].
+
+    Raises GateError if the first token's differs from the sketch's definition.
+    """
     codes, chosen = SketchCodes(index, layer), list[Tensor]()
     attend(layer, step, codes, reading, chosen.append)
     near, _ = reading.near(layer.context_len, step.k.shape[1], torch.arange(step.q.shape[2], device=step.q.device))

@@ -1,7 +1,8 @@
-"""Things to find in long contexts, in the forms of RULER (arXiv:2404.06654); wording and words are our own.
+"""Tasks of finding things in long contexts, in the forms of RULER (arXiv:2404.06654); the texts are our own.
 
-Passkey: one magic number in noise. Multikey: several in a novel, under different names, each asked for. Tracking: a
-chain of variables, hidden in noise, that all have one value. Common words: those that are listed most often.
+Passkey: one magic number in noise. Multikey: several numbers in a novel, under different names, and a question for
+each. Tracking: a chain of variables, hidden in noise, that all have one value. Common words: the words that a list has
+most often.
 """
 
 import re
@@ -15,10 +16,9 @@ from random import Random
 from bench.accuracy.fitting import NOISE
 from bench.accuracy.texts import TEXTS
 
-NUM_HOPS = 4  # of a chain of variables
-NUM_COMMON = 10  # words that are listed most often
-# below so many tokens, words are listed less often
-_SHORT = 4096
+NUM_HOPS = 4  # assignments from one variable to the next in a chain
+NUM_COMMON = 10  # number of the words that are listed most often
+_SHORT = 4096  # tokens; in shorter contexts, each word is listed fewer times
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,37 +26,37 @@ class Question:
     """One question about a context; `answers` are strings that the answer should contain."""
 
     text: str
-    answer_start: str  # put into the model's mouth
+    answer_start: str  # the given beginning of the model's answer
     answers: tuple[str, ...]
-    depth: float | None  # where in the context the answer stands, from 0 to 1; None: in no single place
+    depth: float | None  # the answer's place in the context, from 0 to 1; None: it has no single place
 
 
 @dataclass(frozen=True, slots=True)
 class Haystack:
-    """A context that can be made longer, and what is asked about it."""
+    """A context of any length, and the questions about it."""
 
-    text: Callable[[int, str], str]  # of so many units, after some padding: see `fit`
+    text: Callable[[int, str], str]  # number of units, padding before them -> text: see `fit`
     questions: tuple[Question, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    make: Callable[[Random, Sequence[float], int], list[Haystack]]  # of depths and a length in tokens
+    make: Callable[[Random, Sequence[float], int], list[Haystack]]  # rng, depths, length in tokens -> haystacks
     max_new_tokens: int
 
 
 def passkey(rng: Random, depths: Sequence[float], length: int) -> list[Haystack]:
-    """A haystack per depth."""
+    """Return one haystack for each depth, with a number there."""
     return [_numbers(rng, [depth], noise) for depth in depths]
 
 
 def multikey(rng: Random, depths: Sequence[float], length: int) -> list[Haystack]:
-    """One haystack with a number at each depth, and a question for each."""
+    """Return one haystack with a number at each depth, and a question for each."""
     return [_numbers(rng, depths, novel_sentences)]
 
 
 def tracking(rng: Random, depths: Sequence[float], length: int) -> list[Haystack]:
-    """One haystack with a chain of variables, after an example."""
+    """Return one haystack with a chain of variables, after an example."""
     example, example_question = _chain(rng, 3)
     chain, question = _chain(rng, 5)
     solved = f"{example(4)}\n{example_question.text}\n{example_question.answer_start}"
@@ -70,7 +70,7 @@ def tracking(rng: Random, depths: Sequence[float], length: int) -> list[Haystack
 
 
 def common_words(rng: Random, depths: Sequence[float], length: int) -> list[Haystack]:
-    """One numbered list of words, after an example."""
+    """Return one haystack with a numbered list of words, after an example."""
     often, seldom = (6, 1) if length < _SHORT else (30, 3)
     words = rng.sample(vocabulary(), len(vocabulary()))
     example, common, rest = words[:20], words[20 : 20 + NUM_COMMON], words[20 + NUM_COMMON :]
@@ -97,7 +97,7 @@ TASKS = {
 
 
 def string_match(prediction: str, answers: Sequence[str]) -> float:
-    """RULER's score: the share of the answers that the prediction contains, in upper or lower case."""
+    """Return RULER's score: the share of the answers that the prediction contains, ignoring case."""
     return sum(answer.lower() in prediction.lower() for answer in answers) / len(answers)
 
 
@@ -106,7 +106,7 @@ def noise(num_units: int) -> list[str]:
 
 
 def novel_sentences(num_units: int) -> list[str]:
-    """The first sentences of the novel, from its beginning again after its end."""
+    """Return the first num_units sentences of the novel, repeating it after its end."""
     sentences = _novel_sentences()
     return [sentences[i % len(sentences)] for i in range(num_units)]
 
@@ -118,12 +118,12 @@ def _novel_sentences() -> list[str]:
 
 @cache
 def vocabulary() -> list[str]:
-    """The novel's words of four to eight letters, in alphabetical order."""
+    """Return the novel's words of four to eight lower-case letters, in alphabetical order."""
     return sorted(set(re.findall(r"\b[a-z]{4,8}\b", TEXTS["novel"].path.read_text(encoding="utf-8"))))
 
 
 def _numbers(rng: Random, depths: Sequence[float], haystack: Callable[[int], list[str]]) -> Haystack:
-    """A haystack with a number at each depth."""
+    """Return a haystack with a number at each depth, and a question for each."""
     names = ["-".join(rng.sample(vocabulary(), 2)) for _ in depths]
     numbers = [str(number) for number in rng.sample(range(10**6, 10**7), len(depths))]
     needles = [
@@ -153,7 +153,7 @@ def _numbers(rng: Random, depths: Sequence[float], haystack: Callable[[int], lis
 
 
 def _chain(rng: Random, name_len: int) -> tuple[Callable[[int], str], Question]:
-    """The text of so much noise with a chain of variables in it, and the question for all of them."""
+    """Return a function from units of noise to text with a chain of variables, and the question for all of them."""
     names: list[str] = []
     while len(names) < NUM_HOPS + 1:
         name = "".join(rng.choices(string.ascii_uppercase, k=name_len))
@@ -175,7 +175,7 @@ def _chain(rng: Random, name_len: int) -> tuple[Callable[[int], str], Question]:
 
 
 def _uncommon(words: Sequence[str], number: int) -> str:
-    """A word of its own for every number: two in one when there are no more."""
+    """Return a distinct word for each number; when the words run out, two are joined into one."""
     rounds, place = divmod(number, len(words))
     return words[place] if not rounds else words[place] + words[(place + rounds) % len(words)]
 

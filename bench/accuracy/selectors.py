@@ -1,8 +1,8 @@
-"""Every selector on texts of different kinds, at several shares kept, against full attention.
+"""Compares every selector with full attention, on texts of different kinds and at several shares kept.
 
 For every text: prefill a context, teacher-force the tokens that follow with sparse attention in every layer, and
-compare with full attention. Gate: reading everything gives KL < 1e-5. What the file holds already is not measured
-again, and contexts are built once and kept in the store, so that a long run can be cut in pieces.
+compare with full attention. Gate: reading everything gives KL < 1e-5. Cases that the JSON file already has are not
+measured again, and contexts are built once and kept in the store, so a long run can be interrupted and continued.
 """
 
 import argparse
@@ -27,13 +27,13 @@ STORE = Path("build/bench-accuracy")
 def compare(
     loaded: LoadedModel,
     name: str,
-    lengths: tuple[int, int],  # of the context, and of what is predicted
+    lengths: tuple[int, int],  # in tokens: of the context, and of the prediction
     contenders: list[Contender],
     keeps: list[float],
     store: Path,
     records: Records,
 ) -> None:
-    """Measure what is missing of one text."""
+    """Measure the cases of one text that `records` lacks."""
     context_len, eval_len = lengths
     text = find_text(name)
     cut = cut_text(text, loaded.tokenizer, context_len, eval_len)
@@ -59,7 +59,7 @@ def compare(
                 baseline,
             )
             found = {**quality.to_json(), "nll_full": round(baseline.nll, 6)}
-            found["load_average"] = machine()["load_average"]  # times mean little on a machine that is busy
+            found["load_average"] = machine()["load_average"]  # times measured on a busy machine mean little
             records.add({**key, "text": name, "contender": contender.name, "keep": keep, **found})
 
 
@@ -72,7 +72,7 @@ def _gated_baseline(loaded: LoadedModel, context: Context, following: Any) -> Ba
 
 
 def table(cases: list[Case]) -> str:
-    """Markdown: a block per keep and text, the least KL first."""
+    """Return Markdown tables, one for each keep and text, with the smallest KL first."""
     lines: list[str] = []
     for keep in sorted({case["keep"] for case in cases}, reverse=True):
         for text in dict.fromkeys(case["text"] for case in cases):
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     contenders = find_contenders(arguments.selectors)
     loaded = load_model(arguments.model)
-    search = {name: value for name, value in asdict(SearchConfig()).items() if name != "keep"}  # which each case tells
+    search = {name: value for name, value in asdict(SearchConfig()).items() if name != "keep"}  # each case has its own
     header = {"bench": "selectors", "model": loaded.name, "search": search, "machine": machine()}
     records = Records(arguments.json, header, KEY, alike=("search",))
     for name in arguments.texts.split(","):

@@ -19,15 +19,15 @@ _COLOURS = LinearSegmentedColormap.from_list("scores", ["#b3261e", "#f6e3b4", "#
 
 
 def score(cases: Iterable[Case]) -> float | None:
-    """Mean of the scores; None when there are none."""
+    """Return the mean score; None without cases."""
     scores = [case["score"] for case in cases]
     return sum(scores) / len(scores) if scores else None
 
 
 def kept(cases: Iterable[Case], full: dict[tuple[Any, ...], float]) -> float | None:
-    """How much of full attention's score is left, summed over samples; None where full attention has none.
+    """Return the share of full attention's score that is left, summed over samples; None where full scores nothing.
 
-    What a selector finds and full attention does not is not counted in its favour either.
+    A sample counts at most as much as with full attention, even if the selector scores higher.
     """
     pairs = [(case["score"], full[_sample(case)]) for case in cases if _sample(case) in full]
     possible = sum(by_full for _, by_full in pairs)
@@ -39,7 +39,7 @@ def full_scores(cases: Iterable[Case]) -> dict[tuple[Any, ...], float]:
 
 
 def table(cases: list[Case]) -> str:
-    """Markdown, a block per keep: full attention's score, then every selector's, and the share of full's it keeps."""
+    """Return Markdown tables, one for each keep: the score of full attention and of each selector, with its `kept`."""
     full = full_scores(cases)
     lines: list[str] = []
     for keep in _keeps(cases):
@@ -62,7 +62,7 @@ def table(cases: list[Case]) -> str:
 
 
 def draw_depths(cases: list[Case], directory: Path) -> list[Path]:
-    """A picture per task and keep: a panel per contender, depth over length. Returns their paths."""
+    """Draw a picture for each task and keep, with a panel for each contender, depth over length. Returns the paths."""
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     placed = [case for case in cases if case["depth"] is not None]

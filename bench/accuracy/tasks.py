@@ -1,7 +1,7 @@
 """Whether a model finds what is hidden in its context: passkeys and keys by depth and length, chains, common words.
 
-Contexts are made by `ruler.py`, to the token as long as asked for, and the same for the same seed. Beside every score
-stands full attention's: what that does not find is not counted as a selector's failure.
+Contexts are made by `ruler.py`, with exactly the given number of tokens, and are the same for the same seed. Every
+score is shown with full attention's: what full attention does not find is not counted as a selector's failure.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from csattn.config import SearchConfig
 from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import choose_wrapping, context_ids, question_ids
 
-# Raise it when a case means something else than before: a generator, a prompt or a score has changed.
+# Raise it whenever the meaning of a case changes, because a generator, a prompt or a score has changed.
 VERSION = 2
 KEY = ("version", "model", "task", "length", "depth", "sample", "question", "contender", "keep")
 
@@ -40,9 +40,9 @@ def run_task(
     question: str,
     runs: list[tuple[Contender, float]],
     records: Records,
-    stretch: float = 1.0,  # of the model's positions, for the records: its fingerprint tells, too
+    stretch: float = 1.0,  # of the model's positions, only recorded: the model's fingerprint already depends on it
 ) -> None:
-    """Ask what has not been asked yet in one sample of a task."""
+    """Ask the questions of one sample of a task with those of `runs` whose answers `records` lacks."""
     key = {"version": VERSION, "model": loaded.fingerprint, "task": task, "length": length, "sample": sample}
     key |= {"question": question}
     for haystack in TASKS[task].make(Random(f"{task} {length} {sample}"), depths, length):
@@ -70,7 +70,7 @@ def run_task(
 def _prefills(
     loaded: LoadedModel, haystack: Haystack, length: int, question: str
 ) -> Iterator[tuple[list[Question], list[Prompt]]]:
-    """The questions that share what is prefilled, with their prompts."""
+    """Yield the questions that share a prefill, with their prompts."""
     prompts = make_prompts(loaded, haystack, length)
     if question == "sparse":
         yield list(haystack.questions), prompts
@@ -80,7 +80,7 @@ def _prefills(
 
 
 def make_prompts(loaded: LoadedModel, haystack: Haystack, length: int) -> list[Prompt]:
-    """A prompt per question, over one context of exactly that many tokens, wrapped as the model's chats are."""
+    """Return a prompt for each question, over one context of exactly `length` tokens, in the model's chat template."""
     tokenizer = loaded.tokenizer
     wrapping = choose_wrapping(tokenizer)
     text = fit(haystack.text, lambda text: len(context_ids(tokenizer, text, wrapping)), length)
@@ -95,7 +95,7 @@ def make_prompts(loaded: LoadedModel, haystack: Haystack, length: int) -> list[P
 
 
 def _require_room(loaded: LoadedModel, tasks: list[str], depths: list[float], lengths: list[int]) -> None:
-    """Refuse at once what would fail after an hour: tasks that do not fit into a length, and lengths into the model."""
+    """Raise GateError at once, not after an hour, if a task does not fit into a length, or a length into the model."""
     for task in tasks:
         for length in {min(lengths), max(lengths)}:
             haystack = TASKS[task].make(Random(task), depths, length)[0]

@@ -1,4 +1,4 @@
-"""The texts that predictions are measured on, one of a kind each, and where they come from."""
+"""The texts on which predictions are measured, one of each kind."""
 
 import _pydecimal
 import argparse
@@ -21,7 +21,7 @@ _HERE = Path(__file__).parent.parent / "texts"
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text on disk, or made by what is there; `bench/texts/README.md` says where it is from."""
+    """A text in a file, or made by a function; `bench/texts/README.md` has the sources."""
 
     kind: str
     path: Path
@@ -52,20 +52,20 @@ TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A text in two: what is prefilled, and what is then predicted."""
+    """A text in two parts: the context that is prefilled, and the tokens that are then predicted."""
 
     sha256: str  # of the text
     context: NDArray[np.int32]  # [context_len] token ids
-    following: NDArray[np.int32]  # [eval_len + 1]: each predicts the next, the last is only predicted
+    following: NDArray[np.int32]  # [eval_len + 1]: each predicts the next; the last one is only a target
 
 
 def named_texts(names: str) -> list[str]:
-    """Of names separated by commas; `odd` stands for all texts of `bench.accuracy.odd`."""
+    """Split names separated by commas; `odd` stands for all texts of `bench.accuracy.odd`."""
     return [name for given in names.split(",") for name in (odd.ODD if given == "odd" else [given])]
 
 
 def find_text(name: str) -> Text:
-    """A text of ours by its name, or any file by its path."""
+    """Return a text of `TEXTS` by its name, or any file by its path."""
     if name not in TEXTS:
         gate(Path(name).is_file(), f"{name!r} is neither a text ({', '.join(TEXTS)}) nor a file")
         return Text("a file", Path(name))
@@ -73,7 +73,7 @@ def find_text(name: str) -> Text:
 
 
 def cut_text(text: Text, tokenizer: Any, context_len: int, eval_len: int) -> Cut:
-    """The first context_len + eval_len + 1 tokens of a text."""
+    """Return the first context_len + eval_len + 1 tokens of a text. Raises GateError if it has fewer."""
     ids = tokenize(text, tokenizer)
     needed = context_len + eval_len + 1
     gate(

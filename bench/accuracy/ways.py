@@ -1,4 +1,4 @@
-"""From the published method to the letter to `default`: what `bench.accuracy why` measures, one change at a time."""
+"""The steps from the published method to `default`, one change at a time, that `bench.accuracy why` measures."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,19 +12,19 @@ SHORT_WINDOW = 32
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How rows are chosen. index: by what; None: by exact scores."""
+    """A way to choose rows: by an index or, if that is None, by exact scores."""
 
     name: str
     index: IndexConfig | None
-    group: Literal["exact", "letter", "path"]  # path: all changes up to here, letter: this one alone
+    group: Literal["exact", "letter", "path"]  # path: all changes so far; letter: one change to the published method
     per_query_head: bool = False
     rest: Literal["none", "codes"] = "none"
     window_len: int = SearchConfig().window_len
-    own_window: int | None = None  # of the predicted tokens' own rows; None: all of them are read
+    own_window: int | None = None  # how many of the tokens' last own rows are always read; None: all
 
     @property
     def codebooks(self) -> tuple[int, int, bool] | None:
-        """Ways that have this in common share their codebooks."""
+        """What codebooks depend on: ways with the same value share them."""
         if not isinstance(self.index, ListConfig):
             return None
         return self.index.num_subspaces, self.index.num_centroids, self.index.share_group
@@ -35,7 +35,7 @@ class Way:
 
 
 def ways() -> list[Way]:
-    """All of them; those that share codebooks stand side by side."""
+    """Return all ways; those that share codebooks are neighbours, so the codebooks are made once."""
     letter, lists = preset("paper"), preset("lists")
     assert isinstance(letter, ListConfig) and isinstance(lists, ListConfig)
 
@@ -68,12 +68,12 @@ def ways() -> list[Way]:
     ]
 
 
-# of which recall and mass are measured over the share of rows that is kept
+# the ways whose recall and mass are also measured as curves, over the share of rows kept
 CURVES = ("exact, per query head", "paper", "+ one choice per KV head (`lists`)", "a sketch chooses, not lists")
 
 
 def find_ways(names: str) -> list[Way]:
-    """Names and groups, separated by ';', or all."""
+    """Parse names and groups separated by ';', or `all`."""
     every, listed = ways(), {name.strip() for name in names.split(";")}
     unknown = listed - {way.name for way in every} - {way.group for way in every} - {"all"}
     gate(not unknown, f"unknown way {', '.join(unknown)}; choose from {'; '.join(way.name for way in every)}")

@@ -1,12 +1,12 @@
-"""Why the published method to the letter loses: one change at a time on the way to `default`.
+"""Why the published method loses quality: `default` is reached from it by one change at a time.
 
     python -m bench.accuracy why [--texts novel,speech] [--ways "path;C = 64"] [--keep 0.02] [--seconds 280] --json FILE
     python -m bench.accuracy why --show --json FILE [--plot FILE]
 
-For every text: full attention over the context, then the tokens that follow it teacher-forced, every layer choosing
-rows one way: KL to full attention's predictions, recall of each query head's exact Top-K, attention mass of the rows
-that are read. Codebooks are FAISS's. Besides, of queries and keys as full attention has them: recall and mass over the
-share that is kept, the subspaces' shares, the spectra. What the file holds is not measured again.
+For every text: full attention over the context, then the tokens that follow, teacher-forced, with every layer choosing
+rows in one way. Measured are KL to full attention's predictions, recall of each query head's exact Top-K, and the
+attention mass of the rows read. Codebooks are FAISS's. For full attention's queries and keys, it also measures recall
+and mass over the share kept, the subspaces' shares and the spectra. Cases that the file has are not measured again.
 """
 
 import argparse
@@ -35,15 +35,18 @@ from csattn.models import LoadedModel, load_model
 
 VERSION = 1
 KEY = ("version", "model", "text", "text_sha256", "context_len", "eval_len", "way", "keep")
-KEEPS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)  # of the curves
-HEADS, OVER_KEEP = "the heads themselves", "all"  # instead of a way, and of a share kept
+KEEPS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)  # the shares kept of the curves
+HEADS, OVER_KEEP = "the heads themselves", "all"  # in a case's key, in place of a way's name and of a share kept
 
 
 def compare(
     loaded: LoadedModel, text: str, lengths: tuple[int, int], ways: Sequence[Way], keeps: Sequence[float],
     records: Records, deadline: float,
 ) -> bool:  # fmt: skip
-    """Measure what is missing of one text; False: time was up. lengths: of the context, and of what is predicted."""
+    """Measure the cases of one text that `records` lacks. Returns False if the deadline passed first.
+
+    lengths: tokens of the context, and tokens predicted.
+    """
     ids, sha256 = read_text(text, loaded.tokenizer, *lengths)
     context_len = len(ids) - lengths[1] - 1
     key: dict[str, Any] = {"version": VERSION, "model": loaded.name, "text": text, "text_sha256": sha256}
@@ -79,7 +82,7 @@ def compare(
 
 
 def measure(context: RealContext, way: Way, keep: float, codes: Sequence[Codes | None]) -> dict[str, float]:
-    """What the predictions are worth when every layer chooses that way, and what it chooses."""
+    """Measure the predictions when every layer chooses rows in that way, and the choice itself."""
     reading = way.reading(SearchConfig(keep=keep).top_k(context.context_len))
     choices: list[Tensor] = []
 
@@ -98,7 +101,7 @@ def measure(context: RealContext, way: Way, keep: float, codes: Sequence[Codes |
 
 
 def _curve(context: RealContext, way: Way, codes: Sequence[Codes | None]) -> dict[str, list[float]]:
-    """Recall and mass over `KEEPS`, every layer choosing for the queries that full attention gives."""
+    """Return recall and mass for each of `KEEPS`, choosing rows for the queries of full attention."""
     top_ks = [SearchConfig(keep=keep).top_k(context.context_len) for keep in KEEPS]
     reading, choices = way.reading(max(top_ks)), []
 
@@ -114,10 +117,10 @@ def _curve(context: RealContext, way: Way, codes: Sequence[Codes | None]) -> dic
 
 
 def judge(layer: ContextLayer, step: Step, chosen: Tensor, reading: Reading, top_ks: Sequence[int]) -> Tensor:
-    """Recall, mass, and rows fetched for a KV head as a share of the context: [len(top_ks), 3], means.
+    """Return means [len(top_ks), 3] of recall, mass, and the rows fetched per KV head as a share of the context.
 
     chosen: [num_kv_heads or num_q_heads, num_tokens, K], the best first. Recall is of the exact Top-K of each query
-    head; rows that several heads of a group have chosen are fetched once.
+    head. Rows that several heads of a group have chosen are fetched once.
     """
     num_heads, group_size, num_tokens, _ = step.q.shape
     near, seen = reading.near(layer.context_len, step.k.shape[1], torch.arange(num_tokens, device=step.q.device))
@@ -137,7 +140,7 @@ def judge(layer: ContextLayer, step: Step, chosen: Tensor, reading: Reading, top
 
 
 def _attend(layer: ContextLayer, step: Step, codes: Codes | None, reading: Reading) -> tuple[Tensor, Tensor]:
-    """out like step.q, and the rows that were chosen."""
+    """Return the attention output, shaped like step.q, and the chosen rows."""
     chosen: list[Tensor] = []
     out = attend(layer, step, codes, reading, chosen.append)
     return out, torch.cat(chosen, dim=1)
@@ -154,7 +157,7 @@ def _codes(way: Way, layer: ContextLayer, codebooks: Sequence[Tensor]) -> Codes 
 
 
 def _heads(context: RealContext) -> dict[str, Any]:
-    """Means over all heads of all layers: see `describe_heads`."""
+    """Return the statistics of `describe_heads`, averaged over all heads of all layers."""
     described: list[dict[str, Tensor]] = []
 
     def attend_layer(layer_idx: int, step: Step) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tables and a picture of what `bench.accuracy why` measured; the picture as Fig. 1 of the publication has it."""
+"""Tables and a picture of the figures of `bench.accuracy why`; the picture is like Fig. 1 of the publication."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ _CURVE_STYLES = dict(
 
 
 def by_way(cases: Sequence[Case], keep: float) -> dict[str, list[Case]]:
-    """Of each way that was measured at that share: its cases, a text each."""
+    """Return the cases of each way that was measured at that share kept, one for each text."""
     found = defaultdict(list)
     for case in cases:
         if case["keep"] == keep:
@@ -33,13 +33,13 @@ def by_way(cases: Sequence[Case], keep: float) -> dict[str, list[Case]]:
 
 
 def over_texts(cases: Sequence[Case], name: str) -> float:
-    """The mean; of KL the geometric one."""
+    """Return the mean over texts of the figure `name`: geometric for KL, else arithmetic."""
     of_mean: Callable[[list[float]], float] = geometric_mean if name == "kl" else mean
     return of_mean([case[name] for case in cases])
 
 
 def table(cases: Sequence[Case]) -> str:
-    """Markdown: a block for each share kept."""
+    """Return Markdown tables, one for each share kept."""
     lines = []
     for keep in sorted({case["keep"] for case in cases if isinstance(case["keep"], float)}):
         texts = list(dict.fromkeys(case["text"] for case in cases if case["keep"] == keep))
@@ -54,7 +54,7 @@ def table(cases: Sequence[Case]) -> str:
 
 
 def changes_table(cases: Sequence[Case], keep: float) -> list[str]:
-    """Markdown, for the documents: what each change does, means over the texts."""
+    """Return Markdown for the documents: the effect of each change, as means over the texts."""
     groups = {way.name: way.group for way in ways()}
     titles = {"letter": "the letter, with one change", "path": "change after change", "exact": "exact Top-K"}
     measured = by_way(cases, keep)
@@ -111,7 +111,7 @@ _HEADS = (
 
 
 def _draw_recall(axes: Any, curves: Sequence[Case]) -> None:
-    """Over the share kept: recall as lines, mass as dashes."""
+    """Plot recall (solid) and mass (dashed) over the share kept."""
     for name, (colour, label) in _CURVE_STYLES.items():
         own = [case for case in curves if case["way"] == name]
         if not own:
@@ -147,7 +147,7 @@ def _draw_kl(axes: Any, measured: Sequence[Case]) -> None:
 
 
 def _label(axes: Any, points: dict[str, tuple[float, float]], groups: Mapping[str, str]) -> None:
-    """Names beside their points; of the changes that leave the letter where it is, all in one place."""
+    """Write names beside their points; changes that hardly move `paper` are listed together in one place."""
     x, y = points.get("paper", (0.0, 1.0))
     same = [
         name
@@ -160,7 +160,7 @@ def _label(axes: Any, points: dict[str, tuple[float, float]], groups: Mapping[st
     taken: list[tuple[float, float]] = []
     for name in sorted(points.keys() - {*same, "paper"}, key=lambda name: -points[name][1]):
         left, height = points[name][0], float(np.log10(points[name][1]))
-        column = 0.7 if 0.4 < left < 0.7 else left + 0.03  # beside where points lie close together
+        column = 0.7 if 0.4 < left < 0.7 else left + 0.03  # names of the dense region go to its right
         while any(abs(column - other) < 0.4 and abs(height - at) < 0.085 for other, at in taken):
             height -= 0.01
         taken.append((column, height))

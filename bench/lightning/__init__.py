@@ -1,1 +1,1 @@
-"""How fast, how exact and how frugal learned indexers choose: `python -m bench.lightning --help`."""
+"""Speed, exactness and memory of learned indexers: `python -m bench.lightning --help`."""

@@ -1,4 +1,4 @@
-"""Learned indexers against StreamIndex's published method, table by table.
+"""Compares learned indexers with StreamIndex's published method, table by table.
 
     python -m bench.lightning check                                    the gate: exit status 1 if a choice is wrong
     python -m bench.lightning tune   [--tokens 65536]                  rates of both ways to choose, GPU only
@@ -8,10 +8,10 @@
     python -m bench.lightning layer [--max-tokens 1048576] [--out FILE] [--seconds 150]
     python -m bench.lightning real [--texts novel,code] [--context-len 4096] [--out FILE] [--plot FILE] [--seconds 150]
 
-`tables` measures what the file does not hold yet, quick rows first, and begins none after so many seconds. So do the
-suites `topk` (exact selection), `decode` (steps of DSA, workloads of the FlashInfer contest) and `hisa` (its figure);
-each result is compared with its definition before it is timed. `layer` is a whole layer of DeepSeek-V4, beside
-transformers'. `real` is HISA's choice on a real model's keys.
+`tables` measures the rows that its file lacks, quick ones first, and begins none after --seconds. So do the suites
+`topk` (exact selection), `decode` (steps of DSA, workloads of the FlashInfer contest) and `hisa` (the figure of HISA's
+paper), which compare each result with its definition before they time it. `layer` compares a whole layer of DeepSeek-V4
+with transformers'. `real` measures HISA's choice on a real model's keys.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SUITES = {"topk": topk_suite.trials, "decode": decode_suite.trials, "hisa": hisa
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Read the command line and do what it says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="exactness of choices")
@@ -105,7 +105,7 @@ def _check(device: str) -> None:
 def run_tables(
     out: Path, tables: set[int], max_tokens: int, seconds: float, device: str, shape: Shape | None = None
 ) -> None:
-    """Measure and keep what is missing."""
+    """Measure the cases that the file lacks, and add them to it."""
     from bench.lightning.run_case import run_case
 
     records = Records(out, {"bench": "lightning", "machine": _machine(device)}, KEY)
@@ -120,7 +120,7 @@ def run_tables(
             forget_inputs()
             tokens = case.num_tokens
         records.add({**case.key, **run_case(case, device, shape)})
-    finish(records.content, None)  # the file has every case already, and the header of its last run
+    finish(records.content, None)  # the file already has every case and this run's header
 
 
 def _machine(device: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Operands to choose among, of small shapes: random ones, and ones whose scores are awkward."""
+"""Small operands for selection: random ones, and ones with awkward scores."""
 
 import torch
 
@@ -16,7 +16,7 @@ def make_operands(
     dtype: torch.dtype = torch.float32,
     key_scale: bool = False,
 ) -> Operands:
-    """Scores of a kind. They are exact in every order of summation but for kind "random"."""
+    """Make operands whose scores are of that kind; except for "random", they are exact in any order of summation."""
     q, k = torch.zeros(num_queries, num_heads, head_dim), torch.zeros(num_keys, head_dim)
     weights = torch.ones(num_queries, num_heads)
     q[..., 0] = 1
@@ -31,7 +31,7 @@ def make_operands(
     elif kind == "descending":
         k[:, 0] = num_keys - position
     elif kind == "few values":
-        k[:, 0] = (position * 7919) % 5 - 1  # ReLU makes zeros of some
+        k[:, 0] = (position * 7919) % 5 - 1  # ReLU turns some into zeros
     elif kind == "zero":
         weights[:, ::2] = -0.0
     elif kind == "one bin":

@@ -1,4 +1,4 @@
-"""What StreamIndex's paper measures, row for row (Tables 2 to 7), and what stands beside it in every row."""
+"""The rows of Tables 2 to 7 of StreamIndex's paper, and csattn's figures for each of them."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 K = 1024
 TIMED_VARIANTS = ("csattn", "csattn fp8", "published")
-# of Table 7: queries and keys of a tile
+# Table 7: variant -> queries and keys of a tile
 ABLATIONS = {
     "published": (2048, 1024),
     "A1 no merge": (2048, 1024),
@@ -23,28 +23,28 @@ class Case:
     """One figure of one table."""
 
     table: int
-    kind: str  # "time", "recall", or "pipeline": time of choosing and attending
+    kind: str  # "time", "recall", or "pipeline" (time of selection and attention together)
     variant: str
     num_tokens: int
     top_k: int = 512
     dim: int = 4096
-    query_chunk: int | None = 2048  # None: as csattn cuts
+    query_chunk: int | None = 2048  # None: csattn's own tiles
     key_chunk: int | None = 8192
 
     @property
     def key(self) -> dict[str, Any]:
-        """What tells it from other cases."""
+        """The fields that identify the case."""
         return {name: value for name, value in asdict(self).items() if name in KEY}
 
     @property
     def cost(self) -> float:
-        """Roughly in proportion to its time, so that what takes long comes last."""
+        """A number roughly in proportion to its time, so that slow cases come last."""
         slowness = 1 if self.variant.startswith("csattn") else 10
         return slowness * (self.num_tokens / K) ** 2
 
 
 def cases_of(tables: set[int], max_tokens: int) -> list[Case]:
-    """Those of some tables, the quick ones first."""
+    """Return the cases of some tables, quick ones first."""
     chosen = [case for case in _all_cases() if case.table in tables and case.num_tokens <= max_tokens]
     return sorted(chosen, key=lambda case: case.cost)
 
@@ -84,7 +84,7 @@ def _timed(common: dict[str, Any], tokens: int, published: bool) -> Iterator[Cas
 
 
 def _swept(**setting: int) -> Iterator[Case]:
-    """Time at 256K and recall at 16K, cut alike; without a setting of chunks, csattn cuts as it does."""
+    """Yield time at 256K and recall at 16K with the same chunks; if the setting has none, csattn uses its own."""
     common: dict[str, Any] = {"table": 6, "top_k": 512, **setting}
     free = {} if "query_chunk" in setting or "key_chunk" in setting else {"query_chunk": None, "key_chunk": None}
     for kind, tokens in (("recall", 16 * K), ("time", 256 * K)):

@@ -1,4 +1,4 @@
-"""The gate before any figure: choices are exact, order included, on scores of every awkward kind, each time anew."""
+"""The gate before any figure: choices are exact, order included, for every awkward kind of scores, and repeatable."""
 
 import torch
 
@@ -10,14 +10,14 @@ from csattn.lightning import FP8, Operands, causal_lens, choose_keys, score_all,
 from csattn.lightning.prefill.stream import choose_by_contenders
 from csattn.lightning.topk.device import MAX_K
 
-TOLERANCE = 4e-3  # of the largest score, for operands of 16 bits or fewer
+TOLERANCE = 4e-3  # relative to the largest score, for operands of 16 bits or fewer
 AGAIN = 10
 
 
 def check(device: str, num_queries: int, num_keys: int, num_tokens: int, shape: Shape) -> list[str]:
-    """What is wrong; nothing, if all is well. Prints a line for each thing looked at.
+    """Return the faults found, and print a line for each set of operands.
 
-    num_queries, num_keys: of the awkward sets; num_tokens: of noise as published.
+    num_queries, num_keys: sizes of the awkward sets; num_tokens: of the published noise.
     """
     faults = []
     dtypes = (torch.float32,) if device == "cpu" else (torch.bfloat16, torch.float16, torch.float32, FP8)
@@ -37,7 +37,7 @@ def check(device: str, num_queries: int, num_keys: int, num_tokens: int, shape: 
 
 
 def _faults(operands: Operands, compare_scores: bool) -> list[str]:
-    """Of one awkward set, for several numbers of keys and cuts."""
+    """Return the faults of one awkward set, for several k, numbers of visible keys and tiles."""
     num_queries, num_keys = len(operands.q), len(operands.k)
     wrong = []
     for ratio, first_position in ((1, num_keys // 2), (4, 2 * num_keys)):
@@ -61,7 +61,7 @@ def _faults(operands: Operands, compare_scores: bool) -> list[str]:
 
 
 def _noise_faults(operands: Operands, shape: Shape, device: str) -> list[str]:
-    """Repetitions, another workspace, recall against float64."""
+    """Return the faults of repetitions with other workspaces, and of recall against float64."""
     lens = causal_lens(len(operands.q), len(operands.k), ratio=RATIO)
     k = min(512, len(operands.k))
     first = choose_keys(operands, k, lens)
@@ -78,7 +78,7 @@ def _noise_faults(operands: Operands, shape: Shape, device: str) -> list[str]:
 
 
 def _exact_of_last(operands: Operands, last: slice, k: int) -> torch.Tensor:
-    """Queries at the end see all keys but for the last few: scored as if they were alone, by their own lengths."""
+    """Choose for the last queries by float64 scores, with their own causal lengths: [num_queries, k], -1 padded."""
     part = operands.of_queries(last)
     scores = torch.einsum("qhd,kd->qhk", part.q.double(), part.k.double()).relu_()
     summed = torch.einsum("qhk,qh->qk", scores, part.weights.double())

@@ -1,6 +1,6 @@
-"""Decoding with DSA on one device: the contest's workloads, and steps at long contexts, whole and in parts.
+"""Decoding with DSA on one device: the FlashInfer contest's workloads, and steps at long contexts, whole and in parts.
 
-Prefill too: attention of many queries, each over rows of its own, in the sizes that FlashMLA's tests have.
+Also prefill: attention of many queries, each over its own chosen rows, in the sizes of FlashMLA's tests.
 """
 
 from collections.abc import Iterator
@@ -36,22 +36,22 @@ from csattn.lightning import (
 
 K = 1024
 TOP_K = 2048
-SCALE = 0.13523378  # as captured from the model
+SCALE = 0.13523378  # the softmax scale captured from the model
 INDEX_HEADS = 64
 CONTEXTS = (8 * K, 32 * K, 64 * K, 128 * K)
 BATCHES = (1, 8)
 HEADS = (16, 64, 128)
 PREFILL_QUERIES = 4096
 PREFILL_ROWS = (8 * K, 32 * K, 128 * K)
-SCORE_TOLERANCE = 4e-3  # of the largest score
+SCORE_TOLERANCE = 4e-3  # relative to the largest score
 OUT_TOLERANCE = 1e-2
 L2_BYTES = 60 << 20
-NUM_SETS = 16  # of inputs that one graph's calls go round, so that the L2 cache does not keep them all
+NUM_SETS = 16  # sets of inputs that a graph's calls cycle through, so that they do not all stay in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Of one call: a batch whose pages lie anywhere in the cache."""
+    """The inputs of one call of the indexer: a batch whose pages lie anywhere in the cache."""
 
     q: Tensor
     weights: Tensor
@@ -61,7 +61,7 @@ class Inputs:
 
 
 def trials(device: str) -> Iterator[Trial]:
-    """All figures of the suite; on a CPU, of small ones."""
+    """Yield all trials of the suite; on a CPU, small ones."""
     small = device == "cpu"
     for work in INDEXER_WORKLOADS[:3] if small else INDEXER_WORKLOADS:
         yield _indexer_trial(f"workload {work.number}", work.seq_lens, 256 if small else INDEXER_PAGES, device)
@@ -83,7 +83,7 @@ def trials(device: str) -> Iterator[Trial]:
 
 
 def make_inputs(seq_lens: list[int], num_pages: int, device: str, seed: int = 0) -> Inputs:
-    """Noise; a sequence's pages are scattered over the cache."""
+    """Make inputs of noise, with each sequence's pages scattered over the cache."""
     generator = torch.Generator(device).manual_seed(seed)
     rows, max_pages = len(seq_lens), -(-max(seq_lens) // PAGE_SIZE)
 
@@ -103,7 +103,7 @@ def make_inputs(seq_lens: list[int], num_pages: int, device: str, seed: int = 0)
 
 
 def choice_faults(inputs: Inputs, k: int) -> list[str]:
-    """Scores against the definition's; the choice, repeated, against that of the same scores."""
+    """Compare scores with the definition's, and repeated choices with the reference's choice by the same scores."""
     keys = KeyPages.of_cache(inputs.cache)
     scores = score_pages(inputs.q, inputs.weights, keys, inputs.block_table, inputs.seq_lens)
     wrong = []
@@ -144,14 +144,14 @@ def _indexer_trial(name: str, seq_lens: list[int], num_pages: int, device: str) 
 
 
 def _other_tables(inputs: Inputs, number: int) -> list[Tensor]:
-    """Tables of other pages of the cache, so that what one call has read is not there for the next."""
+    """Return block tables with other pages, so that a call does not find the previous call's pages in the L2 cache."""
     tables = [torch.randperm(len(inputs.cache), device=inputs.q.device) for _ in range(number)]
     size = inputs.block_table.numel()
     return [table[:size].view(inputs.block_table.shape).to(torch.int32) for table in tables]
 
 
 def make_attention(num_tokens: int, num_heads: int, num_pages: int, num_chosen: int, device: str) -> tuple[Tensor, ...]:
-    """q_nope, q_pe, ckv and kpe in pages, and ascending indices."""
+    """Make q_nope, q_pe, paged ckv and kpe, and ascending indices."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q = torch.randn(num_tokens, num_heads, 576, device=device).to(dtype)
     rows = torch.randn(num_pages, PAGE_SIZE, 576, device=device).to(dtype)
@@ -160,7 +160,7 @@ def make_attention(num_tokens: int, num_heads: int, num_pages: int, num_chosen: 
 
 
 def choose_rows(num_tokens: int, num_chosen: int, num_pages: int, device: str) -> Tensor:
-    """Ascending [num_tokens, TOP_K] int32, -1 padded."""
+    """Choose num_chosen random rows for each token: [num_tokens, TOP_K] int32, ascending, -1 padded."""
     indices = torch.full((num_tokens, TOP_K), -1, dtype=torch.int32, device=device)
     for row in range(num_tokens):
         chosen = torch.randperm(num_pages * PAGE_SIZE, device=device)[:num_chosen]
@@ -203,7 +203,7 @@ def _attention_trial(num_tokens: int, num_chosen: int, num_pages: int, device: s
 
 
 def attention_faults(q_nope: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor, indices: Tensor) -> list[str]:
-    """Against the definition, which takes much memory and so has the first queries only, and against itself."""
+    """Compare attention with a repetition and, for the first queries, with the definition, which needs much memory."""
     out, lse = sparse_mla(q_nope, q_pe, ckv, kpe, indices, SCALE)
     again, _ = sparse_mla(q_nope, q_pe, ckv, kpe, indices, SCALE)
     few = slice(0, 16)
@@ -232,16 +232,16 @@ def _part_trial(part: str, context: int, batch_size: int, num_heads: int, device
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step and its parts, with all that they read."""
+    """One decode step and its parts, with all their inputs."""
 
     inputs: Inputs
     decoder: DsaDecoder
     rows: Tensor  # [num_pages, 64, 576]
-    scores: Tensor  # of the keys
+    scores: Tensor  # of the index keys
 
     @classmethod
     def make(cls, context: int, batch_size: int, num_heads: int, with_hisa: bool, device: str, seed: int) -> "Step":
-        """After one step."""
+        """Make the inputs, and run one step."""
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         inputs = make_inputs([context] * batch_size, 0, device, seed)
         decoder, rows = _make_decoder(inputs, context, num_heads, dtype, with_hisa, device)
@@ -251,7 +251,7 @@ class Step:
         return step
 
     def run(self, part: str) -> None:
-        """Enqueue the part, or the whole step."""
+        """Enqueue a part, or the whole step."""
         inputs, decoder, (ckv, kpe) = self.inputs, self.decoder, self._parts()
         if part == "score":
             keys = KeyPages.of_cache(inputs.cache)
@@ -267,7 +267,7 @@ class Step:
             decoder.step(inputs.cache, ckv, kpe)
 
     def faults(self, with_choice: bool) -> list[str]:
-        """Of attention to what was chosen; of the choice too."""
+        """Return the faults of attention to the chosen rows and, if wanted, of the choice."""
         ckv, kpe = self._parts()
         queries = self.decoder.q_nope, self.decoder.q_pe
         wrong = attention_faults(*queries, ckv.flatten(0, 1), kpe.flatten(0, 1), self.decoder.indices)
@@ -284,7 +284,7 @@ def _places(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _make_decoder(
     inputs: Inputs, context: int, num_heads: int, dtype: torch.dtype, with_hisa: bool, device: str
 ) -> tuple[DsaDecoder, Tensor]:
-    """A decoder with its inputs in place, and latent rows [num_pages, 64, 576]."""
+    """Make a decoder with its inputs in place, and latent rows [num_pages, 64, 576]."""
     shape = DsaShape(
         batch_size=len(inputs.q),
         max_len=context,

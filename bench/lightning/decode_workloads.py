@@ -1,8 +1,7 @@
 """Lengths of the FlashInfer contest's workloads (MLSys 2026), as far as they are public.
 
-Of the 128 workloads of the indexer those with known lengths are here, by their number; a length that is not known is
-drawn, evenly in its logarithm, between 1 and 1024. Of the 23 workloads of the attention the numbers of tokens are
-known.
+Of the indexer's 128 workloads, those with some known lengths are listed with their numbers; an unknown length is drawn
+log-uniformly between 1 and 1024. Of the attention's 23 workloads, the numbers of tokens are known.
 """
 
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ class IndexerWorkload:
 
     @property
     def seq_lens(self) -> list[int]:
-        """Known lengths first, then drawn ones; the same in every run."""
+        """Return known lengths, then drawn ones, which are the same in every run."""
         random = Random(self.number)
         drawn = [round(MOST_OF_UNKNOWN ** random.random()) for _ in range(self.batch_size - len(self.known))]
         return [*self.known, *drawn]

@@ -1,12 +1,13 @@
-"""HISA on real keys: how much of the exact indexer's choice is left, by size and number of blocks, layer and depth.
+"""How much of the exact indexer's choice HISA keeps on real keys, by size and number of blocks, layer and depth.
 
-    python -m bench.lightning real [--texts novel,code] [--context-len 4096] [--out FILE] [--plots DIRECTORY]
+    python -m bench.lightning real [--texts novel,code] [--context-len 4096] [--out FILE] [--plot FILE]
 
-The demo model has no learned indexer, so its own heads are taken for indexers: a KV head's keys, the query heads of its
-group as the indexer's heads, each weighed alike, in FP8. Keys are taken less their mean, which softmax does not see:
-an indexer counts positive products only, and a mean would make all of a head's products negative or none. The choice
-that is compared with is the exact one of the same scores. Needles are numbers among sentences of a novel, each asked
-for; at the last token of a question, the number's rows that the exact choice has are looked for in HISA's.
+The demo model has no learned indexer, so its own heads serve as indexers: a KV head's keys, and the query heads of its
+group as the indexer's heads, with equal weights, in FP8. The keys' mean, which softmax does not see, is subtracted: an
+indexer counts only positive products, and the mean could make all products of a head negative, or all positive. HISA is
+compared with the exact choice by the same scores. Needles are numbers among sentences of a novel, with a question for
+each: of the number's rows that the exact choice has at the question's last token, HISA's choice is to have as many as
+possible.
 """
 
 import time
@@ -48,16 +49,16 @@ from csattn.models import LoadedModel, load_model
 
 KEY = ("what", "text", "text_sha256", "context_len", "block_size", "share", "depth")
 BLOCK_SIZES = (16, 32, 64, 128)
-SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of the context, that the candidates are
-SHOWN_SHARE = 1 / 4  # in the picture, and of needles
-NUM_QUERIES = 32  # the last ones of a context
+SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)  # candidate keys as a share of the context
+SHOWN_SHARE = 1 / 4  # the one of SHARES in the picture and in the table of needles
+NUM_QUERIES = 32  # the last queries of a context
 CHOSEN = 1 / 32  # k, as a share of the context: 2048 of 64K
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 NEEDLES_LEN = 4096
 
 
 def run_real(out: Path | None, texts: Sequence[str], context_len: int, seconds: float) -> Records:
-    """Measure what the file does not hold yet; begin no text after so many seconds."""
+    """Measure the cases that the file lacks; begin no text after that many seconds."""
     records = Records(out, {"bench": "lightning", "suite": "real", "machine": machine()}, KEY)
     deadline, loaded = time.monotonic() + seconds, load_model(device="cpu")
     for measure in (*((_compare_text, text, context_len) for text in texts), (_find_needles, "novel", NEEDLES_LEN)):
@@ -96,7 +97,7 @@ def _compare_text(loaded: LoadedModel, text: str, context_len: int, records: Rec
 
 
 def _compare_layer(layer: ContextLayer, lens: Tensor, k: int) -> list[list[tuple[float, float]]]:
-    """By head and setting: IoU, and the scores of what is chosen as a share of the exact choice's."""
+    """Return, by head and setting, IoU, and the chosen keys' scores as a share of the exact choice's."""
     found = []
     for operands in indexers(layer, layer.q[:, :, -len(lens) :]):
         scores, exact, choices = choose_all(operands, lens, k)
@@ -133,7 +134,7 @@ def _find_needles(loaded: LoadedModel, text: str, context_len: int, records: Rec
 
 
 def indexers(layer: ContextLayer, q: Tensor) -> Iterator[Operands]:
-    """A layer's KV heads as indexers. q: [num_kv_heads, group_size, num_queries, head_dim]."""
+    """Yield a layer's KV heads as indexers. q: [num_kv_heads, group_size, num_queries, head_dim]."""
     keys = layer.k - layer.k.mean(1, keepdim=True)
     for queries, rows in zip(q, keys, strict=True):
         (q8, q_scale), (k8, k_scale) = (
@@ -143,7 +144,7 @@ def indexers(layer: ContextLayer, q: Tensor) -> Iterator[Operands]:
 
 
 def choose_all(operands: Operands, lens: Tensor, k: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """All scores, the exact choice [num_queries, k], and HISA's for each setting, as `hisa_top_k` has it."""
+    """Return all scores, the exact choice [num_queries, k], and HISA's for each setting, like `hisa_top_k`."""
     scores = score_all(operands, lens)
     chosen: list[Tensor] = []
     block_size, block_scores = 0, scores
@@ -159,7 +160,7 @@ def choose_all(operands: Operands, lens: Tensor, k: int) -> tuple[Tensor, Tensor
 
 
 def _within(scores: Tensor, candidates: Tensor, block_size: int) -> Tensor:
-    """The scores of the keys in a query's candidates [num_queries, num_blocks], -inf for others."""
+    """Return the scores with -inf for keys outside a query's candidate blocks [num_queries, num_blocks]."""
     num_blocks = -(-scores.shape[1] // block_size)
     is_candidate = torch.zeros(len(scores), num_blocks + 1, dtype=torch.bool).scatter_(1, candidates.long() + 1, True)
     keys = is_candidate[:, 1:].repeat_interleave(block_size, 1)[:, : scores.shape[1]]
@@ -167,7 +168,7 @@ def _within(scores: Tensor, candidates: Tensor, block_size: int) -> Tensor:
 
 
 def _require_definition(context: RealContext, lens: Tensor, k: int) -> None:
-    """What is measured is what `hisa_top_k` chooses."""
+    """Raise GateError unless `choose_all` agrees with `hisa_top_k`."""
     operands = next(indexers(context.layers[-1], context.layers[-1].q[:, :, -len(lens) :]))
     for (_, config), own in zip(_settings(context.context_len), choose_all(operands, lens, k)[2], strict=True):
         blocked = BlockedKeys.of_operands(operands, config.block_size)
@@ -176,7 +177,7 @@ def _require_definition(context: RealContext, lens: Tensor, k: int) -> None:
 
 
 def _last_queries(context: RealContext) -> list[Tensor]:
-    """Of the last token that follows, by layer: [num_kv_heads, group_size, 1, head_dim]."""
+    """Return the queries of the last token after the context, by layer: [num_kv_heads, group_size, 1, head_dim]."""
     found: list[Tensor] = []
 
     def attend_layer(layer_idx: int, step: Step) -> Tensor:
@@ -188,14 +189,14 @@ def _last_queries(context: RealContext) -> list[Tensor]:
 
 
 def _rows_of(needle: list[int], context: list[int]) -> set[int]:
-    """Where the needle's tokens stand."""
+    """Return the rows of the needle's tokens. Raises GateError unless the context has the needle once."""
     starts = [i for i in range(len(context) - len(needle) + 1) if context[i : i + len(needle)] == needle]
     gate(len(starts) == 1, f"the needle stands {len(starts)} times in its context; wanted once")
     return set(range(starts[0], starts[0] + len(needle)))
 
 
 def real_tables(cases: Sequence[Case]) -> list[str]:
-    """Markdown: IoU and what is kept of the scores, by block size and share; and of the needles, by depth."""
+    """Return Markdown tables: IoU and the share of scores kept, by block size and share; and needles, by depth."""
     lines = ["| IoU (least layer); scores kept | " + " | ".join(f"1/{round(1 / s)} of the keys" for s in SHARES) + " |"]
     lines.append("|---|" + "---:|" * len(SHARES))
     for block_size in BLOCK_SIZES:
@@ -226,7 +227,7 @@ _COLOURS = ("#0b61a4", "#2a9d8f", "#d98c00", "#b3261e")
 
 
 def draw_real(cases: Sequence[Case], path: Path) -> None:
-    """IoU by layer, a line for each block size."""
+    """Plot IoU by layer, with a line for each block size."""
     figure = Figure(figsize=(7.5, 4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -1,11 +1,11 @@
-"""HISA's figure: the indexer over 4K to 128K keys for a chunk of 1024 queries, HISA beside DSA (arXiv:2603.28458).
+"""The figure of HISA's paper (arXiv:2603.28458): HISA and DSA over 4K to 128K keys, for a chunk of 1024 queries.
 
-DSA here is csattn's own: the dense score kernel and the exact selection. Both choose 2048 of what each query sees, the
-chunk being the end of the prefix. IoU is that of the two choices: on keys that mean the same for a while, as in text,
-and on noise, where a block's mean says next to nothing about its keys. What structured keys lose lies in blocks where
-one meaning ends and another begins: their mean is of both, and the longer the prefix, the more whole blocks of other
-meanings look as good. So HISA's candidates grow with the prefix (`HisaConfig.for_prefix`); beyond 32K the paper's two
-settings, 64 blocks and a quarter of them, stand beside that.
+DSA here is csattn's own: the dense score kernel and the exact selection. Both choose 2048 of the keys that each query
+sees; the chunk is the end of the prefix. IoU compares the two choices, on structured keys, which keep one meaning over
+a run as in text, and on noise, where a block's mean says almost nothing about its keys. With structured keys, the loss
+is in blocks where one meaning ends and another begins: such a mean is a mixture, and the longer the prefix, the more
+blocks of a single other meaning score as well. So HISA's candidates grow with the prefix (`HisaConfig.for_prefix`);
+beyond 32K, the paper's two settings, 64 blocks and a quarter of all blocks, are measured too.
 """
 
 from collections.abc import Iterator
@@ -38,22 +38,22 @@ K = 1024
 NUM_QUERIES = 1024
 PREFIXES = (4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K)
 WANTED = 4  # meanings that a structured query looks for
-STRENGTH = 16.0  # of a meaning, beside noise of length 11
+STRENGTH = 16.0  # norm of a meaning's vector; the noise added to it has norm 11
 ROWS_COMPARED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a trial."""
+    """The sizes of a trial."""
 
     num_queries: int
     num_heads: int
     k: int
     prefixes: tuple[int, ...]
-    fixed: HisaConfig | None = None  # instead of what suits a prefix
+    fixed: HisaConfig | None = None  # None: the config for the prefix
 
     def configs_of(self, prefix: int) -> dict[str, HisaConfig]:
-        """The settings that are measured at a prefix."""
+        """Return the settings that are measured at a prefix."""
         config = self.fixed or HisaConfig.for_prefix(prefix)
         configs = {"HISA": config, "HISA, last 2 blocks": replace(config, last_blocks=2)}
         if config.num_blocks > HisaConfig().num_blocks:
@@ -67,7 +67,7 @@ SMALL = Sizes(32, 4, 128, (1024, 2048), HisaConfig(block_size=32, num_blocks=12)
 
 
 def trials(device: str) -> Iterator[Trial]:
-    """All figures of the suite."""
+    """Yield all trials of the suite."""
     sizes = SMALL if device == "cpu" else FULL
     for prefix in sizes.prefixes:
         for keys in ("structured", "noise"):
@@ -78,9 +78,9 @@ def trials(device: str) -> Iterator[Trial]:
 
 
 def make_operands(kind: str, num_queries: int, num_keys: int, num_heads: int, k: int, device: str) -> Operands:
-    """FP8 queries and keys with their scales.
+    """Make FP8 queries and keys with their scales.
 
-    Structured: a meaning lasts k / 2 keys, and a query's heads look for WANTED of them, so for 2 k keys in all.
+    Structured: a meaning lasts for k / 2 keys, and a query's heads look for WANTED meanings, hence for 2 k keys in all.
     """
     generator = torch.Generator(device).manual_seed(2026)
 
@@ -97,7 +97,7 @@ def make_operands(kind: str, num_queries: int, num_keys: int, num_heads: int, k:
         meanings = torch.nn.functional.normalize(noise(num_keys // run + 2, 128), dim=1) * STRENGTH
         wanted = choose(len(meanings), num_queries, WANTED).gather(1, choose(WANTED, num_queries, num_heads))
         queries += meanings[wanted]
-        keys += meanings.repeat_interleave(run, 0)[run // 3 :][:num_keys]  # runs do not start where blocks do
+        keys += meanings.repeat_interleave(run, 0)[run // 3 :][:num_keys]  # runs do not start at block boundaries
         weights = weights.abs()
     (q, q_scale), (k8, k_scale) = quantise_fp8(queries), quantise_fp8(keys)
     return Operands(q, k8, weights * q_scale[..., 0], k_scale[:, 0])
@@ -133,7 +133,10 @@ def _trial(prefix: int, keys: str, variant: str, sizes: Sizes, device: str) -> T
 def block_sparse_top_k(
     q: Tensor, weights: Tensor, blocked: BlockedKeys, kv_lens: Tensor, k: int, config: HisaConfig
 ) -> Tensor:
-    """The ablation without refinement: all keys of the best blocks, k in all, ascending. Arguments: `hisa_top_k`."""
+    """Choose all keys of the best blocks, k in all, ascending: the ablation without refinement.
+
+    The arguments are those of `hisa_top_k`.
+    """
     assert k == config.pool_len, f"k is {k}, candidates have {config.pool_len} keys"
     candidates, _ = choose_blocks(q, weights, blocked, kv_lens, config)
     positions = candidates[..., None] * config.block_size + torch.arange(config.block_size, device=q.device)
@@ -143,7 +146,7 @@ def block_sparse_top_k(
 
 
 def _dense(operands: Operands, k: int, lens: Tensor, device: str) -> Prepared:
-    """All scores of the chunk in memory, then one selection: as fast as DSA gets, and may be captured."""
+    """Prepare DSA at its fastest: the chunk's scores in memory, then one selection. It can be captured in a graph."""
     num_queries, num_keys = len(operands.q), len(operands.k)
     scores = torch.empty(num_queries, num_keys, device=device)
 
@@ -160,7 +163,7 @@ def _dense(operands: Operands, k: int, lens: Tensor, device: str) -> Prepared:
 
 
 def _faults(operands: Operands, blocked: BlockedKeys, lens: Tensor, k: int, config: HisaConfig) -> list[str]:
-    """Where the candidates cover all keys, HISA is DSA on the same scores; and repetitions do not differ."""
+    """Compare HISA with DSA on the same scores, with lengths that the candidates cover, and with a repetition."""
     rows = slice(0, ROWS_COMPARED)
     operands = operands.of_queries(rows)
     own = (operands.q, operands.weights)

@@ -1,4 +1,4 @@
-"""Inputs of StreamIndex's protocol: the same numbers from the same generator, V4-shaped."""
+"""Inputs of StreamIndex's protocol: the same numbers from the same generator, in DeepSeek-V4's shape."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,14 +10,14 @@ from csattn.lightning import FP8, Operands
 from csattn.lightning.operands.quantise import fp4_rows_as_fp8, round_to_fp4
 
 SEED = 2026
-RATIO = 4  # tokens of a key
-_ROWS = 1 << 14  # that are quantised at a time
+RATIO = 4  # tokens per key
+_ROWS = 1 << 14  # rows quantised at a time
 _MLA_CHANNELS, _ROPE_CHANNELS = 512, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of an indexer: V4-Flash, but for `dim`, which is 7168 in V4-Pro and decides nothing but the weights."""
+    """The shape of V4-Flash's indexer. V4-Pro's differs only in `dim` (7168), which only affects the weights."""
 
     num_heads: int = 64
     head_dim: int = 128
@@ -26,7 +26,7 @@ class Shape:
 
 @lru_cache(maxsize=1)
 def make_operands(num_tokens: int, shape: Shape, device: str) -> Operands:
-    """As published: q and k are bfloat16 noise of variance 1 / head_dim, weights a fresh projection of noise."""
+    """Make the published inputs: bfloat16 noise of variance 1 / head_dim for q and k, weights a projection of noise."""
     generator = torch.Generator(device).manual_seed(SEED)
 
     def noise(*sizes: int) -> Tensor:
@@ -44,7 +44,7 @@ def make_operands(num_tokens: int, shape: Shape, device: str) -> Operands:
 
 @lru_cache(maxsize=1)
 def make_fp8_operands(num_tokens: int, shape: Shape, device: str) -> Operands:
-    """The same on the FP4 grid, as V4 has it, packed for FP8 matrix units."""
+    """Make the same inputs rounded to the FP4 grid, as in V4, and stored as FP8 for the tensor cores."""
     plain = make_operands(num_tokens, shape, device)
     q = torch.empty(plain.q.shape, dtype=FP8, device=device)
     weights = torch.empty_like(plain.weights)
@@ -60,7 +60,7 @@ def make_fp8_operands(num_tokens: int, shape: Shape, device: str) -> Operands:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """What sparse attention over the chosen keys' tokens takes, besides the choice."""
+    """The inputs of sparse attention over the chosen keys' tokens, except the choice."""
 
     q_nope: Tensor
     q_pe: Tensor
@@ -70,7 +70,7 @@ class AttentionInputs:
 
 @lru_cache(maxsize=1)
 def make_attention_inputs(num_tokens: int, num_heads: int, device: str) -> AttentionInputs:
-    """Noise of V4's shape in StreamIndex's pipeline: rows of 512 channels and 64 with RoPE, one row for all heads."""
+    """Make noise of V4's shape in StreamIndex's pipeline: rows of 512 + 64 (RoPE) channels, shared by all heads."""
     generator = torch.Generator(device).manual_seed(SEED + 1)
 
     def noise(*sizes: int) -> Tensor:
@@ -85,6 +85,6 @@ def make_attention_inputs(num_tokens: int, num_heads: int, device: str) -> Atten
 
 
 def forget_inputs() -> None:
-    """Let go of all inputs: the next ones may be as large."""
+    """Free all cached inputs, because the next ones may be as large."""
     for make in (make_operands, make_fp8_operands, make_attention_inputs):
         make.cache_clear()

@@ -1,6 +1,6 @@
-"""A whole layer of DeepSeek-V4's compressed attention, from hidden states to output, beside transformers' own.
+"""Compares a whole layer of DeepSeek-V4's compressed attention, from hidden states to output, with transformers' own.
 
-Random weights of V4-Flash's shape. Theirs has the scores of all pairs in memory, of every head; csattn's has rows.
+Random weights of V4-Flash's shape. transformers holds every head's scores of all pairs in memory; csattn, only rows.
 """
 
 import resource
@@ -26,12 +26,12 @@ KINDS = {"sparse": "compressed_sparse_attention", "heavy": "heavily_compressed_a
 VARIANTS = ("csattn", "transformers")
 SEED = 2026
 CHECKED = 1024  # tokens whose results are compared first
-MOST_APART = {torch.float32: 1e-3, torch.bfloat16: 4e-2}  # of the result's norm
+MOST_APART = {torch.float32: 1e-3, torch.bfloat16: 4e-2}  # largest difference, relative to the result's norm
 K = 1024
 
 
 class Layer:
-    """One layer, both ways."""
+    """One layer, computed by csattn and by transformers."""
 
     def __init__(self, kind: str, device: str, shape: dict[str, Any]) -> None:
         from transformers import DeepseekV4Config
@@ -47,17 +47,17 @@ class Layer:
             self._module = v4.DeepseekV4Attention(self.config, 0).eval()
         for name, parameter in self._module.named_parameters():
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=parameter.shape[-1] ** -0.5)
-        self._module.to(self.dtype)  # norms, too: some versions give what one in float32 makes to its matrices
+        self._module.to(self.dtype)  # norms too: some versions pass a float32 norm's output to matrices as it is
         self._weights = CompressedWeights.of(self._module, self._rotary)
 
     def tokens(self, num_tokens: int) -> Tensor:
-        """Hidden states, as a norm leaves them: [num_tokens, hidden_size]."""
+        """Make hidden states like the output of a norm: [num_tokens, hidden_size]."""
         generator = torch.Generator(self._device).manual_seed(SEED)
         sizes = num_tokens, self.config.hidden_size
         return torch.randn(*sizes, generator=generator, dtype=self.dtype, device=self._device)
 
     def run(self, variant: str, hidden: Tensor) -> Tensor:
-        """[num_tokens, hidden_size], likewise."""
+        """Return the layer's output [num_tokens, hidden_size] by one of `VARIANTS`."""
         if variant == "csattn":
             return CompressedAttention(self._weights).append(hidden)
         return self._run_eagerly(hidden)
@@ -74,7 +74,7 @@ class Layer:
         return out
 
     def num_flops(self, num_tokens: int) -> float:
-        """Of products: the projections', those of legal pairs of queries and keys, the attention's."""
+        """Count the operations of projections, of index scores of causal pairs, and of attention."""
         weights, rows = self._weights, self._weights.rows
         assert rows is not None, "these layers have compressed rows"
         ratio = rows.compressor.ratio
@@ -104,9 +104,9 @@ def run_layers(
     max_tokens: int,
     seconds: float,
     device: str,
-    shape: dict[str, Any] | None = None,  # what of transformers' config is not V4-Flash's
+    shape: dict[str, Any] | None = None,  # fields of transformers' config that differ from V4-Flash's
 ) -> Records:
-    """Measure what the file does not hold yet, small before large; begin nothing after so many seconds."""
+    """Measure the cases that the file lacks, small ones first; begin none after that many seconds."""
     records = Records(out, {"bench": "lightning layer", "machine": machine}, KEY)
     deadline = time.monotonic() + seconds
     for kind in KINDS:
@@ -119,7 +119,7 @@ def run_layers(
                 continue
             records.add({**key, **(figures := _figures(layer, variant, num_tokens, device))})
             refused |= {variant} if "refused" in figures else set()
-    finish(records.content, None)  # the file has every case already, and the header of its last run
+    finish(records.content, None)  # the file already has every case and this run's header
     return records
 
 
@@ -145,7 +145,7 @@ def _figures(layer: Layer, variant: str, num_tokens: int, device: str) -> Case:
         figures = _measure(lambda: layer.run(variant, hidden), device)
     except torch.OutOfMemoryError:
         return {"refused": "out of memory"}
-    except RuntimeError as error:  # of a CPU's allocator
+    except RuntimeError as error:  # torch's CPU allocator raises it
         if "can't allocate memory" not in str(error):
             raise
         return {"refused": "out of memory"}
@@ -160,7 +160,7 @@ def _measure(run: Callable[[], object], device: str) -> dict[str, Any]:
         return measure(run, device)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    trim_heap()  # how much it keeps differs from run to run
+    trim_heap()  # the free memory that the heap keeps differs from run to run
     before = resident_bytes()["anon"]
     resource.setrlimit(resource.RLIMIT_AS, (address_space + psutil.virtual_memory().available, limits[1]))
     try:
@@ -174,7 +174,7 @@ def _measure(run: Callable[[], object], device: str) -> dict[str, Any]:
 
 
 def layer_table(cases: Sequence[Case]) -> list[str]:
-    """Markdown: time and memory of both ways, a row for each length."""
+    """Return a Markdown table of time and memory of both variants, with a row for each length."""
     heads = [f"{kind}, {variant}" for kind in KINDS for variant in VARIANTS]
     lines = ["| tokens: ms; GiB above the tokens | " + " | ".join(heads) + " |", "|---:|" + "---:|" * len(heads)]
     found = {tuple(case[name] for name in KEY): case for case in cases}

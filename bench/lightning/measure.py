@@ -1,4 +1,4 @@
-"""StreamIndex's protocol: one call to warm up, peak memory above the inputs, then calls between events; the median."""
+"""StreamIndex's protocol: a warm-up call, a call for peak memory above the inputs, then the median time of calls."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ SLOW_MS = 1000.0  # slower calls are not repeated
 
 
 def measure(run: Callable[[], object], device: str, warm_up: Callable[[], object] | None = None) -> dict[str, Any]:
-    """`ms`, `num_runs`, and on a GPU `peak_gib`: memory while it runs, its outputs included, its inputs not.
+    """Return `ms`, `num_runs`, and on a GPU `peak_gib`: peak memory during a call, with outputs, without inputs.
 
     warm_up: a shorter call that compiles what `run` needs.
     """
@@ -25,7 +25,10 @@ def measure(run: Callable[[], object], device: str, warm_up: Callable[[], object
 
 
 def recall(got: torch.Tensor, want: torch.Tensor) -> dict[str, float]:
-    """The share of each row's wanted indices that was got. Both are [num_queries, k], -1 padded, unique in a row."""
+    """Return mean and minimum over rows of the share of wanted indices in `got`, and the share of perfect rows.
+
+    got, want: [num_queries, k], -1 padded, unique in a row.
+    """
     num_wanted = (want >= 0).sum(1)
     rows = num_wanted > 0
     both = torch.cat((got.long(), want.long()), dim=1)[rows].sort(dim=1).values
@@ -39,9 +42,9 @@ def recall(got: torch.Tensor, want: torch.Tensor) -> dict[str, float]:
 
 
 def overlap(chosen: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Intersection over union of each query's two selections [num_queries, k] int32, -1 padded: [num_queries] float64.
+    """Return the intersection over union of each query's two selections: [num_queries] float64, 1 if both are empty.
 
-    1 where both are empty.
+    chosen, wanted: [num_queries, k] int32, -1 padded.
     """
     largest = int(max(chosen.max(), wanted.max())) + 2
     sets = []
@@ -53,7 +56,7 @@ def overlap(chosen: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _watch(run: Callable[[], object], device: str) -> tuple[float, float | None]:
-    """Time of one call, and the memory that it took."""
+    """Return the milliseconds of one call, and its peak GiB (None on a CPU)."""
     if device == "cpu":
         return _elapsed_ms(run, device), None
     torch.cuda.empty_cache()

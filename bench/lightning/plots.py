@@ -1,4 +1,4 @@
-"""Time and memory over length, csattn beside the published method: one picture for each table that has both."""
+"""Plots of time and memory over length, of csattn and the published method: a picture for each table with both."""
 
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,16 @@ from bench.records import Case
 _STYLES = {
     "published": ("#b3261e", "s", "partition-merge as published"),
     "materialised": ("#8a8a8a", "v", "materialised"),
-    "csattn": ("#0b61a4", "D", "csattn, bf16"),  # larger than the next: both take the same memory
+    "csattn": ("#0b61a4", "D", "csattn, bf16"),  # larger than the next marker, because both take the same memory
     "csattn fp8": ("#e69f00", ".", "csattn, FP8"),
 }
 _SIZE = 7
-# legal products at the rate of a bf16 matrix product that was measured on an H200
+# the rate of a bf16 matrix product, measured on an H200; the floor is causal products at this rate
 _PEAK_TFLOPS = 790.0
 
 
 def draw_all(content: dict[str, Any], directory: Path) -> list[Path]:
-    """Write the pictures; returns their paths."""
+    """Write the pictures and return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     for table in (3, 4, 5):
@@ -42,7 +42,7 @@ def _draw(cases: list[Case], title: str, table: int) -> Figure:
     for variant, (colour, marker, label) in _STYLES.items():
         line = sorted((case for case in cases if case["variant"] == variant), key=lambda case: case["num_tokens"])
         if not line:
-            continue  # the legend would name what is nowhere
+            continue  # else the legend would name a missing line
         for axes, figure_of in ((left, "ms"), (right, "peak_gib")):
             there = [case for case in line if figure_of in case]
             tokens = [case["num_tokens"] for case in there]

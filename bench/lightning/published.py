@@ -1,6 +1,6 @@
-"""What csattn is compared with: StreamIndex's partition-merge as its paper describes it, and paths that materialise.
+"""The baselines: StreamIndex's partition-merge as its paper describes it, and paths that materialise all scores.
 
-Written from the description; no code is taken over. int64 indices and float32 scores come out, as published.
+Written from the description, without any of its code. Indices are int64 and scores float32, as published.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from csattn.lightning import Operands, score_keys
 
-_EXACT_ROWS = 256  # whose scores of all heads are in memory together, where they are only looked up
+_EXACT_ROWS = 256  # queries of `exact_choice` whose per-head scores are in memory at a time
 
 
 def partition_merge(
@@ -19,10 +19,10 @@ def partition_merge(
     key_chunk: int,
     *,
     score_dtype: torch.dtype = torch.float32,
-    merge: bool = True,  # no: the first chunk's choice stands
-    skip_short: bool = False,  # chunks of no more than k keys
+    merge: bool = True,  # False: the first chunk's choice is final
+    skip_short: bool = False,  # skip chunks of k keys or fewer
 ) -> tuple[Tensor, Tensor]:
-    """Score a tile, mask it, torch.topk, join with what was kept, torch.topk again."""
+    """Choose k keys for each query: score a tile, mask it, torch.topk, append to the keys kept, torch.topk again."""
     num_queries, num_keys = len(operands.q), len(operands.k)
     device = operands.q.device
     indices = torch.empty(num_queries, k, dtype=torch.int64, device=device)
@@ -50,7 +50,7 @@ def partition_merge(
 
 
 def materialise(operands: Operands, k: int, ratio: int) -> Tensor:
-    """The eager path with float32 operands: [num_queries, num_heads, num_keys] at once, twice."""
+    """Choose with the eager path and float32 operands, which holds [num_queries, num_heads, num_keys] twice."""
     rows, keys = slice(0, len(operands.q)), range(len(operands.k))
     scores = score_keys(operands).masked_fill(_illegal(rows, keys, ratio, operands.q.device), -torch.inf)
     best, indices = scores.topk(min(k, len(keys)), dim=1)
@@ -58,12 +58,12 @@ def materialise(operands: Operands, k: int, ratio: int) -> Tensor:
 
 
 def materialise_summed(operands: Operands, k: int) -> Tensor:
-    """All scores, their heads summed inside the kernel, then torch.topk; every query sees every key."""
+    """Choose from all scores, with heads summed inside the kernel, by torch.topk; every query sees every key."""
     return _score(operands, range(len(operands.k))).topk(k, dim=1).indices
 
 
 def exact_choice(operands: Operands, k: int, ratio: int) -> Tensor:
-    """What `materialise` chooses, a few queries at a time: [num_queries, k], -1 padded."""
+    """Choose like `materialise`, but a few queries at a time: [num_queries, k], -1 padded."""
     chosen = torch.full((len(operands.q), k), -1, dtype=torch.int64, device=operands.q.device)
     keys = range(len(operands.k))
     for first in range(0, len(operands.q), _EXACT_ROWS):

@@ -1,4 +1,4 @@
-"""The score kernel that StreamIndex describes: a program for one query and a block of keys, heads summed inside."""
+"""The score kernel that StreamIndex describes: one program for a query and a block of keys, which sums the heads."""
 
 # Triton kernels are untyped, and their constants upper case by custom.
 # ruff: noqa: N803
@@ -15,7 +15,7 @@ _BLOCK = 128
 
 
 def score_chunk(operands: Operands, keys: range) -> Tensor:
-    """[num_queries, len(keys)] float32."""
+    """Score every query with the keys of a chunk: [num_queries, len(keys)] float32."""
     num_queries, num_heads, head_dim = operands.q.shape
     out = torch.empty(num_queries, len(keys), device=operands.q.device)
     _score_kernel[(num_queries, triton.cdiv(len(keys), _BLOCK))](

@@ -1,4 +1,4 @@
-"""Figures as Markdown: StreamIndex's tables with what its paper prints beside what this machine does."""
+"""Markdown tables in the form of StreamIndex's: the paper's printed figures with those measured here."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +14,7 @@ TITLES = {
     6: "Table 6: chunks and k, time at 256K, recall at 16K",
     7: "Table 7: ablations, time at 256K, recall at 16K",
 }
-# milliseconds and GiB that the paper prints for its method, by table and tokens
+# table -> tokens / 1024 -> milliseconds and GiB that the paper prints for its method
 PRINTED: dict[int, dict[int, tuple[float, float]]] = {
     3: {32: (31, 0.40), 64: (122, 0.59), 128: (485, 0.96), 256: (1935, 1.71), 512: (7730, 3.21), 1024: (30900, 6.21)},
     4: {32: (32, 0.64), 64: (127, 1.02), 128: (502, 1.77), 256: (2004, 3.27), 512: (7994, 6.27), 1024: (31973, 12.27)},
@@ -27,7 +27,7 @@ _RULE = "|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
 
 
 def as_markdown(content: dict[str, Any]) -> str:
-    """All tables that there are cases of, under the machine."""
+    """Return all tables that have cases, after a sentence about the machine."""
     lines = [measured_on(content["machine"])]
     for table, title in TITLES.items():
         cases = [case for case in content["cases"] if case["table"] == table]
@@ -37,13 +37,13 @@ def as_markdown(content: dict[str, Any]) -> str:
 
 
 def measured_on(machine: dict[str, Any]) -> str:
-    """One sentence: on what, and of what code."""
+    """Return one sentence with the machine, the library versions and the commit."""
     where, of = machine.get("gpu") or machine.get("cpu", "?"), machine.get("commit") or "?"
     return f"Measured on {where}, torch {machine.get('torch', '?')}, triton {machine.get('triton', '-')}, commit {of}."
 
 
 def ratio_to_published(case: Case, cases: Iterable[Case]) -> float | None:
-    """How many times as fast as the published method at the same size, cut as published."""
+    """Return the speed-up over the published method at the same size, with the same chunks or else the paper's."""
     same = [name for name in KEY if name not in ("variant", "query_chunk", "key_chunk")]
     others = [c for c in cases if c["variant"] == "published" and "ms" in c and all(c[n] == case[n] for n in same)]
     if "ms" not in case or not others:

@@ -1,4 +1,4 @@
-"""Runs one case: its inputs, its variant, what is measured of it."""
+"""Runs one case: makes its inputs, picks its variant, and measures it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,13 @@ from bench.lightning.measure import measure, recall
 from bench.lightning.published import exact_choice, materialise, materialise_summed, partition_merge
 from csattn.lightning import Operands, causal_lens, choose_keys, score_all, sparse_mla, top_k_reference
 
-_ATTENDED = 16384  # queries that attend together
+_ATTENDED = 16384  # queries that attend in one call
 
 Choose = Callable[[], Tensor]  # [num_queries, k] indices
 
 
 def run_case(case: Case, device: str, shape: Shape | None = None) -> dict[str, Any]:
-    """Its figures, or `refused` with the reason: memory."""
+    """Return the case's figures, or `refused` with the reason if it runs out of memory."""
     shape = shape or Shape(dim=case.dim)
     try:
         operands = make_inputs(case, shape, device)
@@ -38,13 +38,13 @@ def run_case(case: Case, device: str, shape: Shape | None = None) -> dict[str, A
 
 
 def make_inputs(case: Case, shape: Shape, device: str) -> Operands:
-    """As published, or on the FP4 grid."""
+    """Make the published inputs, or (for "csattn fp8") those on the FP4 grid."""
     make = make_fp8_operands if case.variant == "csattn fp8" else make_operands
     return make(case.num_tokens, shape, device)
 
 
 def variant_of(case: Case, operands: Operands) -> Choose:
-    """The call that chooses keys."""
+    """Return the call that chooses keys."""
     causal = case.kind != "pipeline"
     if case.variant == "materialised":
         if not causal:
@@ -65,14 +65,14 @@ def variant_of(case: Case, operands: Operands) -> Choose:
 
 
 def _warm_up(case: Case, operands: Operands) -> Choose | None:
-    """Of what is published, its first queries: all of it takes half a minute where sequences are long."""
+    """Return a shorter call for the published variants: the first queries. A whole one can take half a minute."""
     if case.variant == "materialised" or case.variant.startswith("csattn") or case.query_chunk is None:
         return None
     return variant_of(case, operands.of_queries(slice(0, case.query_chunk)))
 
 
 def legal_lens(operands: Operands, causal: bool) -> Tensor:
-    """What each query may see, on the host as a server has it."""
+    """Return how many keys each query may see, on the host, where a server has it."""
     num_queries, num_keys = len(operands.q), len(operands.k)
     if causal:
         return causal_lens(num_queries, num_keys, ratio=RATIO)
@@ -80,10 +80,10 @@ def legal_lens(operands: Operands, causal: bool) -> Tensor:
 
 
 def num_flops(case: Case, shape: Shape) -> float:
-    """Of the products of legal pairs, and in a pipeline of the attention too."""
+    """Count the operations of the products of visible pairs and, in a pipeline, of attention."""
     num_keys = case.num_tokens // RATIO
     if case.kind != "pipeline":
-        # of lengths that are multiples of the ratio
+        # for lengths that are multiples of the ratio
         legal_pairs = RATIO * num_keys * (num_keys - 1) // 2 + num_keys
         return 2.0 * legal_pairs * shape.num_heads * shape.head_dim
     attended = RATIO * _top_k(case) * (512 + 64 + 512)
@@ -91,7 +91,7 @@ def num_flops(case: Case, shape: Shape) -> float:
 
 
 def _recall(case: Case, operands: Operands, choose: Choose) -> dict[str, Any]:
-    """Against float32 products; and whether csattn's choice is that of its own scores, materialised."""
+    """Measure recall against float32 products, and whether csattn's choice equals the reference's by its own scores."""
     got = choose()
     figures: dict[str, Any] = {"recall": recall(got, exact_choice(operands, case.top_k, RATIO))}
     if case.variant.startswith("csattn"):
@@ -102,7 +102,7 @@ def _recall(case: Case, operands: Operands, choose: Choose) -> dict[str, Any]:
 
 
 def _pipeline(case: Case, choose: Choose, shape: Shape, device: str) -> Callable[[], object]:
-    """Choose, take each chosen key's tokens, attend to them: some queries at a time, so that tokens take no memory."""
+    """Return a call that chooses keys and attends to their tokens, in chunks of queries to limit memory."""
     inputs = make_attention_inputs(case.num_tokens, shape.num_heads, device)
     offsets = torch.arange(RATIO, device=device, dtype=torch.int32)
 

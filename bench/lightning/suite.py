@@ -1,4 +1,4 @@
-"""What the suites `topk`, `decode` and `hisa` share: trials that are gated, timed in graphs, and kept as they come."""
+"""Shared by the suites `topk`, `decode` and `hisa`: trials are gated, timed in CUDA graphs, and saved one by one."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,24 +17,24 @@ KEY = ("suite", "name", "variant", "case")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Inputs are made, nothing has been measured."""
+    """A trial whose inputs are made, before measuring."""
 
-    faults: Callable[[], list[str]]  # what is wrong with the results
-    calls: Sequence[Call]  # one call each on inputs of its own; captured together
-    figures: dict[str, Any] = field(default_factory=dict)  # to keep beside the time
+    faults: Callable[[], list[str]]  # returns what is wrong with the results
+    calls: Sequence[Call]  # the same call on different inputs; captured together
+    figures: dict[str, Any] = field(default_factory=dict)  # saved with the time
     graph: bool = True  # whether the calls may be captured
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One figure: which, and how its inputs are made."""
+    """One figure: its key, and how its inputs are made."""
 
     suite: str
     name: str
     variant: str
     case: str
     prepare: Callable[[], Prepared]
-    moved_bytes: int = 0  # that have to be read and written at least
+    moved_bytes: int = 0  # least bytes that must be read and written
     num_flops: int = 0  # of matrix products
 
     @property
@@ -43,7 +43,7 @@ class Trial:
 
 
 def run_suite(trials: Iterable[Trial], out: Path | None, machine: dict[str, Any], seconds: float, device: str) -> None:
-    """Measure what the file does not hold yet; begin nothing after so many seconds. A wrong result ends the run."""
+    """Measure the trials that the file lacks; begin none after that many seconds. A wrong result ends the run."""
     records = Records(out, {"bench": "lightning", "machine": machine}, KEY)
     deadline = time.monotonic() + seconds
     for trial in trials:
@@ -56,7 +56,7 @@ def run_suite(trials: Iterable[Trial], out: Path | None, machine: dict[str, Any]
             records.add({**trial.key, **_figures(trial, device)})
         except torch.OutOfMemoryError as error:
             records.add({**trial.key, "refused": f"out of memory: {str(error).split('.')[0]}"})
-    finish(records.content, None)  # the file has every case already, and the header of its last run
+    finish(records.content, None)  # the file already has every case and this run's header
 
 
 def _figures(trial: Trial, device: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Figures of the suites as Markdown: a table for each name, a row for each case, a column for each variant."""
+"""Markdown tables of the suites: a table for each name, a row for each case, a column for each variant."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from bench.records import Case
 
 
 def suites_as_markdown(content: dict[str, Any]) -> str:
-    """Under the machine, times in microseconds.
+    """Return a sentence about the machine, and the tables with times in microseconds.
 
-    Beside HISA its IoU with DSA, and how many times as fast it is as the faster DSA.
+    HISA's cells also have its IoU with DSA, and its speed-up over the faster form of DSA.
     """
     cases: list[Case] = content["cases"]
     names = list(dict.fromkeys((case["suite"], case["name"]) for case in cases))

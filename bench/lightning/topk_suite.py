@@ -1,4 +1,4 @@
-"""Exact top-k of rows of scores, beside torch.topk: random scores, and those that wrong selections lose winners on."""
+"""Exact top-k of rows of scores, compared with torch.topk: random scores, and scores on which selections often fail."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -21,14 +21,14 @@ SIZES = (  # rows, length, k
     (2048, 131072, 2048),
     (2048, 131072, 512),
 )
-SMALL_SIZES = ((2, 4096, 64),)  # of a CPU
+SMALL_SIZES = ((2, 4096, 64),)  # on a CPU
 HARD_SIZE = (64, 131072, 2048)
 HARD_CASES = ("ascending", "descending", "all equal", "one bin", "two values", "any bits")
 L2_BYTES = 60 << 20
 
 
 def trials(device: str) -> Iterator[Trial]:
-    """All figures of the suite."""
+    """Yield all trials of the suite."""
     small = device == "cpu"
     for rows, length, k in SMALL_SIZES if small else SIZES:
         for variant in ("csattn by position", "csattn by score", "torch.topk"):
@@ -40,7 +40,7 @@ def trials(device: str) -> Iterator[Trial]:
 
 def _trial(case: str, rows: int, length: int, k: int, variant: str, device: str) -> Trial:
     def prepare() -> Prepared:
-        # inputs of all calls together do not fit the L2 cache
+        # together, the inputs of all calls do not fit in the L2 cache
         num_sets = 1 if device == "cpu" else min(16, max(1, -(-4 * L2_BYTES // (rows * length * 4))))
         sets = [make_scores(case, rows, length, device) for _ in range(num_sets)]
         if variant == "torch.topk":
@@ -51,7 +51,7 @@ def _trial(case: str, rows: int, length: int, k: int, variant: str, device: str)
         def faults() -> list[str]:
             wrong = []
             for scores, out in zip(sets[:2], outs, strict=False):
-                some = slice(0, 128)  # the definition takes much memory
+                some = slice(0, 128)  # the definition needs much memory
                 want = top_k_reference(scores[some], k, torch.full((len(scores[some]),), length, device=device))
                 want = want.sort(dim=1).values if order == "position" else want
                 for _ in range(3):
@@ -67,7 +67,7 @@ def _trial(case: str, rows: int, length: int, k: int, variant: str, device: str)
 
 
 def make_scores(case: str, rows: int, length: int, device: str) -> Tensor:
-    """[rows, length] float32"""
+    """Make scores [rows, length] float32."""
     up = torch.arange(length, device=device, dtype=torch.float32)
     if case == "random":
         return torch.randn(rows, length, device=device)

@@ -1,4 +1,4 @@
-"""The rate of the score kernel, and both ways to choose: what is chosen by default and why."""
+"""Measures the rate of the score kernel and both ways to choose keys, by which the default was decided."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from csattn.lightning.prefill.stream import (
     score_into,
 )
 
-QUERIES = 4224  # the last of their sequence, for which nearly all keys are legal; a multiple of 132 multiprocessors
+QUERIES = 4224  # the last of a sequence, which may see nearly all keys; a multiple of 132 multiprocessors
 
 
 def tune(num_tokens: int, shape: Shape) -> None:
@@ -39,7 +39,7 @@ def _score_rate(operands: Operands) -> float:
 
 
 def _both_ways(operands: Operands, k: int) -> dict[str, float]:
-    """Milliseconds by contenders and by all scores; of the latter, what selection takes."""
+    """Return milliseconds by contenders and by all scores, and the part of the latter that selection takes."""
     lens = causal_lens(len(operands.q), len(operands.k), ratio=RATIO)
     num_rows = (256 << 20) // (4 * len(operands.k))
     last = slice(max(0, len(operands.q) - num_rows), len(operands.q))

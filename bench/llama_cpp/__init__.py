@@ -1,1 +1,1 @@
-"""llama.cpp beside csattn on a CPU: `python -m bench.llama_cpp --help`."""
+"""Comparison with llama.cpp on a CPU: `python -m bench.llama_cpp --help`."""

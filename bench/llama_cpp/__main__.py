@@ -1,10 +1,10 @@
-"""A context on a CPU, beside llama.cpp: how long its prefill takes, and then each token.
+"""Compares csattn with llama.cpp on a CPU: the time of a context's prefill, and then of each token.
 
     pip install llama-cpp-python     # in a venv of its own; it compiles for this CPU
     python -m bench.llama_cpp --python VENV/bin/python --model FILE.gguf [--contexts 4096,16384] [--json FILE]
 
-Both read the same file and the same text, Python's language reference, and 48 tokens that follow it, one at a time.
-llama.cpp keeps the weights' format of the file; csattn decodes them, and rounds them to `--weights`.
+Both read the same model file and the same text, Python's language reference, and then 48 more tokens, one at a time.
+llama.cpp keeps the file's weight format; csattn decodes the weights and rounds them to `--weights`.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""llama.cpp's part, in an environment that has `llama-cpp-python`: `python child.py MODEL TOKENS PREFILLED THREADS`.
+"""Runs llama.cpp in an environment with `llama-cpp-python`: `python child.py MODEL TOKENS PREFILLED THREADS`.
 
-TOKENS: a file of JSON, the ids of a context and of what follows it. The last line that it prints is JSON.
+TOKENS: a JSON file with the token ids of a context and of the text that follows. PREFILLED: the context's number of
+tokens. The last line printed is JSON.
 """
 
 import json

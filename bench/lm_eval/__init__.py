@@ -1,1 +1,1 @@
-"""What lm-eval, unmodified, says of the service: `python -m bench.lm_eval --help`."""
+"""Scores of the service by an unmodified lm-eval: `python -m bench.lm_eval --help`."""

@@ -1,12 +1,13 @@
-"""What does lm-eval, unmodified, say of the service? RULER's tasks that need no network, by `local-completions`.
+"""Scores the service by an unmodified lm-eval: RULER's tasks that need no network, by `local-completions`.
 
     pip install 'lm-eval[ruler,api]' transformers     # in a venv of its own
     python -m bench.lm_eval --lm-eval VENV/bin/python [--model FILE] [--placement device] [--outcomes FILE] ...
 
-For each length and task: full attention, `default` and exact Top-K (the others dropped) at 2 and 5 %, each a service of
-its own over one store, with the same samples. The first computes their contexts, the others find them. A small model
-fails some tasks whatever attends: what tells is the difference from full attention, sample by sample, with its error.
---outcomes keeps what each run gave, and goes on behind it when it is called again.
+For each length and task: full attention, and `default` and exact Top-K (which drops the other rows) at 2 and 5 %. Each
+has a service of its own over one store, with the same samples; the first service computes the contexts, and the others
+find them. A small model fails some tasks with any attention, so the figure to look at is the difference from full
+attention, taken sample by sample, with its standard error. --outcomes saves each run's scores; a later call continues
+there.
 """
 
 import argparse
@@ -31,13 +32,13 @@ from bench.records import called
 from bench.timing import finish, gate, machine
 from bench.turns.service import MODEL, serving
 
-AT_ONCE = 8  # requests, of which each has a context of its own
-MOST_ANSWERED = 256  # tokens; RULER's tasks ask for 128 at most
+AT_ONCE = 8  # concurrent requests, each with a context of its own
+MOST_ANSWERED = 256  # tokens of an answer; RULER's tasks ask for 128 at most
 OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
 
 
 def variants(placement: str) -> list[Variant]:
-    """Exact Top-K reads every key: on the CPU, where the others do not have them on the device."""
+    """Return the variants. Exact Top-K reads every key, so it runs on the CPU unless the placement is `device`."""
     at = f"engine.placement={placement}"
     exact = at if placement == "device" else "engine.placement=cpu", "engine.selector=exact", "search.rest=none"
     return [
@@ -57,7 +58,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
 
 
 class LmEval:
-    """lm-eval's process of a task of one length. Threads may ask it at the same time."""
+    """An lm-eval process for a task at one length. Several threads may use it at the same time."""
 
     def __init__(self, task: str, length: int, scratch: Path, options: argparse.Namespace) -> None:
         self._of, self._tokenizer = f"{task}, {length}", str(scratch / "tokenizer")
@@ -72,7 +73,7 @@ class LmEval:
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=log, stdout=log)
 
     def scores(self, model: str, url: str, samples: tuple[int, ...], until: float | None) -> dict[str, float]:
-        """By sample. Raises TimeoutError when the clock, time.monotonic, says more than `until`."""
+        """Return the scores by sample. Raises TimeoutError when time.monotonic() exceeds `until`."""
         settings = {
             "model": model, "base_url": url, "tokenizer": self._tokenizer, "tokenizer_backend": "huggingface",
             "max_length": self._length, "num_concurrent": AT_ONCE, "timeout": 3600, "max_retries": 5,
@@ -102,7 +103,7 @@ def require_time(until: float | None) -> None:
 
 
 def judge(part: Part, variant: Variant, lm_eval: LmEval, store: Path, options: argparse.Namespace) -> Outcome:
-    """lm-eval's run of some samples against a service of their own."""
+    """Score some samples by lm-eval, with a service of their own."""
     settings = [*variant.settings, f"build.dtype={options.dtype}", f"engine.max_context_len={max(options.lengths)}"]
     settings += [f"engine.num_contexts={AT_ONCE}", "limits.request_timeout_s=3600", *options.set]
     with serving(store, *settings, model=options.model) as service:
@@ -117,7 +118,7 @@ def judge(part: Part, variant: Variant, lm_eval: LmEval, store: Path, options: a
 
 
 def take_cpus(free: "Queue[list[int]]") -> None:
-    """This thread, and the processes that it starts, have CPUs of their own."""
+    """Bind this thread, and so the processes that it starts, to CPUs of its own."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, free.get())
 
@@ -176,7 +177,7 @@ def main() -> None:
         def judge_part(part: Part) -> None:
             store = (options.store or scratch) / f"{part.task}-{part.length}-{part.samples[0]}"
             with suppress(TimeoutError):
-                for variant in judged:  # the first leaves its contexts to the others
+                for variant in judged:  # the first one stores the contexts that the others use
                     if not outcomes.has(part, variant):
                         require_time(options.until)
                         outcomes.add(judge(part, variant, lm_eval_of(part), store, options))

@@ -1,4 +1,4 @@
-"""What was judged, kept in a file, and the table that it makes."""
+"""The scores of runs, kept in a file, and their table."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one variant made of a part."""
+    """The scores of one variant on a part."""
 
     task: str
     length: int
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def table(outcomes: list[Outcome], names: list[str]) -> list[dict[str, Any]]:
-    """Of each length, task and variant: the score, and by how much it differs from full attention's, with errors."""
+    """Return, for each length, task and variant, the score and its difference from full attention's, with errors."""
     scores: dict[tuple[int, str], dict[str, dict[str, float]]] = {}
     for of in outcomes:
         scores.setdefault((of.length, of.task), {}).setdefault(of.variant, {}).update(of.scores)
@@ -68,7 +68,7 @@ def mean_and_error(values: NDArray[np.float64]) -> tuple[float, float | None]:
 
 
 def prefills(outcomes: list[Outcome], names: list[str]) -> list[dict[str, Any]]:
-    """Of each variant: tokens that were sent, and those of them that had to be computed."""
+    """Return, for each variant, the prompt tokens sent, and how many of them had to be computed."""
     rows = []
     for name in names:
         if not (of := [outcome for outcome in outcomes if outcome.variant == name]):
@@ -80,10 +80,10 @@ def prefills(outcomes: list[Outcome], names: list[str]) -> list[dict[str, Any]]:
 
 
 class Outcomes:
-    """What was judged: what a file has of earlier runs, and what is added to both."""
+    """All outcomes: those of earlier runs in a file, and new ones, which are also added to the file."""
 
     def __init__(self, path: Path | None, of: str) -> None:
-        """of: model, placement and dtype. Raises GateError for a file that has outcomes of others."""
+        """of: model, placement and dtype. Raises GateError if the file has outcomes of other ones."""
         self._path, self._of, self._lock = path, of, Lock()
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
         self.all = [Outcome(**json.loads(line)) for line in lines]

@@ -1,8 +1,8 @@
-"""Runs lm-eval, as it is, in an environment of its own: `python server.py ADDRESS TASK LENGTH TOKENIZER`.
+"""Runs an unmodified lm-eval in an environment of its own: `python server.py ADDRESS TASK LENGTH TOKENIZER`.
 
-To make a task's samples takes lm-eval most of a minute, so they are made once. Each connection to the address, a Unix
-socket, is a run in a process of its own: settings of `local-completions` and a list of samples come, a score for each
-of them goes back. Ends when its standard input does.
+lm-eval needs most of a minute to make a task's samples, so they are made once. Each connection to ADDRESS, a Unix
+socket, is a run in a process of its own: it receives settings of `local-completions` and a list of samples, and sends
+back a score for each. The server ends when its standard input ends.
 """
 
 import os
@@ -22,7 +22,7 @@ from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
 
 def task_of(name: str, length: int, tokenizer: str) -> Any:
-    """With the samples that lm-eval's command makes."""
+    """Load a task with the samples that lm-eval's command line would make."""
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)
     [task] = TaskManager(metadata={"max_seq_lengths": [length], "tokenizer": tokenizer}).load([name])["tasks"].values()
@@ -43,7 +43,7 @@ def end_with_stdin() -> None:
 def main() -> None:
     address, name, length, tokenizer = sys.argv[1:]
     task = task_of(name, int(length), tokenizer)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
     Thread(target=end_with_stdin, daemon=True).start()
     with Listener(address, "AF_UNIX") as listener:
         while True:
@@ -54,7 +54,7 @@ def main() -> None:
                     connection.send(scores_of(task, int(length), *connection.recv()))
                 except Exception:
                     traceback.print_exc()
-                os._exit(0)  # not by way of the listener, which would take the address away
+                os._exit(0)  # without closing the listener, which would remove the socket
             connection.close()
 
 

@@ -1,1 +1,1 @@
-"""Whether prompts find what was kept of those before: conversations, kills, tenants, a long prompt beside others."""
+"""Do prompts find the rows kept of earlier ones? Conversations, kills, tenants, a long prompt among other requests."""

@@ -1,12 +1,12 @@
-"""What does a long prompt cost those who decode beside it, and what do they cost it?
+"""How much does a long prompt slow down requests that are decoding, and how much do they slow down the prompt?
 
     python -m bench.turns.beside [--prompt-tokens 4096] [--decoding 4] [--json FILE]
     python -m bench.turns.beside --model llama-3.1-8b --prompt-tokens 32768 --decoding 8 --set engine.placement=hybrid
 
-Requests decode without an end; then a prompt comes of which nothing is kept. Told: p50 and p99 of the time between two
-of their tokens, without the prompt and beside it, the wait that it came in and the one that it ended in among them; the
-prompt's time to its first token, alone and beside them; and the longest that any of them waited. Gate: all of them go
-on to the end. A shape has random weights, and tokens that are bytes.
+Requests decode endlessly; then a new prompt arrives, of which no rows are kept. Reported: p50 and p99 of the time
+between two tokens of these requests, without the prompt and during its prefill (including the intervals in which it
+arrives and ends), and the longest such time; and the prompt's time to first token, alone and among the requests. Gate:
+all requests decode until they are stopped. A model given by its shape has random weights and tokens that are bytes.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from bench.timing import end_as_interrupted, finish, gate
 from bench.turns.service import MODEL, NEVER_ENDS, Service, ask, serving, user
 
 CHARS_A_TOKEN = 4  # of the demo model
-LETTERS = dict.fromkeys(map(str, range(33, 59)), 100)  # biases of a model of bytes: what it says can be told at once
-QUIET_TOKENS = 150  # of each that decodes, before the prompt comes
+LETTERS = dict.fromkeys(map(str, range(33, 59)), 100)  # logit bias of a byte model: every token is text at once
+QUIET_TOKENS = 150  # of each decoding request, before the prompt arrives
 
 
 class Decoder(threading.Thread):
-    """A request that goes on until it is told to end."""
+    """A request that decodes until `ends` is set."""
 
     def __init__(self, service: Service, number: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Decoder(threading.Thread):
 
 
 def gaps_ms(decoders: list[Decoder], since: float, until: float) -> dict[str, float]:
-    """Of the waits that ended in that time."""
+    """Return percentiles of the times between tokens that ended in (since, until]."""
     gaps = []
     for decoder in decoders:
         times = np.array(decoder.times_s)
@@ -70,7 +70,7 @@ def gaps_ms(decoders: list[Decoder], since: float, until: float) -> dict[str, fl
 
 
 def until_all(decoders: list[Decoder], is_so: Callable[[Decoder], bool]) -> float:
-    """When that is so of each. Raises GateError where one has ended before."""
+    """Wait until is_so holds for all decoders; return the time. Raises GateError if one has ended before."""
     while waiting := [decoder for decoder in decoders if not is_so(decoder)]:
         gate(all(decoder.is_alive() for decoder in waiting), "a request that decodes has ended before it was told to")
         time.sleep(0.01)
@@ -79,7 +79,7 @@ def until_all(decoders: list[Decoder], is_so: Callable[[Decoder], bool]) -> floa
 
 def run(service: Service, prompts: list[str], num_decoding: int) -> dict[str, Any]:
     with service.client() as client:
-        ask(client, [user(prompts[0])], 1, model=service.model)  # who is first compiles
+        ask(client, [user(prompts[0])], 1, model=service.model)  # warm-up: compiles kernels
         alone = ask(client, [user(prompts[1])], 1, model=service.model)
         decoders = [Decoder(service, number) for number in range(num_decoding)]
         for decoder in decoders:

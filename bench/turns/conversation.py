@@ -1,11 +1,12 @@
-"""What does a turn of a conversation cost that is resent whole, as all clients do, and does it say the same?
+"""What does a turn cost if the client resends the whole conversation, as all clients do, and is the answer the same?
 
     python -m bench.turns.conversation [--turns 20] [--json FILE]
 
-A document of 30,000 characters is pasted into the first message, and asked about for twenty turns, by the `openai`
-client. Gates: a turn computes no more than its own question and a block; its answer is that of one session in one
-process that never left; all of it again, with `kill -9` between any two turns; two branches of a conversation find what
-they have in common; a second client with the same document has its first token within 5 % of the first's time.
+A document of 30,000 characters is pasted into the first message, and questions about it are asked for twenty turns, by
+the `openai` client. Gates: a turn computes at most its own question and a block; its answer is that of one request in
+one engine that is never closed; both hold again with `kill -9` after every turn; two branches of a conversation find
+the rows that they have in common; a second client with the same document has its first token within 5 % of the first
+client's time.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def question(turn: int) -> str:
 
 
 def talk(client: openai.OpenAI, num_turns: int) -> Iterator[tuple[list[Any], Reply]]:
-    """Turn by turn, what was sent and what came."""
+    """Yield, turn by turn, the messages sent and the reply."""
     messages: list[Any] = []
     for turn in range(num_turns):
         messages = [*messages, user(question(turn))]
@@ -75,7 +76,10 @@ def in_one_service(store: Path, num_turns: int) -> tuple[list[tuple[list[Any], R
 
 
 def with_kills(store: Path, num_turns: int) -> tuple[list[tuple[list[Any], Reply]], list[float]]:
-    """Killed as soon as what it keeps is written, which is when a client has hardly read the answer."""
+    """Hold the conversation with a service that is killed after each turn, once its kept rows are written.
+
+    By then, a client has hardly read the answer.
+    """
     turns: list[tuple[list[Any], Reply]] = []
     written: list[float] = []
     messages: list[Any] = []
@@ -91,7 +95,7 @@ def with_kills(store: Path, num_turns: int) -> tuple[list[tuple[list[Any], Reply
 
 
 def never_left(store: Path, turns: list[tuple[list[Any], Reply]]) -> list[str]:
-    """The answers of one request in one engine, that is fed what each turn adds."""
+    """Return the answers of a single request in one engine, which is fed the tokens that each turn adds."""
     loaded, answers = load_model(None, "float32"), []
     [path] = (store / DIRECTORY).glob("*/*/manifest.json")
     with ExitStack() as stack:
@@ -118,7 +122,7 @@ def never_left(store: Path, turns: list[tuple[list[Any], Reply]]) -> list[str]:
 
 
 def require_cheap(turns: list[tuple[list[Any], Reply]], name: str) -> dict[str, Any]:
-    """Each turn computes its own question and no more than a block besides."""
+    """Raise GateError unless each turn computes at most its own question and a block; return the counts."""
     replies = [reply for _, reply in turns]
     own = [0] + [after.prompt_tokens - before.prompt_tokens - before.new_tokens for before, after in pairwise(replies)]
     for turn, (reply, tokens) in enumerate(zip(replies, own, strict=True)):

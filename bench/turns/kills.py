@@ -1,14 +1,14 @@
-"""Is anything wrong found after a service was killed at any moment of its conversations?
+"""Is anything wrong after a service is killed at random moments of its conversations?
 
     python -m bench.turns.kills [--kills 100] [--seed 0] [--model DIR] [--longest-s 8] [--json FILE]
 
-Three conversations go on beside each other, one of them from a document that becomes a context; the process that
-decodes is killed (`kill -9`) at random, another goes on with the turns that broke off. Every so often a conversation
-begins anew with a salt of its own, for which nothing is kept. Gates: every token that came, of whole answers and of
-those that broke off, is that of a process that was never killed and keeps nothing; no process ends but by its kill;
-every file under a block's name is whole.
+Three conversations run at the same time, one of them about a document that becomes a context. The process that decodes
+is killed (`kill -9`) at a random time, and another continues with the interrupted turns. Now and then a conversation
+begins again with a new salt, for which nothing is kept. Gates: every token of whole and of interrupted answers is that
+of a process that was never killed and keeps nothing; no process ends except by its kill; every file with a block's
+name is whole.
 
-So that a hundred processes take minutes, they are forked from one that has loaded the model.
+The processes are forked from one that has loaded the model, so that a hundred of them take minutes.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from workers.settings import KeptSettings, ModelSettings, Settings, StoreSetting
 
 NUM_TURNS, MAX_TOKENS = 3, 20
 LONGEST_S = 8.0
-BEGINNINGS = ((0, 300), (900, 560), (4000, 90))  # of the text: where, and how many characters
-DOCUMENT = 1  # the one that becomes a context
+BEGINNINGS = ((0, 300), (900, 560), (4000, 90))  # passages of the text: start, and number of characters
+DOCUMENT = 1  # the conversation whose document becomes a context
 
 
 def ask_of(conversation: int, turn: int, answers: list[str], salt: str) -> Ask:
@@ -64,7 +64,7 @@ def make_backend(loaded: LoadedModel, model: str | None, store: Path, keeps: boo
 
 
 async def talk(backend: LocalBackend, plan: list[dict[str, Any]], goes_on: bool) -> None:
-    """Each conversation from where the plan says; what comes is told as it comes."""
+    """Continue each conversation from its turn in the plan, and report every piece of text as it arrives."""
 
     async def go_on(number: int, state: dict[str, Any]) -> None:
         turn, salt, answers = state["turn"], state["salt"], state["answers"]
@@ -88,12 +88,12 @@ async def talk(backend: LocalBackend, plan: list[dict[str, Any]], goes_on: bool)
 
 
 def tell(told: dict[str, Any]) -> None:
-    """In one write: a line is there or not, however the process ends."""
+    """Report in one write, so that a line is whole or missing, however the process ends."""
     os.write(1, json.dumps(told).encode() + b"\n")
 
 
 def serve_lives(model: str | None) -> None:
-    """A process for each line that comes: its store, and where its conversations are."""
+    """Fork a process for each line of standard input, which has its store and the plan of its conversations."""
     torch.set_num_threads(1)
     loaded = load_model(model, "float32")
     for line in sys.stdin:
@@ -107,7 +107,7 @@ def serve_lives(model: str | None) -> None:
 
 @dataclass
 class Kills:
-    """The conversations, and what became of them."""
+    """The state of the conversations, and counts of their answers."""
 
     server: "subprocess.Popen[str]"
     rng: np.random.Generator
@@ -119,7 +119,7 @@ class Kills:
     tokens_seen: int = 0
 
     def live(self, store: Path, dies_after_s: float | None) -> None:
-        """One process, to its end; None: until all is said."""
+        """Run one process and kill it after dies_after_s; None: let it finish all conversations (the reference)."""
         plan = [
             {"turn": turn, "salt": salt, "answers": answers, "next_salt": self._next_salt(number)}
             for number, (turn, salt, answers) in enumerate(zip(self.turns, self.salts, self.answers, strict=True))
@@ -168,7 +168,10 @@ def kill_later(pid: int, seconds: float) -> None:
 def run(
     num_kills: int, seed: int, model: str | None, longest_s: float = LONGEST_S, finds_context: bool = False
 ) -> dict[str, Any]:
-    """finds_context: the process that is not killed has left the document's, which takes long, to the others."""
+    """Run the reference and then num_kills processes.
+
+    finds_context: they share the reference's store, and so find the document's context, which takes long to build.
+    """
     command = [sys.executable, "-m", "bench.turns.kills", "--lives", *(["--model", model] if model else [])]
     started, num_files, num_half = time.perf_counter(), 0, 0
     rng = np.random.default_rng(seed)

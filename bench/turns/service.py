@@ -1,4 +1,4 @@
-"""`csattn serve` as a process that can be killed, and what its clients see."""
+"""`csattn serve` as a process that can be killed, and the replies that its clients get."""
 
 import json
 import os
@@ -18,12 +18,12 @@ import openai
 MODEL = "smollm2-135m"
 COMMAND = [sys.executable, "-c", "from workers.cli import main; main()", "serve", "--local", "--json"]
 TEXTS = Path(__file__).parents[1] / "texts"
-NEVER_ENDS = {"0": -100, "1": -100, "2": -100}  # biases of the demo model's ends
+NEVER_ENDS = {"0": -100, "1": -100, "2": -100}  # logit bias against the demo model's end tokens
 
 
 @dataclass
 class Service:
-    """One that answers."""
+    """A service that is ready."""
 
     process: "subprocess.Popen[str]"
     url: str
@@ -37,12 +37,12 @@ class Service:
         self.process.wait()
 
     def metric(self, name: str) -> float:
-        """Over all its labels, or of one: `name{label="value"}`."""
+        """Return a metric's sum over all its labels, or the value for one: `name{label="value"}`."""
         lines = httpx2.get(f"{self.url}/metrics", timeout=60).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
     def wait_until_written(self) -> float:
-        """Seconds until all that is kept in memory is in files too."""
+        """Wait until all kept blocks in memory are also in files; return the seconds waited."""
         since = time.perf_counter()
         while self.metric('csattn_kept_blocks{place="disk"}') < self.metric('csattn_kept_blocks{place="memory"}'):
             time.sleep(0.01)
@@ -51,7 +51,7 @@ class Service:
 
 @contextmanager
 def serving(store: Path, *settings: str, model: Path | None = None) -> Iterator[Service]:
-    """Until the block ends, if it was not killed before. Of the demo model, or that of a directory or a GGUF file."""
+    """Run a service until the block ends or it is killed. model: a directory or a GGUF file; None: the demo model."""
     options = [part for setting in (*settings, "server.port=0") for part in ("--set", setting)]
     if model is not None:
         options += ["--model", str(model)]
@@ -77,25 +77,25 @@ def serving(store: Path, *settings: str, model: Path | None = None) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came, and when."""
+    """A reply and its times."""
 
     text: str
     prompt_tokens: int
     cached_tokens: int
     new_tokens: int
     ttft_s: float
-    times_s: tuple[float, ...]  # when each piece came, since the request was sent
+    times_s: tuple[float, ...]  # when each piece arrived, from sending the request
 
     @property
     def computed(self) -> int:
-        """Tokens of the prompt that were not there."""
+        """Tokens of the prompt that were not cached."""
         return self.prompt_tokens - self.cached_tokens
 
 
 def ask(
     client: openai.OpenAI, messages: list[Any], max_tokens: int, salt: str = "", model: str = MODEL, **fields: Any
 ) -> Reply:
-    """Of the model alone, without a context's name; the whole conversation is sent."""
+    """Send the whole conversation to the model, without naming a context, and return the reply."""
     since, times, text, usage = time.perf_counter(), [], "", None
     extra = {"cache_salt": salt} if salt else {}
     options: dict[str, Any] = {"include_usage": True}

@@ -1,12 +1,12 @@
-"""Does a tenant with a salt of its own ever find, or feel, what another left behind?
+"""Can a tenant with its own salt find rows that another tenant left, or notice them by timing?
 
     python -m bench.turns.tenants [--requests 2000] [--at-once 8] [--json FILE]
 
-Eight tenants send the same text with a secret each, again and again, beside each other, each with its own
-`cache_salt`. Gates: every answer is the one that the tenant has without anybody beside it, and has no other tenant's
-secret; a tenant's first request finds nothing. Then a ninth asks with a tenant's whole prompt and its own salt: it
-finds nothing, and waits for its first token as long as for a prompt that nobody has sent (medians within a factor of
-1.25), while the tenant itself waits less than half as long.
+Eight tenants repeatedly and concurrently send the same text, each with a secret and a `cache_salt` of its own. Gates:
+every answer is the one that the tenant gets without any others, and has no other tenant's secret; a tenant's first
+request finds nothing. Then a ninth tenant sends another tenant's whole prompt with its own salt: it finds nothing, and
+waits for its first token as long as for a prompt that nobody has sent (medians within a factor of 1.25), while the
+tenant itself waits less than half as long.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main() -> None:
             replies = ask_all(service, options.requests, options.at_once, want)
             gate(all(reply.cached_tokens > 0 for reply in replies), "a tenant does not find its own")
             own, foreign, fresh = [], [], []
-            for probe in range(NUM_PROBES):  # in turn: the machine's mood is the same for all
+            for probe in range(NUM_PROBES):  # in turns, so that other load affects all alike
                 secret = TENANTS[probe % len(TENANTS)]
                 own.append(ask(client, prompt(secret), 1, secret))
                 foreign.append(ask(client, prompt(secret), 1, f"a ninth, {probe}"))

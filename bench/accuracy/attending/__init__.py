@@ -1,1 +1,1 @@
-"""Ways to attend to a real context, in plain torch on any device: what each loses against full attention."""
+"""Ways to attend to a real context, in plain torch on any device, to measure what each loses against full attention."""

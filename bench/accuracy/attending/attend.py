@@ -1,4 +1,4 @@
-"""Attention of the predicted tokens to a context of which some rows are read exactly and the rest by stand-ins."""
+"""Attention of the predicted tokens to a context: some rows are read exactly, the rest are approximated."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,75 +13,77 @@ _ELEMENTS, _ELEMENTS_ON_GPU = 1 << 25, 1 << 28  # logits that are held at a time
 
 
 class Codes:
-    """What a method keeps of a layer's context rows. It lies where the model is."""
+    """A method's data about a layer's context rows, on the model's device."""
 
-    bytes_per_key: float  # and KV head, packed, with the scales that grow with the context
-    fixed_bytes: int  # on the device, of a layer: transforms, whatever their number of rows
-    evicts = False  # rows that are not chosen are gone, and the others stay on the device
+    bytes_per_key: float  # per key and KV head, packed, including the scales whose number grows with the context
+    fixed_bytes: int  # of a layer, on the device: transforms, whose size does not depend on the number of rows
+    evicts = False  # whether rows that are not chosen are dropped, and the chosen ones stay on the device
 
     @property
     def device_bytes_per_key(self) -> float:
-        """Of `bytes_per_key` what does not lie on the host."""
+        """The part of `bytes_per_key` that is on the device, not on the host."""
         return self.bytes_per_key
 
     def logits(self, q: Tensor) -> Tensor:
-        """About q . k of all rows: q [num_kv_heads, n, head_dim] -> [num_kv_heads, n, context_len].
+        """Approximate q . k for all rows: q [num_kv_heads, n, head_dim] -> [num_kv_heads, n, context_len].
 
-        The n queries are those of some tokens, one of the group's heads after the other.
+        The n queries are those of all tokens for the group's first head, then for its second, and so on.
         """
         raise NotImplementedError
 
     def logits_with_own(self, q: Tensor, own_keys: Tensor, joined: Tensor) -> Tensor:
-        """The same, and of the tokens' own rows that have joined what is searched: [..., context_len + num_own].
+        """Like `logits`, but also for the tokens' own rows that have joined the index: [..., context_len + num_own].
 
         own_keys: [num_kv_heads, num_own, head_dim]; joined: [num_tokens, num_own] bool.
         """
         raise NotImplementedError
 
     def group_scores(self, q: Tensor, top_k: int) -> Tensor | None:
-        """By what a group's top_k rows are chosen [num_kv_heads, num_tokens, context_len]; None: shares by the logits.
+        """Return the scores [num_kv_heads, num_tokens, context_len] by which a group's top_k rows are chosen.
+
+        None: they are chosen by their shares in the softmaxes of `logits`.
 
         q: [num_kv_heads, group_size, num_tokens, head_dim].
         """
         return None
 
     def weighted_values(self, weights: Tensor, q: Tensor) -> Tensor:
-        """About the sum of the rows' values times weights [num_kv_heads, n, context_len]: [num_kv_heads, n, head_dim].
+        """Approximate the sum of the rows' values times their weights: [num_kv_heads, n, head_dim].
 
-        weights: in proportion to e^logit, 0 for rows that are not in the sum.
+        weights: [num_kv_heads, n, context_len], in proportion to e^logit; 0 for rows that are not in the sum.
         """
         raise NotImplementedError
 
     def sampled(self, q: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Rows that each query head reads besides what its group chooses; None: a method that draws none.
+        """Draw rows that each query head reads besides those that its group chooses; None: the method draws none.
 
-        q: [num_kv_heads, n, head_dim] -> which, bool, and the logarithm of how likely that was, by which each counts
-        for more: [num_kv_heads, n, context_len].
+        q: [num_kv_heads, n, head_dim] -> a bool mask of the rows drawn, and the logarithms of their sampling
+        probabilities, which are subtracted from their logits: both [num_kv_heads, n, context_len].
         """
         return None
 
     def finish(self, out: Tensor, q: Tensor, step: Step, seen: Tensor, is_read: Tensor) -> Tensor:
-        """What becomes of attention to the rows that are read: `out`, like q, unless a method adds something.
+        """Return the final output, shaped like q: `out`, the attention to the rows read, unless a method adds to it.
 
-        q: [num_kv_heads, group_size, num_tokens, head_dim]; of rows of the context and the step's own, seen
-        [num_tokens, num_rows] and is_read [num_kv_heads, group_size * num_tokens, num_rows].
+        q: [num_kv_heads, group_size, num_tokens, head_dim]. seen [num_tokens, num_rows] and is_read
+        [num_kv_heads, group_size * num_tokens, num_rows] cover the context's rows and then the step's own.
         """
         return out
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Which rows of a context are read exactly, and what is done about the rest."""
+    """Which rows of a context are read exactly, and how the rest is attended to."""
 
-    top_k: int  # per KV head and token, chosen besides sinks and window
+    top_k: int  # rows chosen per KV head and token, besides sinks and window
     sink_len: int
     window_len: int
     rest: Literal["none", "codes", "moments"]
-    own_window: int | None = None  # of the tokens' own rows the last, which are not searched for; None: all of them
-    per_query_head: bool = False  # each chooses for itself; codes are then of a layer with its `heads_apart`
+    own_window: int | None = None  # how many of the tokens' last own rows are always read; None: all own rows
+    per_query_head: bool = False  # each query head chooses its own rows; codes must then be of `heads_apart(layer)`
 
     def near(self, context_len: int, num_own: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Which rows of the context and the tokens' own each token reads unasked, and which it sees: [n, num_rows]."""
+        """Return masks [n, num_rows] over context and own rows: those a token always reads, and those it may see."""
         rows, last = torch.arange(context_len + num_own, device=tokens.device), context_len + tokens[:, None]
         own = rows >= (context_len if self.own_window is None else (last - self.own_window + 1).clamp_min(context_len))
         resident = (rows < self.sink_len) | (rows >= context_len - self.window_len) & (rows < context_len)
@@ -89,13 +91,14 @@ class Reading:
         return (resident | own) & seen, seen
 
 
-OnChosen = Callable[[Tensor], None]  # gets the chosen rows [num_kv_heads, num_tokens, top_k] of some tokens, in turn
+# called with the chosen rows [num_kv_heads, num_tokens, top_k] of one batch of tokens after another
+OnChosen = Callable[[Tensor], None]
 
 
 def attend(
     layer: ContextLayer, step: Step, codes: Codes | None, reading: Reading, on_chosen: OnChosen = lambda chosen: None
 ) -> Tensor:
-    """out like step.q. codes: rows are chosen by them; None: by the rows themselves."""
+    """Return the attention output, shaped like step.q. Rows are chosen by `codes`, or (None) by their exact logits."""
     if reading.per_query_head:
         alone = replace(reading, per_query_head=False)
         return attend(heads_apart(layer), step_apart(step), codes, alone, on_chosen).view_as(step.q)
@@ -163,13 +166,13 @@ def _sum_up(
     layer: ContextLayer,
     step: Step,
     tokens: slice,
-    logits: Tensor,  # [num_kv_heads, group_size * num_tokens, num_rows], of exact rows and stand-ins
-    is_exact: Tensor,  # likewise
+    logits: Tensor,  # [num_kv_heads, group_size * num_tokens, num_rows], exact or approximate
+    is_exact: Tensor,  # [num_kv_heads, group_size * num_tokens, num_rows] bool
     codes: Codes | None,
     reading: Reading,
     moments: "_Moments | None",
 ) -> Tensor:
-    """One softmax over the context, the rest's estimate and the tokens' own rows."""
+    """Return attention with one softmax over the context, the estimate of the rest and the tokens' own rows."""
     q, context_len = step.q[:, :, tokens], layer.context_len
     largest = logits.amax(-1, keepdim=True)
     weights = logits.sub_(largest).exp_()
@@ -189,7 +192,7 @@ def _sum_up(
 
 
 def _group_share(logits: Tensor) -> Tensor:
-    """Each row's group score [num_kv_heads, num_tokens, context_len]; logits are not needed afterwards.
+    """Return each row's group score, [num_kv_heads, num_tokens, context_len].
 
     logits: [num_kv_heads, group_size, num_tokens, context_len].
     """
@@ -215,7 +218,7 @@ class _Moments:
         self._key_cov, self._cross_cov = k.mT @ k / self._num_rows, k.mT @ v / self._num_rows
 
     def estimate(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Values [num_kv_heads, n, head_dim] and log-sum-exps [num_kv_heads, n] of the rows that were not chosen."""
+        """Estimate output [num_kv_heads, n, head_dim] and log-sum-exp [num_kv_heads, n] of the rows not chosen."""
         query = self._scale * q.double()
         mean = (query @ self._key_mean.mT)[..., 0]
         spread = (query @ self._key_cov * query).sum(-1).clamp_min(1e-12).sqrt()

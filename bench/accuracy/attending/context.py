@@ -1,4 +1,4 @@
-"""A real context as every layer of a model sees it, and what the model predicts when its layers attend another way."""
+"""A real context's rows in every layer, and the model's predictions when its layers attend to them in another way."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from index_build.predictor import fit_predictor, sample_rows
 
 @dataclass(frozen=True, slots=True)
 class ContextLayer:
-    """A layer's rows of the context, after RoPE, and how its queries are predicted from the layer before."""
+    """A layer's queries, keys and values of the context, after RoPE, and the predictor of its queries."""
 
     q: Tensor  # [num_kv_heads, group_size, context_len, head_dim] float32
     k: Tensor  # [num_kv_heads, context_len, head_dim] float32
@@ -37,28 +37,28 @@ class ContextLayer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the predicted tokens bring to a layer."""
+    """Queries, keys and values of the tokens after the context, in one layer."""
 
     q: Tensor  # [num_kv_heads, group_size, num_tokens, head_dim]
-    early: Tensor  # likewise, predicted from the input of the layer before; `q` itself where nothing is predicted
+    early: Tensor  # like q, predicted from the input of the layer before; `q` itself where nothing is predicted
     k: Tensor  # [num_kv_heads, num_tokens, head_dim]
     v: Tensor
 
 
 def heads_apart(layer: ContextLayer) -> ContextLayer:
-    """The layer as if every query head had its KV head for itself, as methods see it that choose for each alone."""
+    """Return the layer with a copy of the KV head for every query head, for methods that choose rows per query head."""
     k, v = (rows.repeat_interleave(layer.q.shape[1], 0) for rows in (layer.k, layer.v))
     return replace(layer, q=layer.q.flatten(0, 1)[:, None], k=k, v=v)
 
 
 def step_apart(step: Step) -> Step:
-    """What the tokens bring to it."""
+    """Return the step for a layer made by `heads_apart`."""
     k, v = (rows.repeat_interleave(step.q.shape[1], 0) for rows in (step.k, step.v))
     q, early = (of.flatten(0, 1)[:, None] for of in (step.q, step.early))
     return Step(q, q if step.early is step.q else early, k, v)
 
 
-Attend = Callable[[int, Step], Tensor]  # of the layer of that number: out like `Step.q`
+Attend = Callable[[int, Step], Tensor]  # layer_idx, step -> attention output, shaped like `Step.q`
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class RealContext:
 
     loaded: LoadedModel
     layers: Sequence[ContextLayer]
-    following: NDArray[np.int32]  # [num_tokens + 1]: each predicts the next, the last is only predicted
+    following: NDArray[np.int32]  # [num_tokens + 1]: each predicts the next; the last one is only a target
     log_probs: Tensor  # [num_tokens, vocab_size] float32: full attention's
 
     @property
@@ -76,7 +76,10 @@ class RealContext:
 
     @torch.inference_mode()
     def predict(self, attend: Attend, ahead: bool = False) -> Tensor:
-        """Log-probabilities [num_tokens, vocab_size] when all layers attend that way, from all tokens at once."""
+        """Return log-probabilities [num_tokens, vocab_size] when every layer attends by `attend`.
+
+        All tokens run at once. ahead: queries for choosing rows are predicted from the input of the layer before.
+        """
         loaded = self.loaded
         rows = [_Rows(layer_idx, self, attend) for layer_idx in range(len(self.layers))]
         ids = torch.from_numpy(self.following[:-1]).long()[None].to(loaded.device)
@@ -84,18 +87,18 @@ class RealContext:
             return loaded.model(ids, **{CACHE: AttendingCache(rows)}).logits[0].float().log_softmax(-1)
 
     def kl(self, log_probs: Tensor) -> Tensor:
-        """From full attention's predictions, nats of each token [num_tokens]."""
+        """Return each token's KL divergence from full attention's prediction, in nats [num_tokens]."""
         return (self.log_probs.exp() * (self.log_probs - log_probs)).sum(-1)
 
     def nll(self, log_probs: Tensor) -> float:
-        """Nats per token."""
+        """Return the mean negative log-likelihood of the following tokens, in nats per token."""
         targets = torch.from_numpy(self.following[1:]).long().to(log_probs.device)
         return -float(log_probs.gather(1, targets[:, None]).mean())
 
 
 @torch.inference_mode()
 def read_context(loaded: LoadedModel, context: NDArray[np.int32], following: NDArray[np.int32]) -> RealContext:
-    """Run full attention over both; context [context_len], following [num_tokens + 1] token ids."""
+    """Run the model with full attention over context [context_len] and following [num_tokens + 1] token ids."""
     model, geometry = loaded.model, loaded.geometry
     rows, num_tokens = len(context), len(following) - 1
     body = model.model
@@ -120,7 +123,7 @@ def read_context(loaded: LoadedModel, context: NDArray[np.int32], following: NDA
 
 
 class _Rows:
-    """A layer of the context and of the tokens that follow, as a transformers cache wants it."""
+    """A layer of the context and of the tokens that follow, with the interface of a transformers cache layer."""
 
     def __init__(self, layer_idx: int, context: RealContext, attend: Attend):
         self.layer_idx = layer_idx
@@ -145,7 +148,7 @@ class _Rows:
 
 @contextmanager
 def _looking_ahead(context: RealContext, rows: list[_Rows]) -> Iterator[None]:
-    """Before a layer runs, predict the queries of the next one, for those rows that are given."""
+    """Hook the model so that each layer's input predicts the next layer's queries; nothing if `rows` is empty."""
     hooks = []
     for following in rows[1:]:
         layers = context.loaded.model.model.layers
@@ -160,7 +163,7 @@ def _looking_ahead(context: RealContext, rows: list[_Rows]) -> Iterator[None]:
 
 class _PredictQueries:
     def __init__(self, body: Any, rows: _Rows):
-        """rows: of the layer whose queries are told."""
+        """rows: of the layer whose queries are predicted."""
         self._body = body
         self._rows = rows
 

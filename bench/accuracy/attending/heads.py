@@ -1,4 +1,4 @@
-"""What the queries and keys of a layer's heads are like: their spectra, and what each subspace tells of a score."""
+"""Statistics of the queries and keys of a layer's heads: their spectra, and each subspace's part in a score."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,15 @@ LIST_LEN = ListConfig().list_len
 
 
 def describe_heads(layer: ContextLayer, q: Tensor, top_k: int) -> dict[str, Tensor]:
-    """Means over a layer's heads. q: [num_kv_heads, group_size, num_tokens, head_dim], of the tokens that follow.
+    """Return statistics, each a mean over the layer's heads.
 
-    spectrum_*: shares of the energy by principal axis [head_dim]: of the context's queries, of its keys, and of its
-    keys less their mean; keys_by_query_axis: of the last, by the queries' axes.
-    mean_share: of the keys' energy, that of their mean [1].
-    share_*: of the sum of |q . k| over subspaces, the largest first [NUM_SUBSPACES], without and with centring;
-    in_list: in the same order, the share of the exact Top-K rows that a subspace's best quarter of the rows holds.
+    q: [num_kv_heads, group_size, num_tokens, head_dim], of the tokens that follow.
+
+    spectrum_*: share of the energy in each principal axis [head_dim], for the context's queries, its keys, and its
+    keys minus their mean. keys_by_query_axis: share of the energy of the keys minus their mean, in each query axis.
+    mean_share: share of the keys' energy that is in their mean [1].
+    share_*: each subspace's share of the sum of |q . k|, the largest first [NUM_SUBSPACES], without and with centring.
+    in_list: in the order of share_centred, the share of the exact Top-K rows in a subspace's best quarter of the rows.
     """
     queries, keys = layer.q.flatten(1, 2).double(), layer.k.double()
     mean = keys.mean(1, keepdim=True)

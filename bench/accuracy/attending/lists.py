@@ -1,4 +1,4 @@
-"""The published method's lists: of every centroid the keys that score best, for choosing alone."""
+"""The published method's lists, which hold the best-scoring keys of every centroid. They only choose rows."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,10 +14,10 @@ from index_build.codebooks import make_codebooks
 
 
 class ListCodes(Codes):
-    """Every key's float16 score for every centroid whose list has it. A list is cut when it is asked for."""
+    """Float16 scores of the keys in each centroid's list. Lists are not stored: each is made when a query needs it."""
 
     def __init__(self, layer: ContextLayer, config: ListConfig, codebooks: Tensor | None = None):
-        """codebooks: as `make_layer_codebooks` gives them."""
+        """codebooks: the result of `make_layer_codebooks`, which is called if None."""
         self._config = config
         self._codebooks = make_layer_codebooks(layer, config) if codebooks is None else codebooks
         self._mean = layer.k.mean(1, keepdim=True) if config.center_keys else torch.zeros_like(layer.k[:, :1])
@@ -28,17 +28,17 @@ class ListCodes(Codes):
         self.fixed_bytes = self._codebooks.nbytes
 
     def logits(self, q: Tensor) -> Tensor:
-        """Sums of the chosen lists' weighted scores; -inf for keys that are in none of them."""
+        """Return the sums of the keys' weighted scores in the chosen lists; -inf for keys in none of them."""
         return self._sums(q, self._keys, None)
 
     def logits_with_own(self, q: Tensor, own_keys: Tensor, joined: Tensor) -> Tensor:
-        """Rows that join a list take the places of those that score less."""
+        """Like `logits`; own rows that have joined compete for places in the lists, which do not grow."""
         num_tokens = q.shape[1] // len(joined)
         is_there = torch.nn.functional.pad(joined, (self._keys.shape[1], 0), value=True).repeat(num_tokens, 1)
         return self._sums(q, torch.cat([self._keys, own_keys - self._mean], dim=1), is_there)
 
     def _sums(self, q: Tensor, keys: Tensor, is_there: Tensor | None) -> Tensor:
-        """is_there: rows that the lists know of when a query comes [n, num_keys]; None: all."""
+        """is_there: bool [n, num_keys], which rows the lists may hold for each query; None: all."""
         num_subspaces = self._config.num_subspaces
         list_len = self._config.list_entries(self._keys.shape[1])
         sums = torch.zeros(*q.shape[:2], keys.shape[1], device=q.device)
@@ -61,13 +61,13 @@ class ListCodes(Codes):
 
 
 def make_layer_codebooks(layer: ContextLayer, config: ListConfig) -> Tensor:
-    """Of the context's own queries: [num_kv_heads, num_subspaces, num_centroids, subspace_dim]."""
+    """Cluster the context's own queries: [num_kv_heads, num_subspaces, num_centroids, subspace_dim]."""
     with ThreadPoolExecutor(1) as threads:
         return make_codebooks(layer.q.flatten(1, 2), config, threads)
 
 
 def _nth_largest(scores: Tensor, n: int) -> Tensor:
-    """Of each row: [num_rows, 1]."""
+    """Return the n-th largest score of each row: [num_rows, 1]."""
     if scores.is_cuda:
         return scores.topk(n, dim=1, sorted=False).values.amin(1, keepdim=True)
     place = scores.shape[1] - n  # numpy's selection is several times as fast as torch's

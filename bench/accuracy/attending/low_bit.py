@@ -1,11 +1,11 @@
-"""Low-bit KV that is attended to as a whole: what a user would take instead, as published.
+"""Low-bit KV with full attention over all rows: the published alternatives that a user could take instead.
 
-* KIVI (arXiv:2402.02750): keys per channel in groups of 32 rows, values per row in groups of 32 dimensions, by range,
-  a float16 scale and zero point for each group.
+* KIVI (arXiv:2402.02750): min-max quantisation, keys per channel in groups of 32 rows, values per row in groups of 32
+  dimensions, with a float16 scale and zero point for each group.
 * TurboQuant (arXiv:2504.19874): a random rotation, then the best levels for a normal distribution; a float16 norm per
   vector. Its 3.5 bits are 4 for the half of the channels that are largest in the context and 3 for the others, each
   half with a rotation and norms of its own.
-* q4_0 of llama.cpp: blocks of 32 numbers, a float16 scale each.
+* q4_0 of llama.cpp: blocks of 32 numbers, each with a float16 scale.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _HALF_BYTES = 2
 
 
 class LowBitRows(Codes):
-    """Keys and values that were coded and decoded again."""
+    """Keys and values after quantisation and dequantisation."""
 
     fixed_bytes = 0
 
@@ -47,7 +47,7 @@ def kivi(bits: int) -> Callable[[ContextLayer], Codes]:
 
 
 def turbo_quant(*bits: int) -> Callable[[ContextLayer], Codes]:
-    """Equal shares of the channels, the largest first, in so many bits each."""
+    """Quantise equal shares of the channels, the largest channels first, with bits[i] bits for the i-th share."""
 
     def make(layer: ContextLayer) -> Codes:
         num_bytes = layer.k.shape[2] * sum(bits) / len(bits) / 8 + len(bits) * _HALF_BYTES
@@ -67,9 +67,10 @@ def _by_range(rows: Tensor, bits: int) -> Tensor:
 
 
 def coded_by_range(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [..., num_groups, _GROUP], and of each group the least number and a code's worth [..., num_groups, 1].
+    """Return codes [..., num_groups, _GROUP], and each group's minimum and scale [..., num_groups, 1].
 
-    In groups along the last axis, the last of which may be shorter: evenly from its least to its largest.
+    Groups lie along the last axis; the last one is padded if it is shorter. Levels are spaced evenly from a group's
+    minimum to its maximum.
     """
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % _GROUP), mode="replicate").unflatten(-1, (-1, _GROUP))
     low, high = padded.amin(-1, keepdim=True), padded.amax(-1, keepdim=True)
@@ -85,12 +86,12 @@ def _turned(rows: Tensor, bits: tuple[int, ...]) -> Tensor:
 
 
 def largest_channels(rows: Tensor) -> Tensor:
-    """The channels of each head, the largest first: [num_heads, 1, width]. rows: [num_heads, num_rows, width]."""
+    """Return each head's channels, largest mean square first: [num_heads, 1, width] of [num_heads, num_rows, width]."""
     return rows.square().mean(1).argsort(dim=-1, descending=True)[:, None]
 
 
 def coded_turned(rows: Tensor, order: Tensor, bits: tuple[int, ...]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of each share of the channels: numbers of levels, norms [num_heads, num_rows, 1], and the rotation before it."""
+    """Return, for each share of the channels, level indices, norms [num_heads, num_rows, 1] and the rotation used."""
     parts = []
     for part, num in zip(rows.gather(2, order.expand_as(rows)).chunk(len(bits), dim=2), bits, strict=True):
         width, levels = part.shape[2], normal_levels(num).to(rows.device)
@@ -104,7 +105,7 @@ def coded_turned(rows: Tensor, order: Tensor, bits: tuple[int, ...]) -> list[tup
 
 @cache
 def normal_levels(bits: int) -> Tensor:
-    """The 2**bits levels that lose least of a standard normal distribution, by Lloyd's iteration on its density."""
+    """Return the 2**bits levels with the least squared error for a standard normal, by Lloyd's iteration."""
     x = torch.linspace(-6, 6, 24001, dtype=torch.float64)
     density = torch.exp(-x.square() / 2)
     levels = torch.special.ndtri((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
@@ -116,9 +117,9 @@ def normal_levels(bits: int) -> Tensor:
 
 
 def coded_q4_0(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [..., num_blocks, _GROUP] around 8, and their worth [..., num_blocks, 1].
+    """Return codes [..., num_blocks, _GROUP], where 8 stands for 0, and scales [..., num_blocks, 1].
 
-    As llama.cpp: the number with the largest magnitude of a block becomes -8.
+    As in llama.cpp, the number with the largest magnitude of a block becomes -8.
     """
     blocks = rows.unflatten(-1, (-1, _GROUP))
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))

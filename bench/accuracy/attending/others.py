@@ -1,6 +1,6 @@
-"""Other methods' choices, as `csattn/selectors` makes them, for many tokens at once and wherever the model lies.
+"""Other methods' choices, as `csattn/selectors` makes them, for many tokens at once and on the model's device.
 
-Of the tokens' own rows none is searched for: they are too few to leave a window.
+The tokens' own rows are never searched: they are too few to leave a window.
 """
 
 import torch
@@ -14,12 +14,12 @@ from csattn.selectors.pqcache import PreparedPqcache
 from csattn.selectors.quest import PreparedQuest
 from csattn.selectors.sparq import PreparedSparq
 
-_ITEM_BYTES = 2  # of the KV that methods are counted beside
+_ITEM_BYTES = 2  # of a number of the KV cache that the methods' bytes are compared with
 _QUERIES_AT_ONCE, _KEYS_AT_ONCE = 256, 4096
 
 
 class QuestCodes(Codes):
-    """The least and the largest key of each page."""
+    """The minimum and maximum of each page's keys in every dimension."""
 
     fixed_bytes = 0
 
@@ -28,7 +28,7 @@ class QuestCodes(Codes):
         self.bytes_per_key = 2 * layer.k.shape[2] * _ITEM_BYTES / self._prepared.page_size
 
     def group_scores(self, q: Tensor, top_k: int) -> Tensor:
-        """Of a page's rows the first is the best, and all before the next page's."""
+        """Rank pages by their bounds; within a page, earlier rows score higher, and all before the next page's."""
         prepared = self._prepared
         bounds = q.clamp_min(0).flatten(1, 2) @ prepared.high.mT + q.clamp_max(0).flatten(1, 2) @ prepared.low.mT
         pages = (self._scale * bounds.unflatten(1, q.shape[1:3])).softmax(-1).sum(1)
@@ -38,7 +38,7 @@ class QuestCodes(Codes):
 
 
 class PqcacheCodes(Codes):
-    """Keys in the places of their nearest centroids, a byte for each subspace; as published there are two."""
+    """Product-quantised keys: each subspace's nearest centroid, a byte each; two subspaces as published."""
 
     def __init__(self, layer: ContextLayer, num_subspaces: int = 2):
         prepared = PreparedPqcache(_rows(layer), num_subspaces)
@@ -55,19 +55,19 @@ class PqcacheCodes(Codes):
 
 
 class SparqCodes(Codes):
-    """The largest components of the query alone, and as published the mean value for the rows that are left out."""
+    """Scores from the query's largest components only and, as published, the mean value for the rows left out."""
 
     fixed_bytes = 0
 
     def __init__(self, layer: ContextLayer, adds_mean: bool = True):
         self._adds_mean, self._layer, self._prepared = adds_mean, layer, PreparedSparq(_rows(layer))
-        self.bytes_per_key = float(layer.k.shape[2] * _ITEM_BYTES)  # the keys' second copy
+        self.bytes_per_key = float(layer.k.shape[2] * _ITEM_BYTES)  # a second copy of the keys
 
     def group_scores(self, q: Tensor, top_k: int) -> Tensor:
         return self._part_of(q).sum(1) @ self._layer.k.mT
 
     def finish(self, out: Tensor, q: Tensor, step: Step, seen: Tensor, is_read: Tensor) -> Tensor:
-        """Mixed with the mean of all values, by the approximate share of the rows that were not read."""
+        """Mix `out` with the mean of all values, weighted by the approximate softmax share of the rows not read."""
         if not self._adds_mean:
             return out
         context_len, part = self._layer.context_len, self._part_of(q).flatten(1, 2)
@@ -82,7 +82,7 @@ class SparqCodes(Codes):
         return (1 - left_out) * out + left_out * mean
 
     def _part_of(self, q: Tensor) -> Tensor:
-        """Queries without their small components, so that a product with a key is about its scaled logit."""
+        """Return the queries' largest components, scaled so that a product with a key approximates its logit."""
         size = q.abs()
         best = size.sum(1, keepdim=True).topk(self._prepared.num_components, dim=-1).indices
         covered = torch.zeros_like(q).scatter_(3, best.expand(-1, q.shape[1], -1, -1), 1.0)
@@ -91,7 +91,7 @@ class SparqCodes(Codes):
 
 
 class H2oCodes(Codes):
-    """What each key has received of the context's own attention."""
+    """The attention that each key has received from the context's own queries."""
 
     bytes_per_key, fixed_bytes, evicts = 4.0, 0, True
 
@@ -109,7 +109,7 @@ class H2oCodes(Codes):
 
 
 class MagicpigCodes(Codes):
-    """Signs of random projections: the rows that meet a query in two tables, each query head's own."""
+    """Hashes by signs of random projections; each query head reads the rows that collide with it in two tables."""
 
     fixed_bytes, device_bytes_per_key = 0, 0.0
 

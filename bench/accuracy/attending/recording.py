@@ -1,4 +1,4 @@
-"""Real rows of a few layers of a real context, for benchmarks to decode with: no copies, no made-up values."""
+"""Records real rows of a few layers of a context, so that decode benchmarks need neither copies nor made-up values."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,14 @@ from bench.decode.recording import Recording
 from bench.timing import gate
 
 _LARGEST_BYTES = 40_000_000
-_CONTEXT_QUERIES = 2048  # of each head, evenly spaced: enough for the metric that a sketch is made with
+_CONTEXT_QUERIES = 2048  # per head, evenly spaced: enough for the query metric of a sketch
 
 
 def record(context: RealContext, layer_ids: Sequence[int], stretch: float, text_sha256: str) -> Recording:
-    """Record some layers, not the first: nothing is predicted for it. Raises GateError when the file would be large."""
+    """Record some layers, except layer 0, whose queries cannot be predicted.
+
+    Raises GateError for layer 0, or when the file would be large.
+    """
     layers = [context.layers[layer_idx] for layer_idx in layer_ids]
     gate(0 not in layer_ids, "layer 0 has no layer before it to predict its queries from; record others")
     needed = sum(2 * layer.k.numel() for layer in layers)
@@ -52,7 +55,7 @@ def record(context: RealContext, layer_ids: Sequence[int], stretch: float, text_
 
 
 def _in_8_bits(rows: Tensor) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Rows [..., num_rows, head_dim] as whole steps, and the steps."""
+    """Quantise rows [..., num_rows, head_dim] to int8, with a step for each channel."""
     steps = (rows.abs().amax(-2, keepdim=True) / 127).clamp_min(1e-12)
     return (rows / steps).round().to(torch.int8).cpu().numpy(), steps.cpu().numpy()
 

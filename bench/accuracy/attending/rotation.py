@@ -1,4 +1,4 @@
-"""RoPE of queries that a model has not made itself."""
+"""RoPE for queries that were predicted, not computed by the model."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from csattn.models.rope import model_frequencies
 
 
 def rotate_for(body: Any, layer_idx: int, q: Tensor, positions: Tensor) -> Tensor:
-    """What that layer of a model's body does to queries for their positions [q_len], which may be nothing."""
+    """Apply a layer's RoPE, if it has one, to queries at positions [q_len]. body: the model without its head."""
     spec, names = describe(body.config), list(rope_parameters(body.config))
     number = spec.layers[layer_idx].attention.rope
     if number is None:

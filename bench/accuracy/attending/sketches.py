@@ -1,4 +1,4 @@
-"""The product's sketch, as `csattn.sketch.reference` defines it, for many queries at once on any device."""
+"""csattn's sketch, as `csattn.sketch.reference` defines it, for many queries at once on any device."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,7 +29,7 @@ _MOST_ROWS = 2**24  # of a context
 
 
 def build_sketch(layer: ContextLayer, config: SketchConfig) -> SketchIndex:
-    """What the product would make of a layer of the context."""
+    """Build the sketch that csattn would build for this layer of the context."""
     head_dim = layer.k.shape[2]
     num_fine, _ = config.words(head_dim)
     starts = config.segment_starts(layer.context_len)
@@ -41,7 +41,7 @@ def build_sketch(layer: ContextLayer, config: SketchConfig) -> SketchIndex:
 
 
 class SketchCodes(Codes):
-    """Scores and group scores by integers and the rest's values, of any `SketchIndex`."""
+    """Integer scores, group scores and the values of the rest, for any `SketchIndex`."""
 
     def __init__(self, index: SketchIndex, layer: ContextLayer):
         self._index = index
@@ -69,7 +69,7 @@ class SketchCodes(Codes):
         return scores.mul_(units[..., None]).add_(bases[..., None]).div_(self._octaves).flatten(1, 2)
 
     def group_scores(self, q: Tensor, top_k: int) -> Tensor:
-        """As `csattn.sketch.reference.group_scores` has it, and of equals the first."""
+        """Like `csattn.sketch.reference.group_scores`; ties go to the first row."""
         _, exponent, scores = self._scores(q)
         normalisers = normaliser(scores, exponent[:, None])
         shares = scores.sub_((normalisers - normalisers.amin(1, keepdim=True))[..., None])
@@ -91,9 +91,10 @@ class SketchCodes(Codes):
         return out
 
     def _scores(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `csattn.sketch.reference.score_group`, of each token: bases, exponent and scores in float32.
+        """Like `csattn.sketch.reference.score_group`, for each token.
 
-        [num_kv_heads, group_size, num_tokens], [num_kv_heads, num_tokens] int32 and [..., context_len].
+        Returns bases [num_kv_heads, group_size, num_tokens] float32, exponent [num_kv_heads, num_tokens] int32 and
+        scores [num_kv_heads, group_size, num_tokens, context_len] float32.
         """
         means, coordinates = (
             array.unflatten(2, q.shape[1:3]) for array in self._project(q.flatten(1, 2))
@@ -106,11 +107,11 @@ class SketchCodes(Codes):
         return means[:, 0], exponent, scores
 
     def _project(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """As `csattn.sketch.reference.project`: [num_kv_heads, num_segments, n] and [..., num_coords] float32."""
+        """Like `csattn.sketch.reference.project`: [num_kv_heads, num_segments, n] and [..., num_coords] float32."""
         wide = q.double()[:, None]
         means = (wide @ self._key_mean.double()[..., None])[..., 0]
         short, coordinates = (self._octaves * wide).float(), torch.zeros((), device=q.device)
-        for i in range(q.shape[-1]):  # in that order, each product and each sum rounded
+        for i in range(q.shape[-1]):  # in this order, with each product and each sum rounded, as in the definition
             coordinates = coordinates + short[..., i, None] * self._query_transform[:, :, i, None]
         return (self._octaves * means).float(), coordinates
 
@@ -118,9 +119,12 @@ class SketchCodes(Codes):
 def integer_queries(
     means: Tensor,  # [num_kv_heads, num_segments, group_size, n] float32
     coordinates: Tensor,  # [num_kv_heads, num_segments, group_size, n, num_coords] float32
-    largest: Tensor,  # [num_coords] int64: codes
+    largest: Tensor,  # [num_coords] int64, the largest code of each coordinate
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`csattn.sketch.reference.integer_queries` of n groups: exponent [num_kv_heads, n] int32, multipliers, offsets."""
+    """Like `csattn.sketch.reference.integer_queries`, for n groups: exponent [num_kv_heads, n], multipliers, offsets.
+
+    exponent is int32.
+    """
     half = largest.double() / 2
     p, differences = coordinates.double(), means.double() - means[:, :1].double()
     total = (p.abs() * half).sum(-1) + differences.abs()
@@ -138,7 +142,7 @@ def integer_queries(
 
 
 def normaliser(scores: Tensor, exponent: Tensor) -> Tensor:
-    """`csattn.sketch.reference.normaliser` of scores [..., context_len], whole numbers; exponent: of each, int32."""
+    """Like `csattn.sketch.reference.normaliser`, for whole-number scores [..., context_len], exponent [...] int32."""
     padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % NORMALISER_KEYS), value=-torch.inf)
     greatest = padded.unflatten(-1, (-1, NORMALISER_KEYS)).amax(-1).int()
     shift = exponent[..., None]

@@ -1,4 +1,4 @@
-"""What caches of chosen rows would hit, and how much of a choice the step before has made already."""
+"""Hit rates of caches of chosen rows, and the share of a choice that the previous step had made too."""
 
 import torch
 from torch import Tensor
@@ -8,18 +8,19 @@ _NEVER = 0
 
 
 def count_hits(
-    chosen: Tensor,  # [num_caches, num_steps, top_k] int: rows, one cache for each KV head of each layer
+    chosen: Tensor,  # [num_caches, num_steps, top_k] int, row numbers; one cache for each KV head of each layer
     context_len: int,
 ) -> dict[str, float]:
-    """Shares of the chosen rows, over the last three quarters of the steps: found in a cache, chosen a step before.
+    """Return the shares of the chosen rows that an LRU cache holds, and that the previous step chose too.
 
-    Of a least-recently-used cache it matters only when a row was last chosen: the cache holds those that were last.
-    Where not all rows of one step fit, each has the same chance.
+    They are counted over the last three quarters of the steps. An LRU cache holds the rows that were chosen last, so a
+    row's last step decides whether it is there. If only some of a step's rows fit, all have the same probability.
     """
     num_caches, num_steps, top_k = chosen.shape
     chosen = chosen.long()
-    last = torch.zeros(num_caches, context_len, dtype=torch.long, device=chosen.device)  # the step, from 1 on
-    rows_of = torch.zeros(num_caches, num_steps + 1, device=chosen.device)  # whose last step that was
+    # the step at which each row was last chosen, counted from 1
+    last = torch.zeros(num_caches, context_len, dtype=torch.long, device=chosen.device)
+    rows_of = torch.zeros(num_caches, num_steps + 1, device=chosen.device)  # number of rows with that last step
     first = num_steps // 4
     hits, shared, counted = torch.zeros(len(SIZES), device=chosen.device), 0.0, 0
     for step in range(num_steps):

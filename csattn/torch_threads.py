@@ -14,24 +14,24 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Map = Callable[..., Any]  # the builtin, or a pool's
 
-_had_many: int | None = None  # id of the process that used several threads
+_pid_with_threads: int | None = None  # id of the process that used several threads
 
 
 def require_threads() -> None:
     """Raise ConfigError in a process forked after torch used its threads: it has none of them, and torch would hang."""
-    global _had_many
+    global _pid_with_threads
     if torch.get_num_threads() == 1:
         return
-    if _had_many not in (None, os.getpid()):
+    if _pid_with_threads not in (None, os.getpid()):
         raise ConfigError(
             "this process was forked from one that has built, and torch's threads did not come along: start it by "
             'multiprocessing.get_context("spawn"), or call torch.set_num_threads(1) in it first'
         )
-    _had_many = os.getpid()
+    _pid_with_threads = os.getpid()
 
 
 @contextmanager
-def threads_kept() -> Iterator[None]:
+def preserve_num_threads() -> Iterator[None]:
     """Restore torch's number of threads after the block, for the calling thread and for threads that start later.
 
     A new thread takes the number that any thread set last.
@@ -46,17 +46,20 @@ def threads_kept() -> Iterator[None]:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run torch on the calling thread alone within the block."""
-    with threads_kept():
+    with preserve_num_threads():
         torch.set_num_threads(1)
         yield
 
 
-def alone(work: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Wrap `work` to run on one thread, without gradients. Submit it to a pool, and wait for it, in `threads_kept`."""
+def on_one_thread(work: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Wrap `work` to run on one thread, without gradients.
+
+    Submit it to a pool, and wait for it, within `preserve_num_threads`.
+    """
 
     @wraps(work)
-    def by_itself(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+    def run(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
         with one_thread(), torch.inference_mode():
             return work(*arguments, **named)
 
-    return by_itself
+    return run

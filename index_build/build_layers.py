@@ -19,7 +19,7 @@ from csattn.config import IndexConfig
 from csattn.models import LoadedModel
 from csattn.models.layer_offload import layer_on_device
 from csattn.models.query import PROJECTS_QUERIES, queries_before_rope
-from csattn.torch_threads import alone, threads_kept
+from csattn.torch_threads import on_one_thread, preserve_num_threads
 from index_build.board import BuildProgress
 from index_build.layer import index_arrays
 from index_build.outbox import make_outbox
@@ -146,7 +146,7 @@ def make_fit(loaded: LoadedModel, capture: "LayerCapture", hidden_out: Tensor) -
     if capture.q.is_cuda or num_products * num_others > _PRODUCTS_PER_ELEMENT * capture.kv[:, :, 0].numel():
         fitted = fit()
         return lambda: fitted
-    return alone(fit)
+    return on_one_thread(fit)
 
 
 def _fit_query(model: Any, layer_idx: int, *samples: Tensor) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ def _fit_query(model: Any, layer_idx: int, *samples: Tensor) -> dict[str, Tensor
 
 def index_and_fit(fit: Fit, capture: "LayerCapture", config: IndexConfig, threads: Executor) -> dict[str, Tensor]:
     """Make the arrays of a layer's index and, on another thread, the fit."""
-    with threads_kept():
+    with preserve_num_threads():
         fitted = threads.submit(fit)
         return index_arrays(capture.q, capture.kv, config, threads) | fitted.result()
 

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from csattn.config import IndexConfig, ListConfig, SketchConfig
 from csattn.sketch.build import sketch_arrays
 from csattn.table.lists import CHUNK_KEYS, LARGEST_SCORE, list_shapes, lists_of, ordinals, score_room
-from csattn.torch_threads import alone, threads_kept
+from csattn.torch_threads import on_one_thread, preserve_num_threads
 from index_build.codebooks import make_codebooks
 
 _TYPES = {"listed": torch.uint32, "starts": torch.int32, "scores": torch.float16, "least": torch.float16}
@@ -64,8 +64,8 @@ def make_list_table(
 
     by_part = keys.reshape(*lists[:2], -1, keys.shape[2])
     parts = [array.flatten(0, 1) for array in (codebooks, by_part, *table.values())]
-    with threads_kept():
-        for _ in map(make, *parts) if keys.is_cuda else threads.map(alone(make), *parts):
+    with preserve_num_threads():
+        for _ in map(make, *parts) if keys.is_cuda else threads.map(on_one_thread(make), *parts):
             pass
     return table
 

@@ -231,11 +231,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_MULTIPROCESSOR) 
     float* parts,         // [batch_size, NUM_KV_HEADS, NUM_SPLITS, GROUP, PART], written
     int num_tiles, float scale) {
     extern __shared__ __align__(16) char shared[];  // [WARPS, STAGES] tiles; then each warp's sums
-    __shared__ u64 has_come[WARPS][STAGES];
+    __shared__ u64 loaded[WARPS][STAGES];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int split = blockIdx.x, kv_head = blockIdx.y, slot = blockIdx.z * NUM_KV_HEADS + kv_head;
-    if (lane < STAGES) make_barrier(&has_come[warp][lane], COPIERS);
-    barriers_are_made();
+    if (lane < STAGES) init_barrier(&loaded[warp][lane], ARRIVALS_PER_LOAD);
+    fence_barrier_init();
     __syncwarp();
     constexpr int APART = NUM_SPLITS * WARPS;
     const int first = split * WARPS + warp, count = first < num_tiles ? (num_tiles - first + APART - 1) / APART : 0;
@@ -244,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_MULTIPROCESSOR) 
     auto load_tile = [&](int i) {
         const int stage = i % STAGES;
         load_by_warp(
-            1, TILE_BYTES, shared_address(&has_come[warp][stage]),
+            1, TILE_BYTES, shared_address(&loaded[warp][stage]),
             [&](u32) { return shared_address(ring + stage * TILE_BYTES); },
             [&](u32) { return begin + static_cast<long long>(i) * APART * TILE_BYTES; });
     };
@@ -257,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_MULTIPROCESSOR) 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
         const int stage = i % STAGES;
-        wait_for(&has_come[warp][stage], i / STAGES % 2);
+        wait_for(&loaded[warp][stage], i / STAGES % 2);
         attention.add(ring + stage * TILE_BYTES, scale, table);
         __syncwarp();
         if (i + STAGES < count) load_tile(i + STAGES);

@@ -153,9 +153,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_among_fine(
     const Boundary& boundary = place.boundary;
     if (boundary.inside == 0) {
         if (blockIdx.x > 0) return;
-        if (threadIdx.x == 0) choice.quota = ALONE;
+        if (threadIdx.x == 0) choice.quota = CHOSEN_BY_ONE_BLOCK;
         const int num_units = (context.num_keys + CHUNK_KEYS - 1) / CHUNK_KEYS * CHUNK_KEYS / UNIT_KEYS;
-        return choose_alone(group_scores, num_units, wanted, place.range, boundary, bins, scratch, kv_indices + slot * max_top_k);
+        return select_in_one_block(group_scores, num_units, wanted, place.range, boundary, bins, scratch,
+                                   kv_indices + slot * max_top_k);
     }
     const u32 quota = wanted - boundary.above;
     const Range& range = place.range;

@@ -134,8 +134,8 @@ def _check(layer: HashedLayer, attention: SampledAttention, q: Tensor, view: Con
     codes = hash_codes(q, layer.projections, tables.number).tolist()
     buckets = [of[at[code] : at[code + 1]] for of, at, code in zip(rows, starts, codes, strict=True)]
     collisions = torch.bincount(torch.cat(buckets).long(), minlength=view.context_len)
-    taken = view.middle.start + (collisions[view.middle] >= 2).nonzero()[:, 0]
-    k, v = layer.kv[0, taken].float().unbind(1)
+    sampled = view.middle.start + (collisions[view.middle] >= 2).nonzero()[:, 0]
+    k, v = layer.kv[0, sampled].float().unbind(1)
     cosines = torch.cosine_similarity(k - layer.key_mean[0], q, dim=-1)
     log_weights = -sampling_probability(cosines, tables.num_bits, tables.number).log().float()
     wanted = reference.attend(q[None, None, None], k[None, None], v[None, None], view.softmax_scale, None, log_weights)

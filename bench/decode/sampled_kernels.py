@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from csattn.attention.row_math import LEAST, mix, score_16, weigh
+from csattn.attention.row_math import LEAST, add_weighted_values, score_16, softmax_weights
 from csattn.cpu.addresses import LINE_BYTES, array_at
 from csattn.cpu.arguments import floats_of, number_at, word_of, words_at
 from csattn.cpu.jit import exact_kernel
@@ -159,8 +159,8 @@ def _attend(args: Any, piece: int, like: Any) -> None:
     kv_head, number = piece // args.num_ranges, piece % args.num_ranges  # of all requests
     first, last = number * RANGE_WORDS, min((number + 1) * RANGE_WORDS, _num_words(args))
     group_size, head_dim, context_len = args.group_size, args.head_dim, args.context_len
-    taken = np.empty((group_size, last - first), np.uint64)
-    array_at(args.rows_read + 8 * piece, 1, np.int64(0))[0] = _take(args, kv_head, first, taken)
+    sampled = np.empty((group_size, last - first), np.uint64)
+    array_at(args.rows_read + 8 * piece, 1, np.int64(0))[0] = _take(args, kv_head, first, sampled)
     context, at = kv_head // args.num_kv_heads % args.num_contexts, kv_head % args.num_kv_heads * context_len
     kv = word_of(args.kvs, context) + 4 * head_dim * (at + first * WORD)
     norms = array_at(word_of(args.norms, context) + 4 * (at + first * WORD), (last - first) * WORD, np.float32(0))
@@ -170,29 +170,31 @@ def _attend(args: Any, piece: int, like: Any) -> None:
         q_head = kv_head * group_size + g
         part = floats_of(args.parts, q_head * args.num_ranges + number, head_dim + 2)
         part[:head_dim] = 0.0
-        count = _list(taken[g], kv, 4 * head_dim, norms, rows, of_rows)
+        count = _list(sampled[g], kv, 4 * head_dim, norms, rows, of_rows)
         room = -(-count // LANES) * LANES
         _score(floats_of(args.q, q_head, head_dim), rows, room, number_at(args.softmax_scale), weights, like)
         _add_log_weights(args, q_head, of_rows, room, weights)
-        weigh(weights, 0, count, room, part, head_dim)
+        softmax_weights(weights, 0, count, room, part, head_dim)
         _mix(weights, rows, room, part, like)
 
 
 @exact_kernel
-def _take(args: Any, kv_head: int, first_word: int, taken: NDArray[np.uint64]) -> int:
+def _take(args: Any, kv_head: int, first_word: int, sampled: NDArray[np.uint64]) -> int:
     """Write each head's bits of sampled rows to taken [group_size, words of the range]; return how many any samples."""
     num_words, any_taken = _num_words(args), 0
-    collision_bits = array_at(args.collision_bits + 16 * kv_head * len(taken) * NUM_PARTS * num_words, 0, np.uint64(0))
-    for word in range(taken.shape[1]):
+    collision_bits = array_at(
+        args.collision_bits + 16 * kv_head * len(sampled) * NUM_PARTS * num_words, 0, np.uint64(0)
+    )
+    for word in range(sampled.shape[1]):
         of_group, inside = np.uint64(0), _inside(args.first, args.stop, (first_word + word) * WORD)
-        for g in range(len(taken)):
+        for g in range(len(sampled)):
             once = twice = np.uint64(0)
             for part in range(NUM_PARTS):
                 at = 2 * (g * NUM_PARTS + part) * num_words + first_word + word
                 here = collision_bits[at]
                 twice |= collision_bits[at + num_words] | (once & here)
                 once |= here
-            taken[g, word] = twice & inside
+            sampled[g, word] = twice & inside
             of_group |= twice & inside
         any_taken += population(of_group)
     return any_taken
@@ -210,7 +212,7 @@ def _inside(first: int, stop: int, begin: int) -> np.uint64:
 
 @exact_kernel
 def _list(
-    taken: NDArray[np.uint64],
+    sampled: NDArray[np.uint64],
     kv: int,
     row_bytes: int,
     norms: NDArray[np.float32],
@@ -222,8 +224,8 @@ def _list(
     Copies of the last row fill up the last LANES.
     """
     count = 0
-    for word in range(len(taken)):
-        bits = taken[word]
+    for word in range(len(sampled)):
+        bits = sampled[word]
         while bits != np.uint64(0):
             row = word * WORD + np.int64(trailing_zeros(bits))
             bits &= bits - np.uint64(1)
@@ -258,7 +260,7 @@ def _mix(
     for block in range(-EARLY_ROWS, room, LANES):
         _prefetch_halves(rows, block + EARLY_ROWS, room, head_dim, head_dim, like)
         if block >= 0:
-            mix(weights, block, rows[block:], LANES, head_dim, like, head_dim, part)
+            add_weighted_values(weights, block, rows[block:], LANES, head_dim, like, head_dim, part)
 
 
 @exact_kernel

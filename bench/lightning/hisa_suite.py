@@ -169,7 +169,7 @@ def _faults(operands: Operands, blocked: BlockedKeys, lens: Tensor, k: int, conf
     own = (operands.q, operands.weights)
     short = lens[rows].clamp(max=config.pool_len)
     few = replace(blocked, pages=blocked.pages[rows], block_pages=blocked.block_pages[rows])
-    if operands.q.is_cuda and not hopper.suits(operands):  # then HISA and DSA use different score kernels
+    if operands.q.is_cuda and not hopper.supports(operands):  # then the two score in kernels of their own
         scores = score_pages(*own, few.keys, few.pages, short)
     else:
         scores = score_all(operands, short)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.attention.row_math import mix, score_16
+from csattn.attention.row_math import add_weighted_values, score_16
 from csattn.cpu.addresses import array_at, call_stage
 from csattn.cpu.floats import load_float
 from csattn.cpu.jit import exact_kernel
@@ -48,7 +48,7 @@ def score_coded(
 
 
 @exact_kernel
-def mix_coded(
+def add_coded_values(
     weights: NDArray[np.float32],  # [group_size * len(rows)]
     rows: NDArray[np.int64],  # as for `score_coded`
     num_context: int,
@@ -68,7 +68,7 @@ def mix_coded(
         _read_16(reader, rows, block, num_context, v_offset, head_dim * itemsize, like, head_dim, values)
         for g in range(group_size):
             part = array_at(parts + g * part_bytes, head_dim, np.float32(0))
-            mix(weights, g * room + block, places, LANES, 0, np.float32(0), head_dim, part)
+            add_weighted_values(weights, g * room + block, places, LANES, 0, np.float32(0), head_dim, part)
 
 
 @exact_kernel

@@ -52,8 +52,8 @@ __device__ void post_item(float* posted, const float* warp_parts, int item) {
         float max, sum;
         const float4 x = merge<WARPS>(warp_parts, quad, max, sum);
         const int head = quad / (HEAD_DIM / 4), d = quad % (HEAD_DIM / 4) * 4;
-        post(part + head * PART + d, x);
-        if (d == 0) post(part + head * PART + ENDS_AT, make_float4(max, sum, 0.f, 0.f));
+        store_relaxed(part + head * PART + d, x);
+        if (d == 0) store_relaxed(part + head * PART + ENDS_AT, make_float4(max, sum, 0.f, 0.f));
     }
 }
 
@@ -81,7 +81,7 @@ __device__ void collect(float* parts, float* posted) {
             all = true;
 #pragma unroll
             for (int k = 0; k < BATCH; k++)
-                if (first + k * THREADS < NUM && absent(x[k])) x[k] = peek(posted + (first + k * THREADS) * 4);
+                if (first + k * THREADS < NUM && absent(x[k])) x[k] = load_relaxed(posted + (first + k * THREADS) * 4);
 #pragma unroll
             for (int k = 0; k < BATCH; k++)
                 if (first + k * THREADS < NUM && absent(x[k])) all = false;
@@ -91,7 +91,7 @@ __device__ void collect(float* parts, float* posted) {
             if (first + k * THREADS < NUM) *(float4*)(parts + (first + k * THREADS) * 4) = x[k];
 #pragma unroll
         for (int k = 0; k < BATCH; k++)
-            if (first + k * THREADS < NUM) post(posted + (first + k * THREADS) * 4, make_float4(none, none, none, none));
+            if (first + k * THREADS < NUM) store_relaxed(posted + (first + k * THREADS) * 4, make_float4(none, none, none, none));
     }
 }
 
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     float* products = (float*)(units + MAX_UNITS);       // [HEADS][2][HEAD_DIM], for ESTIMATE_REST
     // each warp arrives once for each item, and waits only when it needs what the other warps have stored for it
     u64* const all_stored = (u64*)(products + HEADS * 2 * HEAD_DIM * ESTIMATE_REST);
-    if (threadIdx.x == 0) make_barrier(all_stored, WARPS);
+    if (threadIdx.x == 0) init_barrier(all_stored, WARPS);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_item = (unsigned)(blockIdx.x * num_items) / gridDim.x;
     const int end_item = (unsigned)((blockIdx.x + 1) * num_items) / gridDim.x;
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         }
         if (ESTIMATE_REST && context >= 0) {
             __syncwarp();
-            for (int i = lane * 128; i < 2 * ROW_BYTES; i += 32 * 128) bring_to_l2(units[u - first_unit].means() + i);
+            for (int i = lane * 128; i < 2 * ROW_BYTES; i += 32 * 128) prefetch_l2(units[u - first_unit].means() + i);
         }
     }
     __syncthreads();

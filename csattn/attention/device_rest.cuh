@@ -48,7 +48,7 @@ __device__ void estimate_rest(float* part, const float* products, const char* q,
     const int lane = threadIdx.x % 32;
     if (unit.rest_tiles() == 0) {
         for (int i = 4 * lane; i < PART; i += 4 * 32)
-            post(part + i, make_float4(i == ENDS_AT ? MINUS_INFINITY : 0.f, 0.f, 0.f, 0.f));
+            store_relaxed(part + i, make_float4(i == ENDS_AT ? MINUS_INFINITY : 0.f, 0.f, 0.f, 0.f));
         return;
     }
     const float cut = cut_after(unit.far_len, unit.middle_len), log_rows = log2f((float)unit.middle_len);
@@ -66,8 +66,8 @@ __device__ void estimate_rest(float* part, const float* products, const char* q,
     for (int d = 4 * lane; d < HEAD_DIM; d += 4 * 32) {
         const float4 x = load_mean(unit.means() + ROW_BYTES / 2 + d * ELEMENT_BYTES);
         const float4 y = *(const float4*)(products + HEAD_DIM + d);
-        post(part + d, make_float4(x.x + rest.y * y.x, x.y + rest.y * y.y, x.z + rest.y * y.z, x.w + rest.y * y.w));
+        store_relaxed(part + d, make_float4(x.x + rest.y * y.x, x.y + rest.y * y.y, x.z + rest.y * y.z, x.w + rest.y * y.w));
     }
-    if (lane == 0) post(part + ENDS_AT, make_float4(rest.x + log_rows, 1.f, 0.f, 0.f));
+    if (lane == 0) store_relaxed(part + ENDS_AT, make_float4(rest.x + log_rows, 1.f, 0.f, 0.f));
 }
 

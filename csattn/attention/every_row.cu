@@ -88,7 +88,7 @@ struct Attention {
             }
         unsigned weights[NUM][CHUNK / 16][4];
 #pragma unroll
-        for (int f = 0; f < NUM; f++) weigh(f, p[f], weights[f], count, scale, cap);
+        for (int f = 0; f < NUM; f++) compute_weights(f, p[f], weights[f], count, scale, cap);
         const unsigned values = rows + ROW_BYTES / 2 + lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
         for (int k = 0; k < CHUNK / 16; k++)
@@ -105,8 +105,8 @@ struct Attention {
     }
 
     // Online softmax: turn products into weights, and rescale the sums so far.
-    __device__ __forceinline__ void weigh(int f, float (&p)[CHUNK / 8][4], unsigned (&weights)[CHUNK / 16][4], int count,
-                                          float scale, float cap) {
+    __device__ __forceinline__ void compute_weights(int f, float (&p)[CHUNK / 8][4], unsigned (&weights)[CHUNK / 16][4],
+                                                    int count, float scale, float cap) {
         const int lane = threadIdx.x % 32;
         float top[2] = {max[f][0], max[f][1]}, kept[2];
 #pragma unroll
@@ -174,16 +174,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
     float* parts,  // [batch_size, NUM_Q_HEADS, MAX_SPLITS + MAX_TAIL_SPLITS, PART]; one is written for each split
     int batch_size, int tail_capacity, float scale, float cap) {
     extern __shared__ __align__(16) char shared[];  // [STAGES] tiles
-    __shared__ u64 has_come[STAGES], is_read[STAGES];
+    __shared__ u64 loaded[STAGES], consumed[STAGES];
     __shared__ u32 scratch[WARPS];
     __shared__ Source sources[THREADS];  // [2 * batch_size]: contexts, each at the first row that continues it; then tails
     __shared__ int contexts[MAX_BATCH_SIZE], ranks[MAX_BATCH_SIZE];  // a row's context, and its rank among the rows on it
     __shared__ int at, rows_of[QUERIES];  // the item's source, and the rows of the step that read it
 
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    if (thread < STAGES) make_barrier(&has_come[thread], WARPS * COPIERS), make_barrier(&is_read[thread], WARPS);
+    if (thread < STAGES) init_barrier(&loaded[thread], WARPS * ARRIVALS_PER_LOAD), init_barrier(&consumed[thread], WARPS);
     if (thread < batch_size) contexts[thread] = tail_lens[thread] > 0 ? context_ids[thread] : -1;
-    barriers_are_made();
+    fence_barrier_init();
     __syncthreads();
     Source source = {};
     if (thread < batch_size) {
@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
     if (thread < 2 * batch_size) sources[thread] = source;
     wait_then_let_next_start();
 
-    int num_used = 0, num_asked = 0;  // tiles
+    int num_used = 0, num_started = 0;  // tiles
     for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
         __syncthreads();  // all threads have finished the previous item
         if (source.first_item <= item && item < source.first_item + source.num_items) at = thread;
@@ -232,17 +232,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
 
         const int first = split * splits.len, len = min(splits.len, from.num_rows - first);
         const char* const begin = (const char*)from.rows + ((long long)kv_head * from.head_rows + first) * ROW_BYTES;
-        auto ask_for = [&](int number) {  // load a tile of the item, a part of it by each warp; past the end the last row repeats
-            const int stage = num_asked % STAGES, own = warp * (TILE / WARPS);
-            if (num_asked >= STAGES) wait_for(&is_read[stage], num_asked / STAGES % 2 ^ 1);
+        // load a tile of the item, a part of it by each warp; past the end the last row repeats
+        auto start_load = [&](int number) {
+            const int stage = num_started % STAGES, own = warp * (TILE / WARPS);
+            if (num_started >= STAGES) wait_for(&consumed[stage], num_started / STAGES % 2 ^ 1);
             load_by_warp(
-                TILE / WARPS, ROW_BYTES, shared_address(&has_come[stage]),
+                TILE / WARPS, ROW_BYTES, shared_address(&loaded[stage]),
                 [&](u32 i) { return shared_address(shared) + stage * TILE_BYTES + (own + i) * PITCH; },
                 [&](u32 i) { return begin + (long long)min(number * TILE + own + (int)i, len - 1) * ROW_BYTES; });
-            num_asked++;
+            num_started++;
         };
         const int num_tiles = (len + TILE - 1) / TILE;
-        for (int number = 0; number < min(STAGES - 1, num_tiles); number++) ask_for(number);
+        for (int number = 0; number < min(STAGES - 1, num_tiles); number++) start_load(number);
         __syncthreads();
         Attention attention;
         attention.num_folds = 0;
@@ -266,8 +267,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
 #pragma unroll 1
         for (int number = 0; number < num_tiles; number++) {
             const int stage = num_used % STAGES;
-            if (number + STAGES - 1 < num_tiles) ask_for(number + STAGES - 1);
-            wait_for(&has_come[stage], num_used / STAGES % 2);
+            if (number + STAGES - 1 < num_tiles) start_load(number + STAGES - 1);
+            wait_for(&loaded[stage], num_used / STAGES % 2);
 #pragma unroll 1
             for (int chunk = 0; chunk < min(TILE, len - number * TILE); chunk += CHUNK) {
                 const unsigned rows = shared_address(shared) + stage * TILE_BYTES + chunk * PITCH;
@@ -278,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_every_row(
                     attention.add<1>(rows, count, scale, cap);
             }
             __syncwarp();
-            if (lane == 0) arrive(&is_read[stage]);
+            if (lane == 0) arrive(&consumed[stage]);
             num_used++;
         }
 #pragma unroll
@@ -317,7 +318,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) join_parts(
     float4 x[AHEAD];
 #pragma unroll
     for (int k = 0; k < AHEAD; k++)
-        if (lane < LANES && lane + k * LANES < num) x[k] = load_now((const float4*)(first + place(lane + k * LANES) * PART) + quad);
+        if (lane < LANES && lane + k * LANES < num)
+            x[k] = issue_load((const float4*)(first + place(lane + k * LANES) * PART) + quad);
     const float sink = SINKS ? sinks[head] * LOG2E : MINUS_INFINITY;
     float top = sink;
     for (int i = thread; i < num; i += THREADS) top = fmaxf(top, first[place(i) * PART + HEAD_DIM]);

@@ -27,7 +27,7 @@ OTHER_BYTES = 20 << 10  # upper bound of the shared memory that a block has besi
 PART_ENDS = 4  # floats after a part's output, as in the kernel
 
 
-def takes_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+def supports_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether the kernel supports these heads; `DeviceAttention` takes all others, one row at a time."""
     fits = head_dim <= MAX_HEAD_DIM and num_q_heads // num_kv_heads <= MAX_GROUP
     return dtype.itemsize == 2 and dtype in ELEMENTS and fits
@@ -55,7 +55,7 @@ class EveryRowAttention:
         logit_cap: float | None = None,  # logits are cap * tanh(logit / cap)
         has_sinks: bool = False,
     ) -> None:
-        assert takes_heads(num_q_heads, num_kv_heads, head_dim, dtype) and max(batch_sizes) <= MAX_BATCH_SIZE
+        assert supports_heads(num_q_heads, num_kv_heads, head_dim, dtype) and max(batch_sizes) <= MAX_BATCH_SIZE
         self._heads, self._dtype, self._has_sinks = (num_q_heads, head_dim), dtype, has_sinks
         self._tail_shape = (num_kv_heads, tail_capacity, 2, head_dim)
         self._scale = np.float32(softmax_scale * log2(np.e))  # the kernel's exponentials are powers of 2

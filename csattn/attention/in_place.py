@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.attention.coded_rows import mix_coded, score_coded
+from csattn.attention.coded_rows import add_coded_values, score_coded
 from csattn.attention.in_place_arguments import (
     MAX_PARTS,
     MAX_RANGES,
@@ -23,7 +23,7 @@ from csattn.attention.in_place_arguments import (
     valid_len_of,
 )
 from csattn.attention.in_place_rest import rest_ranges_of
-from csattn.attention.row_math import cap_logits, mix, score_16, weigh
+from csattn.attention.row_math import add_weighted_values, cap_logits, score_16, softmax_weights
 from csattn.cpu.addresses import array_at
 from csattn.cpu.arguments import bytes_of, word_of
 from csattn.cpu.floats import exp_lanes
@@ -102,14 +102,16 @@ def _attend(args: Any, piece: int, like: Any, itemsize: int) -> None:
     parts = args.parts + 4 * ((row * num_q_heads + head * group_size) * MAX_PARTS + number) * part_words
     for g in range(group_size):
         part = array_at(parts + 4 * g * MAX_PARTS * part_words, part_words, np.float32(0))
-        weigh(weights, g * room, count, room, part, head_dim)
+        softmax_weights(weights, g * room, count, room, part, head_dim)
         part[:head_dim] = 0.0
         if not coded:
-            mix(weights, g * room, rows, room, head_dim, like, head_dim, part)
+            add_weighted_values(weights, g * room, rows, room, head_dim, like, head_dim, part)
     if coded:
         reader, offset = word_of(args.v_readers, row), word_of(args.v_offsets, row)
         part_bytes = 4 * MAX_PARTS * part_words
-        mix_coded(weights, rows, num_context, reader, offset, like, itemsize, head_dim, group_size, parts, part_bytes)
+        add_coded_values(
+            weights, rows, num_context, reader, offset, like, itemsize, head_dim, group_size, parts, part_bytes
+        )
 
 
 @exact_kernel

@@ -15,7 +15,7 @@ from csattn.cpu.jit import exact_kernel
 from csattn.search.code_sums import CHUNK_KEYS
 from csattn.search.match import widen
 from csattn.search.rest import attend_rows
-from csattn.search.sketch import project_queries, sketch_at, weigh_queries
+from csattn.search.sketch import project_queries, quantise_queries, sketch_at
 
 RANGE_ROWS = 16384  # ranges are longer if the middle has more than MAX_RANGES of these
 
@@ -34,7 +34,7 @@ def rest_queries_stage(arguments: int, piece: int, thread: int, unused: int) -> 
         queries = args.queries + (place * num_kv_heads + head) * args.query_bytes
         scale = array_at(args.softmax_scale, 1, np.float64(0))[0]
         project_queries(sketch, head, widen(q), 0, sketch.num_segments, scale, queries)
-        weigh_queries(sketch, group_size, queries)
+        quantise_queries(sketch, group_size, queries)
     return 0
 
 

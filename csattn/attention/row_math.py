@@ -68,7 +68,9 @@ def cap_logits(logits: NDArray[np.float32], cap: float) -> None:
 
 
 @exact_kernel
-def weigh(weights: NDArray[np.float32], at: int, count: int, room: int, part: NDArray[np.float32], words: int) -> None:
+def softmax_weights(
+    weights: NDArray[np.float32], at: int, count: int, room: int, part: NDArray[np.float32], words: int
+) -> None:
     """Turn scores into exp(score - largest); write the largest and the sum after the part's first `words` words.
 
     A score of NaN or infinity makes the result NaN, whatever the other scores are.
@@ -87,7 +89,7 @@ def weigh(weights: NDArray[np.float32], at: int, count: int, room: int, part: ND
 
 
 @exact_kernel
-def mix(
+def add_weighted_values(
     weights: NDArray[np.float32],  # the rows' weights begin at `at`
     at: int,
     rows: NDArray[np.int64],  # addresses

@@ -13,13 +13,13 @@ from csattn.cpu.simd import Vector
 
 
 @intrinsic
-def turn_fours(typing_context, value):  # type: ignore[no-untyped-def]
+def transpose_bytes(typing_context, value):  # type: ignore[no-untyped-def]
     """Transpose the bytes of every four lanes: byte i of lane j becomes byte j of lane i."""
     return value(value), _shuffle_bytes([4 * byte + lane for lane in range(4) for byte in range(4)])
 
 
 @intrinsic
-def spread_byte(typing_context, value, number):  # type: ignore[no-untyped-def]
+def gather_byte(typing_context, value, number):  # type: ignore[no-untyped-def]
     """In each group of four lanes, every lane gets byte `number` (a literal) of each of the four."""
     if not isinstance(number, types.IntegerLiteral):
         return None

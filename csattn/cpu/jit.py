@@ -13,7 +13,7 @@ from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 from numpy.typing import NDArray
 
-from csattn.cpu.compile_turn import compile_in_turn
+from csattn.cpu.compile_lock import compile_under_lock
 from csattn.cpu.source_stamp import source_stamp
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -76,7 +76,7 @@ def c_function(function: Callable[..., Any], signature: Any) -> CFunc:
 def _share(compiled: Any, function: Callable[..., Any]) -> None:
     """Share the cached kernel with other processes, present and later, as long as its sources are the same."""
     _stamp(compiled, function)
-    compile_in_turn(compiled, function.__code__.co_filename)
+    compile_under_lock(compiled, function.__code__.co_filename)
 
 
 def _stamp(compiled: Any, function: Callable[..., Any]) -> None:
@@ -90,10 +90,10 @@ def _stamp(compiled: Any, function: Callable[..., Any]) -> None:
     index = compiled._cache._cache_file
     index._version = index._version, source_stamp(function.__module__)
     index._data_name_pattern = index._data_name_pattern.replace(".nbc", f".{_PROCESS}.nbc")
-    compiled._cache.save_overload = partial(_save_if_it_can_be, compiled._cache.save_overload)
+    compiled._cache.save_overload = partial(_try_save, compiled._cache.save_overload)
 
 
-def _save_if_it_can_be(save: Callable[..., None], *compiled: Any) -> None:
+def _try_save(save: Callable[..., None], *compiled: Any) -> None:
     """Save compiled code to the cache, or go on without.
 
     Once, on a busy machine, numba no longer had the object code of a kernel that it had just compiled.

@@ -154,7 +154,7 @@ def pack_lanes(typing_context, value, bits):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def add_spread(typing_context, sums, array, start, bits):  # type: ignore[no-untyped-def]
+def add_expanded(typing_context, sums, array, start, bits):  # type: ignore[no-untyped-def]
     """Expand and add: lanes of sums with a set bit get the elements start, start + 1, ... of a float32 array added.
 
     May read 16 elements, as many as there are lanes, however few bits are set.
@@ -165,18 +165,18 @@ def add_spread(typing_context, sums, array, start, bits):  # type: ignore[no-unt
         sums, bits, features = args[0], builder.trunc(args[3], ir.IntType(LANES)), context.codegen().magic_tuple()[2]
         place = element_pointer(context, builder, sig, args, 1)
         mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES))
-        how = spread_by_mask if "+avx512f" in features else spread_by_table if "+avx2" in features else spread_singly
+        how = expand_by_mask if "+avx512f" in features else expand_by_table if "+avx2" in features else expand_singly
         return builder.select(mask, builder.fadd(sums, how(builder, place, bits, mask, sums.type)), sums)
 
     return sig, generate
 
 
-def spread_by_mask(builder: ir.IRBuilder, place: Any, _: Any, mask: Any, kind: ir.VectorType) -> Any:
+def expand_by_mask(builder: ir.IRBuilder, place: Any, _: Any, mask: Any, kind: ir.VectorType) -> Any:
     value = builder.load(builder.bitcast(place, kind.as_pointer()), align=4)
     return call(builder, "llvm.x86.avx512.mask.expand.v16f32", kind, [value, ir.Constant(kind, None), mask])
 
 
-def spread_by_table(builder: ir.IRBuilder, place: Any, bits: Any, mask: Any, kind: ir.VectorType) -> Any:
+def expand_by_table(builder: ir.IRBuilder, place: Any, bits: Any, mask: Any, kind: ir.VectorType) -> Any:
     """Expand half by half: a table has, for each byte of bits, the element that each of eight lanes takes."""
     i8, i32, i64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
     table, halves = _places_of_bytes(builder.module), []
@@ -202,7 +202,7 @@ def _places_of_bytes(module: ir.Module) -> ir.GlobalVariable:
     return module.globals[name]
 
 
-def spread_singly(builder: ir.IRBuilder, place: Any, _: Any, mask: Any, kind: ir.VectorType) -> Any:
+def expand_singly(builder: ir.IRBuilder, place: Any, _: Any, mask: Any, kind: ir.VectorType) -> Any:
     value, i32 = ir.Constant(kind, ir.Undefined), ir.IntType(32)
     for lane in range(LANES):
         value = builder.insert_element(value, builder.load(place), i32(lane))
@@ -248,8 +248,8 @@ def largest_of_eights(typing_context, a, b, c, d):  # type: ignore[no-untyped-de
         compare, largest = _compare(builder, vector), []
         for value in values:
             for step in (1, 2, 4):
-                turned = shuffle(builder, [value, value], [lane ^ step for lane in range(vector.lanes)])
-                value = builder.select(compare(">", value, turned), value, turned)
+                shuffled = shuffle(builder, [value, value], [lane ^ step for lane in range(vector.lanes)])
+                value = builder.select(compare(">", value, shuffled), value, shuffled)
             largest.append(value)
         firsts = list(range(0, 2 * vector.lanes, 8))
         halves = [shuffle(builder, largest[i : i + 2], firsts) for i in (0, 2)]

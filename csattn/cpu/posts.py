@@ -25,7 +25,7 @@ MAX_POSTS = 3
 WORDS, STAGE, ARGUMENT = range(3)  # addresses; the stage is called with the argument's and the thread's number
 TABLE_WORDS = (1 + MAX_POSTS) * LINE
 
-IDLE, CLOSED = 0, -1  # results of `serve`
+IDLE, CLOSED = 0, -1  # results of `poll_for_work`
 NAP_US = 50
 
 
@@ -38,7 +38,7 @@ def list_post(table: NDArray[np.int64], number: int, words: int, stage: int, arg
 
 
 @exact_kernel
-def serve(table: NDArray[np.int64], seen: NDArray[np.int64], thread: int, spin_ns: int, nap_ns: int) -> int:
+def poll_for_work(table: NDArray[np.int64], seen: NDArray[np.int64], thread: int, spin_ns: int, nap_ns: int) -> int:
     """Do work as it is opened. Return CLOSED when stopped, or IDLE after nap_ns without work.
 
     seen [MAX_POSTS]: the number of the last work done at each post, updated. Without work, poll continuously for

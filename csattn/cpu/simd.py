@@ -1,8 +1,8 @@
 """Vectors as values inside kernels: `a = load(I32x16, x, i)`, `a * b + c`, `store(x, i, a)`; see also `lanes.py`.
 
 These are LLVM's vector types, so the code runs on any machine: vectors wider than its registers are split. Only
-`byte_lanes` and `lanes` (`pack_lanes`, `add_spread`) use instructions of particular machines. Loads and stores need no
-alignment and check no bounds. Integers wrap around; floats are rounded after each operation.
+`byte_lanes` and `lanes` (`pack_lanes`, `add_expanded`) use instructions of particular machines. Loads and stores need
+no alignment and check no bounds. Integers wrap around; floats are rounded after each operation.
 """
 
 import operator

@@ -69,16 +69,16 @@ def finish_run(shared: NDArray[np.int64]) -> bool:
     _await_done(shared, _work(shared, 0))
     store_release(shared, OPENED, 0)
     await_others(shared)
-    sound: bool = load_acquire(shared, FAILED) == 0
-    return sound
+    succeeded: bool = load_acquire(shared, FAILED) == 0
+    return succeeded
 
 
 @exact_kernel
 def run_at_once(stages: NDArray[np.int64], shared: NDArray[np.int64], address: int, number: int) -> bool:
     """`open_run` and `finish_run` in one call, if no thread has to be woken."""
     open_run(stages, shared, address, number)
-    sound: bool = finish_run(shared)
-    return sound
+    succeeded: bool = finish_run(shared)
+    return succeeded
 
 
 def help_run(shared: int, thread: int, _unused: int, _neither: int) -> int:

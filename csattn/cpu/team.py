@@ -11,7 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.cpu.addresses import Stage, aligned, compiled_address
-from csattn.cpu.posts import CLOSED, FAILED, MAX_POSTS, NUM_POST_WORDS, OPENED, STOPPED, TABLE_WORDS, list_post, serve
+from csattn.cpu.posts import (
+    CLOSED,
+    FAILED,
+    MAX_POSTS,
+    NUM_POST_WORDS,
+    OPENED,
+    STOPPED,
+    TABLE_WORDS,
+    list_post,
+    poll_for_work,
+)
 from csattn.cpu.tape import MAX_STAGES, SHARED_WORDS, Tape, finish_run, help_run, open_run, run_at_once
 
 SPIN_MS = 1.0  # how long idle threads poll continuously
@@ -31,10 +41,10 @@ class Post:
 class Team:
     """num_threads threads, the calling one included. Close it, or use it as a context manager.
 
-    Runs tapes, for one calling thread at a time; others may meanwhile open work at their own posts (`Crew`).
+    Runs tapes, for one calling thread at a time; others may meanwhile open work at their own posts (`HelperThreads`).
     """
 
-    _crew: "Crew"
+    _helpers: "HelperThreads"
     _tapes: Post | None
     _number: int  # of the last run
 
@@ -52,12 +62,12 @@ class Team:
         self._open()
 
     @property
-    def crew(self) -> "Crew":
-        """The team's own threads. A forked process has none of them, and gets a new crew without posts."""
-        if self._crew.pid != os.getpid():
-            self._dismiss.detach()
+    def helpers(self) -> "HelperThreads":
+        """The team's own threads. A forked process has none of them, and gets new ones without posts."""
+        if self._helpers.pid != os.getpid():
+            self._finalizer.detach()
             self._open()
-        return self._crew
+        return self._helpers
 
     def run(self, tape: Tape) -> None:
         """Run all stages of the tape; return when they are done.
@@ -66,32 +76,32 @@ class Team:
         """
         stages = tape.stages
         assert len(stages) <= MAX_STAGES, f"a tape of {len(stages)} stages is longer than {MAX_STAGES}"
-        crew = self.crew
-        crew.require_sound()
+        helpers = self.helpers
+        helpers.require_running()
         if self._tapes is None:
             shared = aligned(8 * SHARED_WORDS).view(np.int64)
-            self._tapes = crew.add_post(Post(shared, help_run, shared))
-        crew.hire()
+            self._tapes = helpers.add_post(Post(shared, help_run, shared))
+        helpers.start()
         self._number += 1
         shared, address = self._tapes.words, stages.ctypes.data
-        if crew.sleepers:  # a thread that falls asleep right now misses this run only
+        if helpers.sleepers:  # a thread that falls asleep right now misses this run only
             open_run(stages, shared, address, self._number)
-            crew.wake()
-            sound = finish_run(shared)
+            helpers.wake()
+            succeeded = finish_run(shared)
         else:
-            sound = run_at_once(stages, shared, address, self._number)
-        if not sound:
-            crew.require_sound()
+            succeeded = run_at_once(stages, shared, address, self._number)
+        if not succeeded:
+            helpers.require_running()
 
     def close(self) -> None:
         """End the threads, for good."""
-        self.crew.dismiss()
+        self.helpers.stop()
 
     def _open(self) -> None:
-        """Start without threads: they are started for the first work that needs them (`Crew.hire`)."""
-        self._crew = Crew(self.num_threads, self._cpus, self._name)
+        """Start without threads: they are started for the first work that needs them (`HelperThreads.start`)."""
+        self._helpers = HelperThreads(self.num_threads, self._cpus, self._name)
         self._tapes, self._number = None, 0
-        self._dismiss = weakref.finalize(self, self._crew.dismiss)  # also if close is forgotten, and at exit
+        self._finalizer = weakref.finalize(self, self._helpers.stop)  # also if close is forgotten, and at exit
 
     def __enter__(self) -> Self:
         return self
@@ -100,10 +110,10 @@ class Team:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Team {self.num_threads} threads, {len(self._crew.threads)} of them hired>"
+        return f"<Team {self.num_threads} threads, {len(self._helpers.threads)} of them hired>"
 
 
-class Crew:
+class HelperThreads:
     """A team's own threads, and the posts at which they get work.
 
     Has no reference to the team, so that the team can be garbage-collected.
@@ -118,19 +128,19 @@ class Crew:
         self._table = np.zeros(TABLE_WORDS, np.int64)
         self._num_listed = 0  # posts in the table
         self._awake = threading.Condition()
-        self._calls_to_work = 0
+        self._num_wakes = 0
         self._cause: BaseException | None = None
 
     def add_post(self, post: Post) -> Post:
-        """Have threads poll this post, from the next `hire` on."""
+        """Have threads poll this post, from the next `start` on."""
         with self._awake:
             assert len(self._posts) < MAX_POSTS
             post.words[:NUM_POST_WORDS] = 0
             self._posts.append(post)
         return post
 
-    def require_sound(self) -> None:
-        """Raise RuntimeError if a thread has failed or the crew has been dismissed."""
+    def require_running(self) -> None:
+        """Raise RuntimeError if a thread has failed or the threads have been stopped."""
         if self._cause is not None:
             raise RuntimeError(
                 f"a thread of the {self._name} has failed; close the {self._name} and make another"
@@ -138,14 +148,14 @@ class Crew:
         if self._table[STOPPED]:
             raise RuntimeError(f"the {self._name} is closed; make another")
 
-    def hire(self) -> None:
+    def start(self) -> None:
         """Start all threads but the calling one, unless they run, and list all posts in their table."""
         if len(self.threads) == self._num_threads - 1 and (self._num_listed == len(self._posts) or not self.threads):
             return
         with self._awake:
             if not self.threads:
-                # compile `serve` here: a process that forks while another thread compiles passes on a locked compiler
-                serve(np.ones(TABLE_WORDS, np.int64), np.zeros(MAX_POSTS, np.int64), 0, 0, 0)
+                # compile it here: a process that forks while another thread compiles passes on a locked compiler
+                poll_for_work(np.ones(TABLE_WORDS, np.int64), np.zeros(MAX_POSTS, np.int64), 0, 0, 0)
             for number in range(self._num_listed, len(self._posts)):
                 post = self._posts[number]
                 words, argument = post.words.ctypes.data, post.argument.ctypes.data
@@ -164,10 +174,10 @@ class Crew:
         """
         if self.sleepers:
             with self._awake:
-                self._calls_to_work += 1
+                self._num_wakes += 1
                 self._awake.notify_all()
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         """End the threads as soon as they have nothing left to do."""
         if self.pid != os.getpid():
             return  # a forked process has no threads to end, and perhaps a lock that will never be released
@@ -185,7 +195,7 @@ class Crew:
         try:
             if cpu is not None:
                 os.sched_setaffinity(0, {cpu})
-            while serve(self._table, seen, number, int(SPIN_MS * 1e6), int(NAP_MS * 1e6)) != CLOSED:
+            while poll_for_work(self._table, seen, number, int(SPIN_MS * 1e6), int(NAP_MS * 1e6)) != CLOSED:
                 self._sleep(seen)
         except BaseException as error:
             self._cause = error
@@ -193,11 +203,11 @@ class Crew:
                 post.words[FAILED] = 1
 
     def _sleep(self, seen: NDArray[np.int64]) -> None:
-        """Sleep until there is work that this thread has not seen, or until it is woken, or the crew is dismissed."""
+        """Sleep until there is work that this thread has not seen, or until it is woken, or the threads are stopped."""
         with self._awake:
             self.sleepers += 1
-            heard = self._calls_to_work
-            while not (self._table[STOPPED] or self._calls_to_work != heard or self._anything_new(seen)):
+            num_wakes = self._num_wakes
+            while not (self._table[STOPPED] or self._num_wakes != num_wakes or self._anything_new(seen)):
                 self._awake.wait()
             self.sleepers -= 1
 

@@ -22,11 +22,11 @@ from torch import Tensor
 LEAST_CAPABILITY = 8, 0  # the first with asynchronous copies (cp.async) and products of bfloat16
 HOPPER = 9, 0  # the first with programmatic dependent launch and clusters of blocks
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_BLOCK_BYTES_ASKED_FOR = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+_MAX_SHARED_BYTES_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _INCLUDE = re.compile(r'^#include "(.+)".*$', re.MULTILINE)
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of CUtensorMap
-_asked_shared_bytes: dict[int, int] = {}  # by function: the dynamic shared memory that its launches may use
+_allowed_shared_bytes: dict[int, int] = {}  # by function: the dynamic shared memory that its launches may use
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ def limits() -> Limits:
 @cache
 def _limits_of(device: int) -> Limits:
     block_bytes = ctypes.c_int()
-    asked = _driver().cuDeviceGetAttribute(ctypes.byref(block_bytes), _BLOCK_BYTES_ASKED_FOR, device)
-    _require(asked, "to tell how much shared memory a block may have")
+    error = _driver().cuDeviceGetAttribute(ctypes.byref(block_bytes), _MAX_SHARED_BYTES_OPTIN, device)
+    _require(error, "to tell how much shared memory a block may have")
     return Limits(torch.cuda.get_device_capability(device), block_bytes.value)
 
 
@@ -218,9 +218,9 @@ def _driver() -> ctypes.CDLL:
 
 def _require(error: int, what: str) -> None:
     if error:
-        says = ctypes.c_char_p()
-        _driver().cuGetErrorString(error, ctypes.byref(says))
-        raise RuntimeError(f"CUDA refused {what} with error {error}: {(says.value or b'unknown').decode()}")
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(error, ctypes.byref(text))
+        raise RuntimeError(f"CUDA refused {what} with error {error}: {(text.value or b'unknown').decode()}")
 
 
 @cache
@@ -236,9 +236,9 @@ def _function(
     function = getattr(function, "kernel", function)  # if CuPy compiled it
     handle = ctypes.c_void_p(function.ptr)
     # needed if this and the kernel's static shared memory exceed 48 KiB; never lowered below an earlier value
-    if shared_bytes > _asked_shared_bytes.get(function.ptr, 0):
+    if shared_bytes > _allowed_shared_bytes.get(function.ptr, 0):
         _require(_driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes), name)
-        _asked_shared_bytes[function.ptr] = shared_bytes
+        _allowed_shared_bytes[function.ptr] = shared_bytes
     return function
 
 

@@ -51,7 +51,7 @@ __device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 bits) {
 }
 
 // Make the compiler keep x in a register instead of recomputing it wherever it is used.
-__device__ __forceinline__ u32 kept(u32 x) {
+__device__ __forceinline__ u32 keep_in_register(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
 }
@@ -99,19 +99,19 @@ __device__ __forceinline__ void wait_then_let_next_start(u32 known = 0) {}
 // Global memory
 
 // A load that is issued here, not where its result is first used.
-__device__ __forceinline__ int load_now(const int* from) {
+__device__ __forceinline__ int issue_load(const int* from) {
     int value;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
     return value;
 }
-__device__ __forceinline__ float4 load_now(const float4* from) {
+__device__ __forceinline__ float4 issue_load(const float4* from) {
     float4 four;
     asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
                  : "l"(from));
     return four;
 }
-__device__ __forceinline__ uint4 load_now(const uint4* from) {
+__device__ __forceinline__ uint4 issue_load(const uint4* from) {
     uint4 four;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
@@ -120,10 +120,10 @@ __device__ __forceinline__ uint4 load_now(const uint4* from) {
 }
 
 // Communication from one block to another that polls: each float is written as a whole, and floats arrive in any order.
-__device__ __forceinline__ void post(float* to, float4 x) {
+__device__ __forceinline__ void store_relaxed(float* to, float4 x) {
     asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
-__device__ __forceinline__ float4 peek(const float* from) {
+__device__ __forceinline__ float4 load_relaxed(const float* from) {
     float4 x;
     asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
@@ -132,10 +132,10 @@ __device__ __forceinline__ float4 peek(const float* from) {
     return x;
 }
 // The same for eight bytes, which arrive as a whole.
-__device__ __forceinline__ void store_whole(u64* to, u64 value) {
+__device__ __forceinline__ void store_relaxed(u64* to, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
-__device__ __forceinline__ u64 load_whole(const u64* from) {
+__device__ __forceinline__ u64 load_relaxed(const u64* from) {
     u64 value;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;
@@ -155,8 +155,8 @@ __device__ __forceinline__ u32 acquire(const u32* count) {
 
 // Prefetch into L2: the cache line at an address, or `bytes` from there, both multiples of 16. The latter does nothing before
 // compute capability 9.0.
-__device__ __forceinline__ void bring_to_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-__device__ __forceinline__ void bring_to_l2(const void* from, u32 bytes) {
+__device__ __forceinline__ void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+__device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
@@ -207,11 +207,11 @@ __device__ __forceinline__ void wait_for_all_copies() { asm volatile("cp.async.w
 
 // Barriers in shared memory (mbarrier): a phase ends when `count` threads have arrived and all expected bytes have been written
 
-__device__ __forceinline__ void make_barrier(u64* barrier, u32 count) {
+__device__ __forceinline__ void init_barrier(u64* barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 // Makes new barriers visible to TMA and to other blocks; the block's own threads see them after __syncthreads.
-__device__ __forceinline__ void barriers_are_made() {
+__device__ __forceinline__ void fence_barrier_init() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -257,10 +257,10 @@ __device__ __forceinline__ void load_bytes(void* to, const void* from, u32 bytes
 }
 #endif
 
-// A warp copies `count` pieces of `bytes`, a multiple of 16, the i-th from from(i) to to(i). This counts as COPIERS arrivals at
-// the barrier, given as its shared_address. All lanes take part.
+// A warp copies `count` pieces of `bytes`, a multiple of 16, the i-th from from(i) to to(i). This counts as
+// ARRIVALS_PER_LOAD arrivals at the barrier, given as its shared_address. All lanes take part.
 #if __CUDA_ARCH__ >= 900
-constexpr u32 COPIERS = 1;
+constexpr u32 ARRIVALS_PER_LOAD = 1;
 template <class To, class From>
 __device__ __forceinline__ void load_by_warp(u32 count, u32 bytes, u32 barrier, const To& to, const From& from) {
     const u32 lane = threadIdx.x % 32;
@@ -269,7 +269,7 @@ __device__ __forceinline__ void load_by_warp(u32 count, u32 bytes, u32 barrier, 
     for (u32 i = lane; i < count; i += 32) load_bytes(to(i), from(i), bytes, barrier);
 }
 #else
-constexpr u32 COPIERS = 32;
+constexpr u32 ARRIVALS_PER_LOAD = 32;
 template <class To, class From>
 __device__ __forceinline__ void load_by_warp(u32 count, u32 bytes, u32 barrier, const To& to, const From& from) {
 #pragma unroll 1
@@ -334,8 +334,8 @@ template <u32 NUM_BLOCKS> struct Cluster {
         : rank(rank_), place(shared_address(&barrier)), parity(0) {
         if (NUM_BLOCKS == 1) return;
         if (threadIdx.x == 0) {
-            make_barrier(&barrier, NUM_BLOCKS);
-            barriers_are_made();
+            init_barrier(&barrier, NUM_BLOCKS);
+            fence_barrier_init();
         }
         cluster_sync();
     }

@@ -14,7 +14,7 @@ def require_array(
     shape: Sequence[int | str],  # a number must match; a word names an axis of any size
     *dtypes: torch.dtype,  # allowed dtypes; none given: any
     like: Tensor | None = None,  # an array on the device where it must be
-    rows_apart: bool = False,  # of a matrix: allow any row stride, as of a view of a wider one
+    any_row_stride: bool = False,  # of a matrix: allow any row stride, as of a view of a wider one
 ) -> None:
     """Raise ArrayError unless the array is contiguous and has this shape, dtype and device (the current GPU).
 
@@ -30,10 +30,10 @@ def require_array(
         raise ArrayError(f"{name} has shape {list(array.shape)}; wanted [{wanted}]")
     if dtypes and array.dtype not in dtypes:
         raise ArrayError(f"{name} is {_word(array.dtype)}; wanted {' or '.join(map(_word, dtypes))}: convert it first")
-    if not (array.shape[1] <= 1 or array.stride(1) == 1 if rows_apart else array.is_contiguous()):
+    if not (array.shape[1] <= 1 or array.stride(1) == 1 if any_row_stride else array.is_contiguous()):
         raise ArrayError(
             f"{name} of shape {list(array.shape)} has strides {list(array.stride())}; wanted contiguous "
-            f"{'rows of ' if rows_apart else ''}[{wanted}]: call .contiguous() first"
+            f"{'rows of ' if any_row_stride else ''}[{wanted}]: call .contiguous() first"
         )
     if like is not None and array.device != like.device:
         raise ArrayError(f"{name} is on {array.device}, the other arrays are on {like.device}; move it there first")

@@ -197,17 +197,17 @@ class CompressedAttention:
         positions = torch.arange(self._num_tokens, self._num_tokens + num_tokens, device=hidden.device)
         latents = self._normed(linear(hidden, weights.q_a), weights.q_norm)
         q = self._normed(torch.unflatten(linear(latents, weights.q_b), 1, (weights.num_heads, -1)))
-        own = self._turned(self._normed(linear(hidden, weights.kv), weights.kv_norm), positions)
+        own = self._rotated(self._normed(linear(hidden, weights.kv), weights.kv_norm), positions)
         self._rows.append(hidden)
         rows = self._rows.all
         rows[before : before + num_tokens] = own
         seen = torch.cat((self._seen_of_window(num_tokens), self._seen_compressed(hidden, latents, positions)), dim=1)
         scale = len(weights.kv) ** -0.5
-        out, _ = sparse_mla(self._turned(q, positions), None, rows, None, seen, scale, attn_sink=weights.sinks)
+        out, _ = sparse_mla(self._rotated(q, positions), None, rows, None, seen, scale, attn_sink=weights.sinks)
         rows[:before] = rows[num_tokens : num_tokens + before].clone()
         self._num_tokens += num_tokens
         num_groups, _, width = weights.out_a.shape
-        groups = self._turned(out, -positions).reshape(num_tokens, num_groups, width)
+        groups = self._rotated(out, -positions).reshape(num_tokens, num_groups, width)
         return linear(torch.einsum("tgi,gri->tgr", groups, weights.out_a).flatten(1), weights.out_b)
 
     def _seen_of_window(self, num_tokens: int) -> Tensor:
@@ -230,7 +230,7 @@ class CompressedAttention:
         q = torch.unflatten(linear(latents, indexer.q_b), 1, (len(indexer.head_weights), -1))
         scale = (q.shape[1] * q.shape[2]) ** -0.5
         head_weights = linear(hidden, indexer.head_weights).float() * scale
-        operands = Operands(self._turned(q, positions), self._keys.all, head_weights)
+        operands = Operands(self._rotated(q, positions), self._keys.all, head_weights)
         chosen = choose_keys(operands, min(indexer.top_k, max(1, num_rows)), legal)
         return torch.where(chosen >= 0, chosen + self._rows.front, -1)
 
@@ -239,7 +239,7 @@ class CompressedAttention:
         normed = wide * (wide.square().mean(-1, keepdim=True) + self._weights.norm_eps).rsqrt()
         return (normed if weight is None else weight * normed).to(x.dtype)
 
-    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return x with its last channels rotated by RoPE."""
         return rope_last(x, positions, self._weights.inv_freq, interleaved=True)
 
@@ -251,17 +251,17 @@ class _GrowingRows:
         """of: None: no compressed rows come; rows have len(like) channels. like: an array of the dtype and device."""
         self._of, self.front, self.num_rows = of, front, 0
         self._compressor = None if of is None else Compressor(of.compressor)
-        self._room = like.new_zeros(front, len(like) if of is None else of.compressor.head_dim)
+        self._storage = like.new_zeros(front, len(like) if of is None else of.compressor.head_dim)
 
     @property
     def all(self) -> Tensor:
         """All rows, those of the caller first: [front + num_rows, head_dim], of the dtype of `like`."""
-        return self._room[: self.front + self.num_rows]
+        return self._storage[: self.front + self.num_rows]
 
     @property
     def unfinished(self) -> tuple[Tensor, Tensor]:
         """As of `Compressor`; empty where no compressed rows come."""
-        nothing = self._room[:0, :0].float()
+        nothing = self._storage[:0, :0].float()
         return (nothing, nothing) if self._compressor is None else self._compressor.unfinished
 
     def append(self, hidden: Tensor) -> None:
@@ -270,11 +270,11 @@ class _GrowingRows:
             return
         projected = [linear(hidden, weight).float() for weight in (self._of.kv, self._of.gate)]
         new, end = self._compressor.append(*projected), self.front + self.num_rows
-        if end + len(new) > len(self._room):
-            room = self._room.new_empty(max(2 * len(self._room), end + len(new)), self._room.shape[1])
-            room[:end] = self._room[:end]
-            self._room = room
-        self._room[end : end + len(new)] = new
+        if end + len(new) > len(self._storage):
+            larger = self._storage.new_empty(max(2 * len(self._storage), end + len(new)), self._storage.shape[1])
+            larger[:end] = self._storage[:end]
+            self._storage = larger
+        self._storage[end : end + len(new)] = new
         self.num_rows += len(new)
 
 

@@ -25,7 +25,7 @@ from csattn.lightning.operands.quantise import FP8
 from csattn.lightning.paged import hopper
 from csattn.lightning.paged.cache import HEAD_DIM, PAGE_SIZE, TOKEN_BYTES
 from csattn.lightning.paged.score import KeyPages, require_pages, score_pages
-from csattn.lightning.topk.grouped import GroupBests
+from csattn.lightning.topk.grouped import GroupMaxima
 from csattn.lightning.topk.select import Order, top_k
 
 TOP_K = 2048
@@ -52,10 +52,10 @@ def dsa_topk_indexer(
     """
     keys = KeyPages.of_cache(k_index_cache_fp8)
     all_chosen = num_chosen if order == "position" else 0
-    with_bests = order == "position" and hopper.takes(q_index_fp8, keys.values, keys.scales, block_table)
-    bests = GroupBests.make(block_table, num_chosen) if with_bests else None
+    with_maxima = order == "position" and hopper.supports(q_index_fp8, keys.values, keys.scales, block_table)
+    group_maxima = GroupMaxima.make(block_table, num_chosen) if with_maxima else None
     arrays = q_index_fp8, weights, keys, block_table, seq_lens
-    scores = score_pages(*arrays, longer_than=all_chosen, out=scores, bests=bests)
+    scores = score_pages(*arrays, longer_than=all_chosen, out=scores, group_maxima=group_maxima)
     require_pages("block_table", block_table, seq_lens, keys)
     return top_k(
         scores,
@@ -65,7 +65,7 @@ def dsa_topk_indexer(
         pages=block_table,
         page_size=PAGE_SIZE,
         out=out,
-        bests=bests,
+        group_maxima=group_maxima,
         next_rows=next_rows,
     )
 

@@ -7,25 +7,25 @@
 __device__ __forceinline__ u32 offset_of(int line, int unit) { return line * 128 + ((unit ^ line % 8) << 4); }
 
 // Sets the number of registers of each thread of the calling warpgroup: to more, or to fewer.
-template <int COUNT> __device__ __forceinline__ void take_registers() {
+template <int COUNT> __device__ __forceinline__ void increase_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
-template <int COUNT> __device__ __forceinline__ void leave_registers() {
+template <int COUNT> __device__ __forceinline__ void decrease_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 // Named barrier ID, of the first COUNT threads of the block.
-template <int ID, int COUNT> __device__ __forceinline__ void meet() {
+template <int ID, int COUNT> __device__ __forceinline__ void sync_named_barrier() {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
 }
 
 // Makes writes to shared memory that the thread did, or has observed, visible to wgmma and TMA (async proxy).
-__device__ __forceinline__ void show_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // wgmma's descriptor of an operand in shared memory, with 128-byte swizzle: groups of 8 lines of 128 bytes, 1024 bytes
 // apart, whose 16-byte units are permuted by xor with the line's number. `to_next`: bytes to the next 64 columns, for
 // an operand whose columns are not the dimension that is summed over.
-__device__ __forceinline__ u64 operand_at(u32 address, u32 to_next = 16) {
+__device__ __forceinline__ u64 operand_descriptor(u32 address, u32 to_next = 16) {
     return (address & 0x3ffff) >> 4 | static_cast<u64>(to_next >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from csattn.cpu.jit import exact_kernel, readonly
 from csattn.rest.moments import Moments
 
-_FAR_DOWN = -8.0  # below it, the distribution function is computed by the continued fraction of its tail
+_FAR_TAIL = -8.0  # below it, the distribution function is computed by the continued fraction of its tail
 
 
 def estimate_rest(
@@ -77,7 +77,7 @@ def rest_of_head(
     spread = softmax_scale * math.sqrt(max(square, 0.0))
     log_below, ratio = 0.0, 0.0
     if num_chosen > 0:
-        log_below, ratio = _below(_exceeded_by(num_chosen / num_rows) - spread)
+        log_below, ratio = _log_cdf(_upper_quantile(num_chosen / num_rows) - spread)
     slope = np.float32(softmax_scale * (spread - ratio) / spread) if spread > 0.0 else np.float32(0.0)
     for i in range(head_dim):
         out[i] = table[head_dim + i] + slope * out[i]
@@ -85,14 +85,14 @@ def rest_of_head(
 
 
 @exact_kernel
-def _exceeded_by(share: float) -> float:
+def _upper_quantile(share: float) -> float:
     """The upper quantile of the standard normal: the x that a share in (0, 1) of it exceeds.
 
     Newton's method on the logarithm of the share, which is concave: no step overshoots the result.
     """
     x = 0.0
     for _ in range(64):
-        log_above, ratio = _below(-x)
+        log_above, ratio = _log_cdf(-x)
         step = (log_above - math.log(share)) / ratio
         x += step
         if abs(step) < 1e-12 * max(1.0, abs(x)):
@@ -101,10 +101,10 @@ def _exceeded_by(share: float) -> float:
 
 
 @exact_kernel
-def _below(x: float) -> tuple[float, float]:
+def _log_cdf(x: float) -> tuple[float, float]:
     """For the standard normal: log of its distribution function F at x, and its density at x divided by F(x)."""
     log_density = -x * x / 2.0 - 0.5 * math.log(2.0 * math.pi)
-    if x > _FAR_DOWN:
+    if x > _FAR_TAIL:
         log_below = math.log(0.5 * math.erfc(-x / math.sqrt(2.0)))
         return log_below, math.exp(log_density - log_below)
     ratio = -x

@@ -4,9 +4,9 @@
 and waits for it, or runs it in the background from `start` to `finish`. Scratch memory is reused.
 """
 
-from csattn.search.in_turn import SearchSeries, make_series
 from csattn.search.pool import SearchPool
 from csattn.search.run import LayerSearch
+from csattn.search.series import SearchSeries, make_series
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection, empty_token_selections
 
 __all__ = [

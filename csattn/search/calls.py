@@ -11,7 +11,7 @@ from csattn.search import choose, score, sketch_stages
 # job, piece. Returns 0: done; from the latter, 1: run all pieces again.
 SKETCH_STAGES: tuple[Stage, ...] = (
     sketch_stages.project_piece,
-    sketch_stages.weigh_job,
+    sketch_stages.quantise_job,
     sketch_stages.score_piece,
     sketch_stages.guess_job,
     sketch_stages.copy_piece,
@@ -20,7 +20,7 @@ SKETCH_STAGES: tuple[Stage, ...] = (
 REST_STAGE: tuple[Stage, ...] = sketch_stages.attend_piece, sketch_stages.join_job  # after those, if the rest is wanted
 LIST_STAGES: tuple[Stage, ...] = (
     score.match_piece,
-    score.weigh_job,
+    score.number_lists_job,
     score.score_piece,
     choose.guess_job,
     choose.copy_piece,

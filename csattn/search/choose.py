@@ -14,7 +14,7 @@ from csattn.cpu.lanes import mask_at_least
 from csattn.cpu.simd import LANES, I32x16, fill, lane_numbers, load, store
 from csattn.search.group_scores import NO_SHIFT, NOT_SCORED, as_group_scores, group_scores_of_shares, share_terms
 from csattn.search.plan import eligible_of, place_of, scratch_at, search_at
-from csattn.search.score import make_smaller
+from csattn.search.score import rescale_scores
 from csattn.search.select import first_rank, guess_threshold, store_lanes, take_best
 from csattn.search.sketch_group_scores import LEAST_GROUP_SCORE
 from csattn.sketch.reference import LOG2_E
@@ -27,8 +27,8 @@ def guess_job(search_address: int, scratch_address: int, job: int, _: int) -> in
     group_size, sample_stride = search.group_size, scratch.sample_stride
     if group_size > 1:
         for row in range(group_size):
-            make_smaller(search, scratch, slot, row)
-        _settle_terms(search, scratch, slot)
+            rescale_scores(search, scratch, slot, row)
+        _combine_terms(search, scratch, slot)
     sample = array_at(slot + scratch.at_sample, group_size * sample_stride, np.float32(0))
     group_scores = array_at(slot + scratch.at_sample_group_scores, sample_stride, np.int32(0))
     terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
@@ -83,7 +83,7 @@ def first_guess(search: Any, scratch: Any, slot: int) -> None:
 
 
 @exact_kernel
-def _settle_terms(search: Any, scratch: Any, slot: int) -> None:
+def _combine_terms(search: Any, scratch: Any, slot: int) -> None:
     """Combine the ranges' shifts and sums into those over all keys, and compute each query row's `share_terms`."""
     group_size, num_ranges = search.group_size, search.num_ranges
     shifts = array_at(slot + scratch.at_shifts, num_ranges * group_size, np.float64(0))

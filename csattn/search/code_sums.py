@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.cpu.byte_lanes import add_byte_dots, spread_byte, turn_fours
+from csattn.cpu.byte_lanes import add_byte_dots, gather_byte, transpose_bytes
 from csattn.cpu.jit import exact_kernel, inlined_kernel
 from csattn.cpu.lanes import fma, larger, largest_lane, sum_of_lanes, where_equal
 from csattn.cpu.simd import (
@@ -45,7 +45,7 @@ _DITHER = (((np.arange(BLOCK_KEYS) * 37) % BLOCK_KEYS + 0.5) / BLOCK_KEYS).astyp
 
 
 @exact_kernel
-def weigh_chunk(
+def compute_weights(
     scores: NDArray[np.uint16],  # from `at` on, as in `sketch_scores`, or NOT_COUNTED
     at: int,
     num_keys: int,  # a multiple of 64
@@ -78,8 +78,8 @@ def weigh_chunk(
         weight = convert(I32x16, power + load(F32x16, _DITHER, i % BLOCK_KEYS))
         weight = where_equal(score, not_counted, zero, weight)
         sums += weight
-        store(weights, to + 2 * i, spread_byte(weight, 0))
-        store(weights, to + 2 * i + LANES, spread_byte(weight, 1))
+        store(weights, to + 2 * i, gather_byte(weight, 0))
+        store(weights, to + 2 * i + LANES, gather_byte(weight, 1))
         if i % (2 * LANES) == 0:
             prefetch_early(codes, word + (i // BLOCK_KEYS + AHEAD_BLOCKS) * block_words + i % BLOCK_KEYS)
     return top, np.int64(sum_of_lanes(sums))
@@ -102,7 +102,7 @@ def add_code_sums(
     num_words: int,
     first: int,  # of the blocks [first, last)
     last: int,
-    weights: NDArray[np.int32],  # [group_size * row_weights]: see `weigh_chunk`
+    weights: NDArray[np.int32],  # [group_size * row_weights]: see `compute_weights`
     row_weights: int,
     scales: NDArray[np.float32],  # [group_size]: factors of the rows' weights
     # [group_size * row_sums], added to: each row's begin with [num_fine, 2, 16], where lanes i, i + 4, ... of half h of
@@ -145,7 +145,7 @@ def _add_one(
         for block in range(num_blocks):
             begin = (place + block * num_words) * BLOCK_KEYS
             for i in range(begin, begin + BLOCK_KEYS, LANES):
-                word = turn_fours(load(I32xTile, codes, i + lane))
+                word = transpose_bytes(load(I32xTile, codes, i + lane))
                 row = _add_word(row, word & mask, (word >> step) & mask, weights, at)
                 at += 2 * LANES
         _add_to(sums, to, row, scale)
@@ -182,8 +182,8 @@ def _add_four_in(lane, codes, place, num_words, num_blocks, weights, scales, sum
     for block in range(num_blocks):
         begin = (place + block * num_words) * BLOCK_KEYS
         for i in range(begin, begin + BLOCK_KEYS, LANES):
-            word = turn_fours(load(I32xTile, codes, i + lane))
-            if lane == 0 and i % (2 * LANES) != 0:  # `weigh_chunk` has prefetched the others
+            word = transpose_bytes(load(I32xTile, codes, i + lane))
+            if lane == 0 and i % (2 * LANES) != 0:  # `compute_weights` has prefetched the others
                 prefetch_early(codes, i + AHEAD_BLOCKS * num_words * BLOCK_KEYS)
             low, high = word & mask, (word >> step) & mask
             a = _add_word(a, low, high, weights, at)

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from csattn.cpu.floats import load_float
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.lanes import add_spread, population
+from csattn.cpu.lanes import add_expanded, population
 from csattn.cpu.simd import LANES, F32x16, U16x16, fill, floats_of_halves, load, store
 from csattn.table.lists import CHUNK_KEYS, SCORE_UNIT
 
@@ -26,7 +26,7 @@ def clear_scores(scores: NDArray[np.float32], start: int, num_keys: int) -> None
 
 
 @exact_kernel
-def weigh_scores(
+def write_weighted_scores(
     halves: NDArray[np.int16],  # float16 bits, read from the beginning of the first one's unit
     first: int,
     last: int,
@@ -42,7 +42,7 @@ def weigh_scores(
 
 
 @exact_kernel
-def leave_out(
+def exclude_lower_scores(
     halves: NDArray[np.int16],
     first: int,
     last: int,
@@ -73,7 +73,7 @@ def add_chunk(
         bits = listed[number]
         for _ in range(64 // LANES):
             of_lanes = bits & np.uint64(0xFFFF)
-            store(scores, start, add_spread(load(F32x16, scores, start), weighted, at, of_lanes))
+            store(scores, start, add_expanded(load(F32x16, scores, start), weighted, at, of_lanes))
             at += population(of_lanes)
             bits >>= np.uint64(LANES)
             start += LANES

@@ -42,7 +42,7 @@ SEARCH = np.dtype(
             "tail_room",
             "first_job",  # job h * num_tokens + t serves head h of token t: neighbouring jobs read the same index
             "num_jobs",
-            "heeds_marks",  # whether marked keys are chosen first
+            "uses_marks",  # whether marked keys are chosen first
             "num_stages",
             # pieces
             "num_parts",  # of the index: subspaces, or segments of a sketch
@@ -70,7 +70,7 @@ SEARCH = np.dtype(
             "inserted_indices",
             "inserted_scores",
             "kept_least",
-            "kept_place",
+            "kept_position",
         )
     ]
     + [("softmax_scale", np.float64)]
@@ -100,7 +100,7 @@ SCRATCH = np.dtype(
             "at_guess",  # [2] int64: the guess, a threshold of group scores, and its rank in the sample
             "at_scores",  # [group_size, stride]: uint16 over sketches, float32 over lists
             # sketches only
-            "at_greatest",  # [group_size, stride / NORMALISER_KEYS] uint16: see `keep_greatest`
+            "at_greatest",  # [group_size, stride / NORMALISER_KEYS] uint16: see `write_maxima_of_eights`
             "at_group_shifts",  # [group_size] uint16: see `best_share`
             "at_parts",  # [num_ranges, group_size, head_dim + 2] float32: parts of the rest, if it is wanted
             # lists only

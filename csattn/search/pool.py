@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.cpu.posts import await_others
-from csattn.cpu.team import Crew, Post, Team
-from csattn.search.in_turn import DONE, UNSOUND, SearchSeries, run_series
+from csattn.cpu.team import HelperThreads, Post, Team
 from csattn.search.run import LayerSearch
+from csattn.search.series import DONE, FAILED, SearchSeries, run_series
 from csattn.search.work import finish, help_search
 from csattn.search.workspace import SearchWorkspace
 
@@ -25,7 +25,7 @@ class SearchPool:
     Several threads may use one pool: from `start` to `finish`, a search has it to itself.
     """
 
-    _crew: Crew
+    _helpers: HelperThreads
     _post: Post  # holds the workspace and the running search: their arrays must live while threads may read them
     _workspace: SearchWorkspace
     _user: int | None  # id of the thread whose search is running
@@ -44,9 +44,9 @@ class SearchPool:
         """Hand the search to the pool's threads. Its arrays must not be touched until this thread's `finish`."""
         self._acquire()
         try:
-            self._crew.require_sound()
+            self._helpers.require_running()
             if search.num_scored_keys >= SMALL_WORK_KEYS:
-                self._crew.hire()
+                self._helpers.start()
             self._post.held = self._workspace, search
             self._num_open = self._begin(search, 0)
         except BaseException:
@@ -62,7 +62,7 @@ class SearchPool:
             done = 0
             while True:
                 if not finish(workspace.calls, workspace.progress, workspace.control, self._num_open):
-                    self._crew.require_sound()
+                    self._helpers.require_running()
                 done += self._num_open
                 if done == search.num_jobs:
                     break
@@ -77,17 +77,17 @@ class SearchPool:
         """
         self._acquire()
         try:
-            crew, workspace = self._crew, self._workspace
-            crew.require_sound()
-            crew.hire()  # also for an empty series, which compiles everything before anybody waits for it
+            helpers, workspace = self._helpers, self._workspace
+            helpers.require_running()
+            helpers.start()  # also for an empty series, which compiles everything before anybody waits for it
             if series.searches:
                 workspace.prepare(*series.room)
-            crew.wake()
+            helpers.wake()
             words = workspace.calls, workspace.progress, workspace.control
             of_searches = series.calls, series.num_jobs, series.query_flags, series.choice_flags
             why, self._number = run_series(*words, *of_searches, since, give_up, self._number)
-            if why == UNSOUND:
-                crew.require_sound()
+            if why == FAILED:
+                helpers.require_running()
             return bool(why == DONE)
         finally:
             self._release()
@@ -107,18 +107,18 @@ class SearchPool:
         self._release()
 
     def _open(self) -> None:
-        self._crew = self._team.crew
+        self._helpers = self._team.helpers
         self._lock = threading.Lock()
         self._user = None
         self._number, self._num_open = 0, 0
         workspace = self._workspace = SearchWorkspace(self.num_threads, min(NUM_SLOTS, self.num_threads))
         shared = workspace.calls, workspace.progress, workspace.control
         addresses = np.array([words.ctypes.data for words in shared], np.int64)
-        self._post = self._crew.add_post(Post(workspace.control, help_search, addresses, (workspace, None)))
+        self._post = self._helpers.add_post(Post(workspace.control, help_search, addresses, (workspace, None)))
 
     def _after_fork(self) -> None:
-        """In a forked process, start anew: it has another crew, and the lock is in an unknown state."""
-        if self._crew is not self._team.crew:
+        """In a forked process, start anew: it has other threads, and the lock is in an unknown state."""
+        if self._helpers is not self._team.helpers:
             self._open()
 
     def _acquire(self) -> None:
@@ -133,7 +133,7 @@ class SearchPool:
         self._number += 1
         num_jobs = search.begin_in(self._workspace, first_job, self._number)
         if search.num_scored_keys >= SMALL_WORK_KEYS:
-            self._crew.wake()
+            self._helpers.wake()
         return num_jobs
 
     def _release(self) -> None:
@@ -149,4 +149,4 @@ class SearchPool:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<SearchPool {self.num_threads} threads, {len(self._crew.threads)} of them hired>"
+        return f"<SearchPool {self.num_threads} threads, {len(self._helpers.threads)} of them hired>"

@@ -59,7 +59,7 @@ def sketch_group_scores(
 ) -> NDArray[np.float64]:
     """Return each key's group score from the sketch [context_len]; marked keys come first if they are few enough."""
     _, exponent, scores = sketch.score_group(group, index, head, softmax_scale)
-    marks = index.marked_rows(head) if index.heeds_marks(top_k) else None
+    marks = index.marked_rows(head) if index.uses_marks(top_k) else None
     return sketch.group_scores(scores, exponent, marks).astype(np.float64)
 
 

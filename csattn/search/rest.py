@@ -13,7 +13,7 @@ from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, lane_0
 from csattn.cpu.simd import LANES, F32x16, U16x16, fill, floats_of_halves, load, store
-from csattn.search.code_sums import CHUNK_KEYS, WEIGHT_BITS, WEIGHT_BYTES, add_code_sums, weigh_chunk
+from csattn.search.code_sums import CHUNK_KEYS, WEIGHT_BITS, WEIGHT_BYTES, add_code_sums, compute_weights
 from csattn.search.group_scores import ROUNDER, exp2_lanes
 from csattn.search.sketch import exponent_of, four_rows, query_places, rows_of_segment
 from csattn.search.sketch_group_scores import BIAS, NOT_COUNTED
@@ -133,8 +133,8 @@ def _sum_segment(
             at, step = 0, CHUNK_KEYS
             score_range(sketch, head, queries, group_size, chunk, end, scores, CHUNK_KEYS, 0, nothing)
         room = -(-(end - chunk) // BLOCK_KEYS) * BLOCK_KEYS
-        _leave_out(scores, group_size, step, at, at + first - chunk)
-        _leave_out(scores, group_size, step, at + end - chunk, at + room)
+        _exclude_keys(scores, group_size, step, at, at + first - chunk)
+        _exclude_keys(scores, group_size, step, at + end - chunk, at + room)
         while next_chosen < len(chosen) and chosen[next_chosen] < end:
             for g in range(group_size):
                 scores[g * step + at + np.int64(chosen[next_chosen]) - chunk] = NOT_COUNTED
@@ -142,7 +142,7 @@ def _sum_segment(
         block = chunk // BLOCK_KEYS
         for g in range(group_size):
             word = (block * num_words + g % sketch.num_fine) * BLOCK_KEYS
-            top, total = weigh_chunk(
+            top, total = compute_weights(
                 scores, g * step + at, room, exponent, weights, g * row_weights, codes, word, num_words * BLOCK_KEYS
             )
             if top > tops[g]:
@@ -166,7 +166,7 @@ def _lines(num_words: int) -> NDArray[np.int32]:
 
 
 @exact_kernel
-def _leave_out(scores: NDArray[np.uint16], group_size: int, stride: int, first: int, last: int) -> None:
+def _exclude_keys(scores: NDArray[np.uint16], group_size: int, stride: int, first: int, last: int) -> None:
     for g in range(group_size):
         for i in range(g * stride + first, g * stride + last):
             scores[i] = NOT_COUNTED

@@ -130,8 +130,8 @@ class LayerSearch:
             assert self.out.rest.shape == rest_shape, f"out.rest has shape {self.out.rest.shape}, wanted {rest_shape}"
             written.append(("rest", self.out.rest, np.float32))
         for name, array, dtype in written:
-            sound = array.dtype == dtype and array.flags.c_contiguous and array.flags.writeable
-            assert sound, f"out.{name} must be {np.dtype(dtype)}, contiguous and writable"
+            is_valid = array.dtype == dtype and array.flags.c_contiguous and array.flags.writeable
+            assert is_valid, f"out.{name} must be {np.dtype(dtype)}, contiguous and writable"
         assert of_sketch or self._group_size <= MAX_PIECES, f"more than {MAX_PIECES} query heads share an index head"
         assert self.tail is None or not of_sketch, f"a sketch cannot use {self.tail!r}"
 
@@ -155,10 +155,10 @@ class LayerSearch:
         }
         if isinstance(index, SketchIndex):
             assert self._sketch is not None
-            heeds_marks = index.heeds_marks(self.out.kv_indices.shape[2])
+            uses_marks = index.uses_marks(self.out.kv_indices.shape[2])
             rest = _address(self.out.rest, np.float32) if self.out.rest is not None else 0
             values |= {"sketch": self._sketch.ctypes.data, "num_parts": index.num_segments}
-            values |= {"heeds_marks": heeds_marks, "rest": rest}
+            values |= {"uses_marks": uses_marks, "rest": rest}
         else:
             values |= _describe_lists(index)
         return np.array([tuple(values.get(name, 0) for name in SEARCH.names or ())], SEARCH)
@@ -173,7 +173,7 @@ class LayerSearch:
             fields["inserted_indices"] = _address(tail.inserted_indices, np.int32)
             fields["inserted_scores"] = _address(tail.inserted_scores, np.float32)
             fields["kept_least"] = _address(tail.kept_least, np.float32)
-            fields["kept_place"] = _address(tail.kept_place, np.int32)
+            fields["kept_position"] = _address(tail.kept_position, np.int32)
             fields["tail_room"] = tail.inserted_indices.shape[-1]
 
 

@@ -8,7 +8,14 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
 from csattn.search.group_scores import LARGEST_SHIFT, NO_SHIFT, sum_powers
-from csattn.search.lists import WEIGHTED_ROOM, WORDS, add_chunk, clear_scores, leave_out, weigh_scores
+from csattn.search.lists import (
+    WEIGHTED_ROOM,
+    WORDS,
+    add_chunk,
+    clear_scores,
+    exclude_lower_scores,
+    write_weighted_scores,
+)
 from csattn.search.match import match_centroids, widen
 from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, search_at
 from csattn.sketch.reference import LOG2_E
@@ -35,18 +42,18 @@ def match_piece(search_address: int, scratch_address: int, job: int, piece: int)
     return 0
 
 
-def weigh_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
+def number_lists_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
     """Stage: turn centroid ids into the numbers of their lists; a query that is not finite gets weights of 0."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     _, head = place_of(search, job)
     group_size, num_subspaces = search.group_size, search.num_subspaces
     lists, weights = _matches_of(search, scratch, job)
     for row in range(group_size):
-        first, sound = row * num_subspaces, True
+        first, is_finite = row * num_subspaces, True
         for b in range(num_subspaces):
             lists[first + b] += (head * num_subspaces + b) * search.num_centroids
-            sound = sound and abs(weights[first + b]) < np.inf
-        if not sound:
+            is_finite = is_finite and abs(weights[first + b]) < np.inf
+        if not is_finite:
             for b in range(num_subspaces):
                 weights[first + b] = 0.0
     return 0
@@ -90,7 +97,7 @@ def _score_range(
     with_tail = num_lists if search.tail_room > 0 else 0
     num_inserted = array_at(search.num_inserted, with_tail, np.int32(0))
     kept_least = array_at(search.kept_least, with_tail, np.float32(0))
-    kept_place = array_at(search.kept_place, with_tail, np.int32(0))
+    kept_position = array_at(search.kept_position, with_tail, np.int32(0))
     weighted = np.empty(WEIGHTED_ROOM, np.float32)
     first_key, last_key = range_of(search, number)
     for chunk in range(first_key // CHUNK_KEYS, -(-last_key // CHUNK_KEYS)):
@@ -100,10 +107,10 @@ def _score_range(
             place, base = lists[i] * chunks + chunk, lists[i] * room
             first = base + starts[place]
             last = base + (starts[place + 1] if chunk + 1 < chunks else list_len)
-            begin = weigh_scores(halves, first, last, weights[i], weighted)
+            begin = write_weighted_scores(halves, first, last, weights[i], weighted)
             if with_tail > 0 and num_inserted[lists[i]] > 0:
-                least, kept = kept_least[lists[i]], base + kept_place[lists[i]]
-                leave_out(halves, first, last, least, kept, weighted, begin)
+                least, kept = kept_least[lists[i]], base + kept_position[lists[i]]
+                exclude_lower_scores(halves, first, last, least, kept, weighted, begin)
             add_chunk(scores, start, listed, place * WORDS, weighted, begin)
 
 
@@ -124,7 +131,7 @@ def _score_tail(
 
 
 @exact_kernel
-def make_smaller(search: Any, scratch: Any, slot: int, row: int) -> None:
+def rescale_scores(search: Any, scratch: Any, slot: int, row: int) -> None:
     """Divide a query row's scores by a power of 2 if they are too large to be exponents: their softmax has one key."""
     num_shifts = search.num_ranges * search.group_size
     shifts, largest = array_at(slot + scratch.at_shifts, num_shifts, np.float64(0)), 0.0

@@ -221,21 +221,21 @@ def _bound_four(
 
 
 @exact_kernel
-def weigh_queries(sketch: Any, group_size: int, memory: int) -> None:
+def quantise_queries(sketch: Any, group_size: int, memory: int) -> None:
     """Compute `reference.integer_queries`: write the exponent, multipliers and offsets."""
     num_coords, num_segments = sketch.num_coords, sketch.num_segments
     _, at_means, at_coordinates, at_offsets, at_multipliers = query_places(sketch, group_size)
-    asked, largest = np.empty(group_size, np.float64), 0.0
+    required, largest = np.empty(group_size, np.float64), 0.0
     for row in range(group_size):
-        asked[row] = _unit_asked(sketch, group_size, row, memory)
-        if asked[row] <= 2.0**LARGEST_EXPONENT:
-            largest = max(largest, asked[row])
+        required[row] = _required_unit(sketch, group_size, row, memory)
+        if required[row] <= 2.0**LARGEST_EXPONENT:
+            largest = max(largest, required[row])
     exponent = -LARGEST_EXPONENT
     while 2.0**exponent < largest:
         exponent += 1
     array_at(memory, 1, np.int64(0))[0] = exponent
     for row in range(group_size):
-        sound, per_unit = asked[row] <= 2.0**LARGEST_EXPONENT, 2.0**-exponent
+        fits, per_unit = required[row] <= 2.0**LARGEST_EXPONENT, 2.0**-exponent
         of_row = row * num_segments
         means = array_at(memory + at_means + 4 * of_row, num_segments, np.float32(0))
         offsets = array_at(memory + at_offsets + 4 * of_row, num_segments, np.int32(0))
@@ -243,7 +243,7 @@ def weigh_queries(sketch: Any, group_size: int, memory: int) -> None:
             place = (of_row + segment) * num_coords
             coordinates = array_at(memory + at_coordinates + 4 * place, num_coords, np.float32(0))
             multipliers = array_at(memory + at_multipliers + place, num_coords, np.int8(0))
-            if not sound:
+            if not fits:
                 multipliers[:] = 0
                 offsets[segment] = 0
                 continue
@@ -265,17 +265,17 @@ def _largest_sum(sketch: Any, multipliers: NDArray[np.int8]) -> np.int64:
 
 
 @exact_kernel
-def _unit_asked(sketch: Any, group_size: int, row: int, memory: int) -> float:
-    """Return `reference.unit_asked`, but infinity instead of NaN where no unit will do."""
+def _required_unit(sketch: Any, group_size: int, row: int, memory: int) -> float:
+    """Return `reference.required_unit`, but infinity instead of NaN where no unit will do."""
     num_segments = sketch.num_segments
     at_bounds, at_means, _, _, _ = query_places(sketch, group_size)
     bounds = array_at(memory + at_bounds + 16 * row * num_segments, 2 * num_segments, np.float64(0))
     means = array_at(memory + at_means + 4 * row * num_segments, num_segments, np.float32(0))
     half_sum = (LARGEST_FINE * FINE_CODES * sketch.num_fine + LARGEST_COARSE * COARSE_CODES * sketch.num_coarse) / 2
-    room, asked = SCORE_ROOM - half_sum / 2, 0.0
+    room, required = SCORE_ROOM - half_sum / 2, 0.0
     for segment in range(num_segments):
         total = bounds[2 * segment + 1] + abs(np.float64(means[segment]) - np.float64(means[0]))
         if not total < np.inf:
             return np.inf
-        asked = max(asked, bounds[2 * segment] / LARGEST_MULTIPLIER, total / room)
-    return asked
+        required = max(required, bounds[2 * segment] / LARGEST_MULTIPLIER, total / room)
+    return required

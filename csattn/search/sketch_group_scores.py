@@ -24,7 +24,9 @@ MARKED = 2**16 - 1  # group score of a marked key, which no other key exceeds
 
 
 @exact_kernel
-def keep_greatest(scores: NDArray[np.uint16], at: int, num_keys: int, greatest: NDArray[np.uint16], to: int) -> None:
+def write_maxima_of_eights(
+    scores: NDArray[np.uint16], at: int, num_keys: int, greatest: NDArray[np.uint16], to: int
+) -> None:
     """Write, from `to` on, the greatest score of every NORMALISER_KEYS keys from `at` on.
 
     If the last keys are fewer, the scores after them are overwritten. Nothing is written past the last of `greatest`:
@@ -34,16 +36,16 @@ def keep_greatest(scores: NDArray[np.uint16], at: int, num_keys: int, greatest: 
         scores[i] = NOT_COUNTED
     whole = num_keys // _VECTOR_KEYS * _VECTOR_KEYS
     for i in range(0, whole, _VECTOR_KEYS):
-        store(greatest, to + i // NORMALISER_KEYS, _greatest_of(scores, at + i))
+        store(greatest, to + i // NORMALISER_KEYS, _maxima_of_eights(scores, at + i))
     if whole < num_keys:
         last = np.empty(LANES, np.uint16)
-        store(last, 0, _greatest_of(scores, at + whole))
+        store(last, 0, _maxima_of_eights(scores, at + whole))
         for i in range(-(-(num_keys - whole) // NORMALISER_KEYS)):
             greatest[to + whole // NORMALISER_KEYS + i] = last[i]
 
 
 @inlined_kernel
-def _greatest_of(scores, at):  # type: ignore[no-untyped-def]
+def _maxima_of_eights(scores, at):  # type: ignore[no-untyped-def]
     a, b = load(U16x32, scores, at), load(U16x32, scores, at + 2 * LANES)
     c, d = load(U16x32, scores, at + 4 * LANES), load(U16x32, scores, at + 6 * LANES)
     return largest_of_eights(a, b, c, d)
@@ -51,7 +53,7 @@ def _greatest_of(scores, at):  # type: ignore[no-untyped-def]
 
 @exact_kernel
 def normaliser(greatest: NDArray[np.uint16], first: int, count: int, exponent: int) -> int:
-    """Return `reference.normaliser` of the `count` values that `keep_greatest` wrote from `first` on."""
+    """Return `reference.normaliser` of the `count` values that `write_maxima_of_eights` wrote from `first` on."""
     highs = fill(I32x16, LEAST_OCTAVE)
     for at in range(first, first + count, LANES):
         highs = larger(highs, _octaves(greatest, at, first + count, exponent))

@@ -13,7 +13,7 @@ from csattn.cpu.byte_lanes import add_half_dots, bits_of_bytes, join_halves
 from csattn.cpu.jit import exact_kernel, inlined_kernel
 from csattn.cpu.simd import LANES, TILE_LANES, I32xTile, fill, load, prefetch_early, store
 from csattn.search.sketch import query_places, rows_of_segment
-from csattn.search.sketch_group_scores import BIAS, keep_greatest
+from csattn.search.sketch_group_scores import BIAS, write_maxima_of_eights
 from csattn.sketch.codes import BLOCK_KEYS, COARSE_BITS, FINE_BITS
 from csattn.sketch.reference import NORMALISER_KEYS
 
@@ -33,7 +33,7 @@ def score_range(
     scores: NDArray[np.uint16],  # row g's are written from g * stride + at on, up to 63 past the last key
     stride: int,
     at: int,
-    # row g's are written from (g * stride + at) / NORMALISER_KEYS on: see `keep_greatest`; empty: not wanted
+    # row g's are written from (g * stride + at) / NORMALISER_KEYS on: see `write_maxima_of_eights`; empty: not wanted
     greatest: NDArray[np.uint16],
 ) -> None:
     """Score some keys for all query rows of a group; BIAS is added to scores."""
@@ -67,7 +67,7 @@ def score_range(
                 for row in range(group_size):
                     place = row * stride + at + key - first
                     num_keys = min(STEP_KEYS, end - key)
-                    keep_greatest(scores, place, num_keys, greatest, place // NORMALISER_KEYS)
+                    write_maxima_of_eights(scores, place, num_keys, greatest, place // NORMALISER_KEYS)
 
 
 @exact_kernel

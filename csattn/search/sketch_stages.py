@@ -18,7 +18,7 @@ from csattn.search.match import widen
 from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, search_at
 from csattn.search.rest import attend_scored, join_parts
 from csattn.search.score import keep_sample, queries_of
-from csattn.search.sketch import exponent_of, project_queries, sketch_at, weigh_queries
+from csattn.search.sketch import exponent_of, project_queries, quantise_queries, sketch_at
 from csattn.search.sketch_group_scores import MARKED, best_share, normaliser
 from csattn.search.sketch_scores import score_range
 from csattn.sketch.codes import BLOCK_KEYS
@@ -36,10 +36,10 @@ def project_piece(search_address: int, scratch_address: int, job: int, piece: in
     return 0
 
 
-def weigh_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
+def quantise_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
     """Stage: turn coordinates into the integers that multiply codes."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
-    weigh_queries(sketch_at(search.sketch), search.group_size, _queries_at(scratch, job))
+    quantise_queries(sketch_at(search.sketch), search.group_size, _queries_at(scratch, job))
     return 0
 
 
@@ -62,7 +62,7 @@ def guess_job(search_address: int, scratch_address: int, job: int, _: int) -> in
     """Stage: compute the query rows' normalisers, and guess a group score that a few more than top_k keys reach."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     group_size, stride, slot = search.group_size, scratch.sample_stride, _slot_of(scratch, job)
-    _settle_shifts(search, scratch, slot, exponent_of(_queries_at(scratch, job)))
+    _compute_shifts(search, scratch, slot, exponent_of(_queries_at(scratch, job)))
     shifts = _shifts_of(search, scratch, slot)
     sample = array_at(slot + scratch.at_sample, group_size * stride, np.uint16(0))
     group_scores = np.empty(2 * LANES, np.uint16)
@@ -94,7 +94,7 @@ def copy_piece(search_address: int, scratch_address: int, job: int, piece: int) 
     for at in range(first // BLOCK_KEYS * BLOCK_KEYS, last, BLOCK_KEYS):
         low, high = best_share(scores, stride, at, shifts), best_share(scores, stride, at + 2 * LANES, shifts)
         bits, marked = mask_at_least(low, limits) | mask_at_least(high, limits) << np.uint64(2 * LANES), np.uint64(0)
-        if search.heeds_marks != 0:
+        if search.uses_marks != 0:
             block = 2 * (at // BLOCK_KEYS)
             marked = np.uint64(marks[block]) | np.uint64(marks[block + 1]) << np.uint64(32)
         bits = (bits | marked) & _keys_between(first - at, last - at)
@@ -141,7 +141,7 @@ def join_job(search_address: int, scratch_address: int, job: int, _: int) -> int
 
 
 @exact_kernel
-def _settle_shifts(search: Any, scratch: Any, slot: int, exponent: int) -> None:
+def _compute_shifts(search: Any, scratch: Any, slot: int, exponent: int) -> None:
     """Compute what `best_share` subtracts from each query row's scores. A single row needs no normaliser."""
     group_size, per_row = search.group_size, scratch.stride // NORMALISER_KEYS
     shifts = _shifts_of(search, scratch, slot)

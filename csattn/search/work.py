@@ -61,11 +61,11 @@ def begin(
 def finish(calls: NDArray[np.int64], progress: NDArray[np.int64], control: NDArray[np.int64], num_jobs: int) -> bool:
     """Help with the search, wait for its end and close it; return False if a thread has failed."""
     work(calls, progress, control, 0)
-    sound, last_stage = True, search_at(calls[SEARCH_RECORD]).num_stages - 1
+    succeeded, last_stage = True, search_at(calls[SEARCH_RECORD]).num_stages - 1
     for job in range(num_jobs):
-        sound = sound and _await(progress, control, _line(last_stage, job))
+        succeeded = succeeded and _await(progress, control, _line(last_stage, job))
     store_release(control, OPENED, 0)
-    return sound
+    return succeeded
 
 
 def help_search(argument: int, thread: int, _unused: int, _neither: int) -> int:
@@ -97,10 +97,10 @@ def work(
             job = step - lag * (stage - SCORE)
             if job < 0 or job >= num_jobs or not _any_left(calls, progress, stage, job):
                 continue
-            sound = _await(progress, control, _line(stage - 1, job))
+            succeeded = _await(progress, control, _line(stage - 1, job))
             if stage == SCORE and job >= num_slots:  # until the slot's previous job is done with it
-                sound = sound and _await(progress, control, _line(last_stage, job - num_slots))
-            if not sound:
+                succeeded = succeeded and _await(progress, control, _line(last_stage, job - num_slots))
+            if not succeeded:
                 return
             _stage(calls, progress, stage, job, thread)
 

@@ -141,10 +141,10 @@ def require_choice(
 
 
 def _require_array(
-    what_came: str, array: object, dtypes: tuple[type[np.generic], ...], shape: tuple[int, ...] | None = None
+    what: str, array: object, dtypes: tuple[type[np.generic], ...], shape: tuple[int, ...] | None = None
 ) -> None:
     if not isinstance(array, np.ndarray) or array.dtype not in dtypes:
         came = f"of {array.dtype}" if isinstance(array, np.ndarray) else f"of type {type(array).__name__}"
-        raise ArrayError(f"{what_came} {came}; wanted a numpy array of {' or '.join(one.__name__ for one in dtypes)}")
+        raise ArrayError(f"{what} {came}; wanted a numpy array of {' or '.join(one.__name__ for one in dtypes)}")
     if shape is not None and array.shape != shape:
-        raise ArrayError(f"{what_came} of shape {list(array.shape)}; wanted {list(shape)}")
+        raise ArrayError(f"{what} of shape {list(array.shape)}; wanted {list(shape)}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from csattn.selection import Selection
 from csattn.selectors.base import ContextLayer, ContextView
-from csattn.selectors.top_rows import RowsSoFar, group_shares, top_rows
+from csattn.selectors.top_rows import AppendedRows, softmax_group_scores, top_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ExactSelector:
     def __init__(self, layer: ContextLayer, view: ContextView):
         self._keys = layer.keys
         self._view = view
-        self._tail = RowsSoFar(layer.keys)
+        self._tail = AppendedRows(layer.keys)
 
     @property
     def search_bytes(self) -> int:
@@ -46,7 +46,7 @@ class ExactSelector:
         grouped = torch.from_numpy(q).view(num_kv_heads, -1, head_dim)
         parts = (self._keys, self._tail.rows) if self._tail.num_rows else (self._keys,)
         logits = torch.cat([products(grouped, part) for part in parts], dim=2)
-        return top_rows(group_shares(logits * self._view.softmax_scale), self._view)
+        return top_rows(softmax_group_scores(logits * self._view.softmax_scale), self._view)
 
 
 def products(grouped: Tensor, keys: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from csattn.selection import Selection
 from csattn.selectors.base import ContextLayer, ContextView
-from csattn.selectors.top_rows import group_shares, top_rows
+from csattn.selectors.top_rows import softmax_group_scores, top_rows
 
 
 class PreparedH2o:
@@ -63,17 +63,17 @@ class H2oSelector:
             self._evict()
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
-        self._note_attention(torch.from_numpy(q), recent[:, :, 0].float())
+        self._add_attention(torch.from_numpy(q), recent[:, :, 0].float())
         num_kv_heads, num_kept = self._kept.shape
         return Selection(self._kept.to(torch.int32).numpy(), np.full(num_kv_heads, num_kept, np.int32))
 
-    def _note_attention(self, q: Tensor, recent: Tensor) -> None:
+    def _add_attention(self, q: Tensor, recent: Tensor) -> None:
         """Add the query's softmax weights, over all rows that are left, to their scores."""
         num_kv_heads, num_resident, head_dim = self._resident_keys.shape
         num_kept, num_recent = self._kept.shape[1], recent.shape[1]
         keys = torch.cat([self._resident_keys, self._kept_keys, recent], dim=1)
         logits = q.view(num_kv_heads, -1, head_dim) @ keys.transpose(1, 2) * self._view.softmax_scale
-        weights = group_shares(logits)[:, num_resident:]
+        weights = softmax_group_scores(logits)[:, num_resident:]
         self._received = self._received + weights[:, :num_kept]
         grown = torch.zeros(num_kv_heads, max(num_recent, self._received_recently.shape[1]))
         grown[:, : self._received_recently.shape[1]] = self._received_recently

@@ -10,7 +10,7 @@ def kmeans(points: Tensor, num_clusters: int, num_iterations: int, seed: int) ->
     points: [num_sets, num_points, width] float32, at least one point -> [num_sets, num_clusters, width]. An empty
     cluster keeps its centroid. With fewer distinct points than clusters, centroids repeat.
     """
-    seeds = _spread_seeds(points, num_clusters, torch.Generator(points.device).manual_seed(seed))
+    seeds = _kmeans_plus_plus(points, num_clusters, torch.Generator(points.device).manual_seed(seed))
     return torch.stack([_lloyd(*of_set, num_iterations) for of_set in zip(points, seeds, strict=True)])
 
 
@@ -23,15 +23,15 @@ def nearest_centroids(points: Tensor, centroids: Tensor) -> Tensor:
     return (0.5 * centroids.square().sum(-1)[..., None, :] - products).argmin(-1)
 
 
-def _spread_seeds(points: Tensor, num_clusters: int, generator: torch.Generator) -> Tensor:
+def _kmeans_plus_plus(points: Tensor, num_clusters: int, generator: torch.Generator) -> Tensor:
     """k-means++: draw each next seed among the points in proportion to the squared distance to the nearest seed."""
     sets = torch.arange(len(points), device=points.device)
     seeds = [points[sets, torch.randint(points.shape[1], (len(points),), generator=generator, device=points.device)]]
     distance = torch.full(points.shape[:2], torch.inf, device=points.device)
     for _ in range(num_clusters - 1):
         distance = torch.minimum(distance, (points - seeds[-1][:, None]).square().sum(-1))
-        is_left = distance.amax(1, keepdim=True) > 0  # if all points are seeds already, any may repeat
-        new = torch.multinomial(torch.where(is_left, distance, 1.0), 1, generator=generator)[:, 0]
+        has_candidates = distance.amax(1, keepdim=True) > 0  # if all points are seeds already, any may repeat
+        new = torch.multinomial(torch.where(has_candidates, distance, 1.0), 1, generator=generator)[:, 0]
         seeds.append(points[sets, new])
     return torch.stack(seeds, dim=1)
 

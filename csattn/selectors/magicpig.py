@@ -16,7 +16,7 @@ from torch import Tensor
 
 from csattn.selection import Selection
 from csattn.selectors.base import ContextLayer, ContextView
-from csattn.selectors.top_rows import RowsSoFar, mask_resident, padded_selection
+from csattn.selectors.top_rows import AppendedRows, mask_resident, padded_selection
 
 _SEED = 1234
 _KEYS_PER_BLOCK = 4096
@@ -48,7 +48,7 @@ class PreparedMagicpig:
         """[..., head_dim] -> codes [..., num_tables] int16."""
         return hash_codes(x, self.projections, self.num_tables)
 
-    def meetings(self, kv_head: int, codes: Tensor) -> Tensor:
+    def num_collisions(self, kv_head: int, codes: Tensor) -> Tensor:
         """Count the tables in which each key of the context collides with a query: [context_len] int64.
 
         codes: [num_tables], the query's.
@@ -76,8 +76,8 @@ class MagicpigSelector:
 
     def __init__(self, prepared: PreparedMagicpig, view: ContextView):
         self._prepared, self._view = prepared, view
-        self._tail_keys = RowsSoFar(prepared.keys)
-        self._tail_codes = RowsSoFar(torch.empty(len(prepared.keys), 0, prepared.num_tables, dtype=torch.int16))
+        self._tail_keys = AppendedRows(prepared.keys)
+        self._tail_codes = AppendedRows(torch.empty(len(prepared.keys), 0, prepared.num_tables, dtype=torch.int16))
         self.search_bytes = 0
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
@@ -88,19 +88,19 @@ class MagicpigSelector:
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
         prepared, queries = self._prepared, torch.from_numpy(q)
         group_size = len(queries) // len(prepared.keys)
-        rows, chances, num_met = [], [], 0
+        rows, chances, total_collisions = [], [], 0
         for head, (query, codes) in enumerate(zip(queries, prepared.hash(queries), strict=True)):
             kv_head = head // group_size
             of_tail = (self._tail_codes.rows[kv_head] == codes).sum(-1)
-            met = torch.cat([prepared.meetings(kv_head, codes), of_tail])
-            num_met += int(met.sum())
-            taken = met >= 2
-            mask_resident(taken, self._view, False)
-            rows.append(taken.nonzero()[:, 0])
+            collisions = torch.cat([prepared.num_collisions(kv_head, codes), of_tail])
+            total_collisions += int(collisions.sum())
+            sampled = collisions >= 2
+            mask_resident(sampled, self._view, False)
+            rows.append(sampled.nonzero()[:, 0])
             cosines = torch.cosine_similarity(self._centred_keys(kv_head, rows[-1]), query, dim=-1)
             chances.append(sampling_probability(cosines, prepared.num_bits, prepared.num_tables))
         # a query reads the projections, and the row indices in the buckets that it falls into
-        self.search_bytes = prepared.projections.nbytes + 4 * num_met
+        self.search_bytes = prepared.projections.nbytes + 4 * total_collisions
         selection = padded_selection(rows)
         log_weights = np.zeros(selection.kv_indices.shape, np.float32)
         for of_head, chance in zip(log_weights, chances, strict=True):
@@ -136,7 +136,8 @@ def sampling_probability(cosines: Tensor, num_bits: int, num_tables: int) -> Ten
 
     The result has the shape of `cosines`, in float64, and is above 0.
     """
-    meets = (1 - cosines.double().clamp(-1, 1).arccos() / torch.pi).clamp_min(1e-9) ** num_bits
-    at_most_one = (num_tables - 1) * torch.log1p(-meets.clamp(max=1 - 1e-12)) + torch.log1p((num_tables - 1) * meets)
-    rare = 0.5 * num_tables * (num_tables - 1) * meets**2  # leading order, where 1 - P(at most one) would cancel
-    return torch.where(num_tables * meets < 1e-5, rare, -torch.expm1(at_most_one))
+    p_collide = (1 - cosines.double().clamp(-1, 1).arccos() / torch.pi).clamp_min(1e-9) ** num_bits
+    others_miss = (num_tables - 1) * torch.log1p(-p_collide.clamp(max=1 - 1e-12))
+    at_most_one = others_miss + torch.log1p((num_tables - 1) * p_collide)
+    rare = 0.5 * num_tables * (num_tables - 1) * p_collide**2  # leading order, where 1 - P(at most one) would cancel
+    return torch.where(num_tables * p_collide < 1e-5, rare, -torch.expm1(at_most_one))

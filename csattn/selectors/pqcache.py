@@ -14,7 +14,7 @@ from torch import Tensor
 from csattn.selection import Selection
 from csattn.selectors.base import ContextLayer, ContextView
 from csattn.selectors.key_clusters import kmeans, nearest_centroids
-from csattn.selectors.top_rows import RowsSoFar, group_shares, joined, top_rows
+from csattn.selectors.top_rows import AppendedRows, joined, softmax_group_scores, top_rows
 
 _SEED = 1234
 
@@ -56,7 +56,7 @@ class PqcacheSelector:
 
     def __init__(self, prepared: PreparedPqcache, view: ContextView):
         self._prepared, self._view = prepared, view
-        self._tail = RowsSoFar(prepared.codes)
+        self._tail = AppendedRows(prepared.codes)
 
     @property
     def search_bytes(self) -> int:
@@ -74,7 +74,7 @@ class PqcacheSelector:
         for b, part in enumerate(split_parts(grouped, num_subspaces)):
             products = part @ centroids[:, b].transpose(1, 2)  # [num_kv_heads, group_size, num_centroids]
             logits += products.gather(2, codes[:, None, :, b].expand(-1, grouped.shape[1], -1))
-        return top_rows(group_shares(logits * self._view.softmax_scale), self._view)
+        return top_rows(softmax_group_scores(logits * self._view.softmax_scale), self._view)
 
 
 def split_parts(x: Tensor, num_subspaces: int) -> Tensor:

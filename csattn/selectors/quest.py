@@ -13,7 +13,7 @@ from torch import Tensor
 
 from csattn.selection import Selection
 from csattn.selectors.base import ContextLayer, ContextView
-from csattn.selectors.top_rows import group_shares, joined, top_rows
+from csattn.selectors.top_rows import joined, softmax_group_scores, top_rows
 
 
 class PreparedQuest:
@@ -61,7 +61,7 @@ class QuestSelector:
         high = joined(prepared.high, self._high).float()
         grouped = torch.from_numpy(q).view(low.shape[0], -1, 1, low.shape[2])
         bounds = torch.maximum(grouped * low[:, None], grouped * high[:, None]).sum(-1)
-        pages = group_shares(bounds * self._view.softmax_scale)
+        pages = softmax_group_scores(bounds * self._view.softmax_scale)
         of_context = torch.arange(prepared.context_len) // prepared.page_size
         of_tail = prepared.low.shape[1] + torch.arange(self._num_tail) // prepared.page_size
         return top_rows(pages[:, torch.cat([of_context, of_tail])], self._view)

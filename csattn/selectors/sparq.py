@@ -14,7 +14,7 @@ from torch import Tensor
 
 from csattn.selection import Rest, Selection
 from csattn.selectors.base import ContextLayer, ContextView
-from csattn.selectors.top_rows import RowsSoFar, mask_resident, top_rows
+from csattn.selectors.top_rows import AppendedRows, mask_resident, top_rows
 
 
 class PreparedSparq:
@@ -40,7 +40,7 @@ class SparqSelector:
 
     def __init__(self, prepared: PreparedSparq, view: ContextView):
         self._prepared, self._view = prepared, view
-        self._tail = RowsSoFar(prepared.keys)
+        self._tail = AppendedRows(prepared.keys)
         self._value_sum = prepared.value_sum
 
     @property
@@ -62,7 +62,7 @@ class SparqSelector:
         mean_value = values / (num_keys + recent.shape[1])
         rest = Rest(
             out=mean_value[:, None].expand_as(grouped).reshape(q.shape).numpy(),
-            share=self._left_out(logits, chosen).flatten().numpy(),
+            share=self._rest_share(logits, chosen).flatten().numpy(),
         )
         return Selection(chosen.kv_indices, chosen.valid_len, rest=rest)
 
@@ -80,7 +80,7 @@ class SparqSelector:
         # an all-zero q has coverage 0, and all its products are 0
         return torch.cat(logits, dim=2) * self._view.softmax_scale / coverage.clamp_min(1e-12).sqrt()
 
-    def _left_out(self, logits: Tensor, chosen: Selection) -> Tensor:
+    def _rest_share(self, logits: Tensor, chosen: Selection) -> Tensor:
         """Return the softmax share of rows that are neither resident nor chosen: [num_kv_heads, group_size]."""
         shares = logits.softmax(-1)[..., : self._view.context_len + self._tail.num_rows]
         mask_resident(shares, self._view, 0.0)

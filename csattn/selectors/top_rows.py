@@ -43,7 +43,7 @@ def mask_resident(group_scores: Tensor, view: ContextView, value: float | bool =
     group_scores[..., view.middle.stop : view.context_len] = value
 
 
-def group_shares(logits: Tensor) -> Tensor:
+def softmax_group_scores(logits: Tensor) -> Tensor:
     """Return each row's group score: its softmax shares summed over the query heads of the group.
 
     logits: [num_kv_heads, group_size, num_keys], scaled -> [num_kv_heads, num_keys] float32.
@@ -56,7 +56,7 @@ def joined(of_context: Tensor, of_tail: Tensor) -> Tensor:
     return torch.cat([of_context, of_tail], dim=1) if of_tail.shape[1] else of_context
 
 
-class RowsSoFar:
+class AppendedRows:
     """An array of rows that are appended one by one: [num_kv_heads, num_rows, width].
 
     Versions share memory: extending one a second time overwrites what the first extension appended.
@@ -64,19 +64,19 @@ class RowsSoFar:
 
     def __init__(self, like: Tensor):
         """like: [num_kv_heads, ..., width], for shape and dtype."""
-        self._room = like.new_empty(like.shape[0], 16, like.shape[-1])  # shared with longer versions
+        self._storage = like.new_empty(like.shape[0], 16, like.shape[-1])  # shared with longer versions
         self.num_rows = 0
 
     @property
     def rows(self) -> Tensor:
-        return self._room[:, : self.num_rows]
+        return self._storage[:, : self.num_rows]
 
-    def with_row(self, row: Tensor) -> "RowsSoFar":
+    def with_row(self, row: Tensor) -> "AppendedRows":
         """Return these rows and one more; this object does not change. row: [num_kv_heads, width]."""
         more = copy(self)
-        if self.num_rows == self._room.shape[1]:
-            more._room = torch.cat([self._room, torch.empty_like(self._room)], dim=1)
-        more._room[:, self.num_rows] = row.to(self._room.dtype)
+        if self.num_rows == self._storage.shape[1]:
+            more._storage = torch.cat([self._storage, torch.empty_like(self._storage)], dim=1)
+        more._storage[:, self.num_rows] = row.to(self._storage.dtype)
         more.num_rows += 1
         return more
 

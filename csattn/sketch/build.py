@@ -32,7 +32,7 @@ from csattn.sketch.reference import (
     TRANSFORM_BITS,
     sample_of_queries,
 )
-from csattn.torch_threads import Map, alone, one_thread
+from csattn.torch_threads import Map, on_one_thread, one_thread
 
 # Rows of a head that are held in floating point at a time. On a CPU: enough that threads seldom wait for the GIL.
 # A block's sum of products of codes must be exact in float32.
@@ -56,7 +56,7 @@ def sketch_arrays(
     q: Tensor | None,  # [num_q_heads, context_len, head_dim], after RoPE; None: all directions count equally
     kv: Tensor,  # [num_kv_heads, context_len, 2, head_dim]
     config: SketchConfig,
-    side_by_side: Map,  # a `map` over threads, for the work on the CPU
+    parallel_map: Map,  # a `map` over threads, for the work on the CPU
     segment_starts: Sequence[int] | None = None,  # default: the configuration's
 ) -> dict[str, Tensor]:
     """Return the arrays of `SketchIndex` by name, on the device of q and kv.
@@ -72,10 +72,10 @@ def sketch_arrays(
     arrays = {"segment_starts": torch.tensor(starts, dtype=torch.int32, device=kv.device)}
     with one_thread():
         if kv.is_cuda:
-            return arrays | _sketch_heads(queries, kv, words, starts, side_by_side)
+            return arrays | _sketch_heads(queries, kv, words, starts, parallel_map)
         heads = [None] * num_heads if queries is None else torch.split(queries, 1), torch.split(kv, 1)
-        of_head = alone(partial(_sketch_heads, words=words, segment_starts=starts, side_by_side=map))
-        made = list(side_by_side(of_head, *heads))
+        of_head = on_one_thread(partial(_sketch_heads, words=words, segment_starts=starts, parallel_map=map))
+        made = list(parallel_map(of_head, *heads))
     return arrays | {name: torch.cat([of_one[name] for of_one in made]) for name in made[0]}
 
 
@@ -85,12 +85,12 @@ def _sketch_heads(
     kv: Tensor,
     words: tuple[int, int],
     segment_starts: Sequence[int],
-    side_by_side: Map,
+    parallel_map: Map,
 ) -> dict[str, Tensor]:
     bits = torch.from_numpy(coord_bits(*words)).to(kv.device)
     k, v = kv[:, :, 0], kv[:, :, 1]
-    metric = even_metric(k) if queries is None else fit_queries(queries, side_by_side)
-    made = fit_keys(k, segment_starts, metric, bits, side_by_side)
+    metric = even_metric(k) if queries is None else fit_queries(queries, parallel_map)
+    made = fit_keys(k, segment_starts, metric, bits, parallel_map)
     codes, errors = encode(k, segment_starts, made, bits)
     value_mean, value_transform = fit_values(codes, v, segment_starts, bits)
     arrays = {
@@ -104,7 +104,7 @@ def _sketch_heads(
     return {name: array.contiguous() for name, array in arrays.items()}  # searches use their addresses
 
 
-def fit_queries(queries: Tensor, side_by_side: Map = map) -> tuple[Tensor, Tensor]:
+def fit_queries(queries: Tensor, parallel_map: Map = map) -> tuple[Tensor, Tensor]:
     """The square root of the mean of q q^T over unit queries, and its inverse: [num_heads, head_dim, head_dim] float64.
 
     Only a sample of the queries [num_heads, num_queries, head_dim] is used.
@@ -116,7 +116,7 @@ def fit_queries(queries: Tensor, side_by_side: Map = map) -> tuple[Tensor, Tenso
         energy = of_rows.square().sum(2, keepdim=True)
         unit = of_rows * torch.where(energy > 0, energy.rsqrt(), 0.0)
         total += unit.mT @ unit
-    energy, directions = _eigh(total / queries.shape[1], side_by_side)
+    energy, directions = _eigh(total / queries.shape[1], parallel_map)
     greatest = energy[:, -1:]
     root = torch.where(greatest > 0, energy.maximum(LEAST_QUERY_ENERGY * greatest), 1.0).sqrt()[:, None]
     return directions * root @ directions.mT, directions / root @ directions.mT
@@ -137,12 +137,12 @@ def fit_keys(
     segment_starts: Sequence[int],  # each with at least one row
     metric: tuple[Tensor, Tensor],  # from `fit_queries`
     bits: Tensor,  # [num_coords] int64
-    side_by_side: Map = map,
+    parallel_map: Map = map,
 ) -> KeyTransforms:
     """Fit the transform of each segment: the coordinates that are kept of its keys, and their quantization steps."""
     mean, covariance, largest = _moments(k, segment_starts)
     root, inverse = (array[:, None] for array in metric)
-    energy, basis = _eigh(root @ covariance @ root, side_by_side)
+    energy, basis = _eigh(root @ covariance @ root, parallel_map)
     energy, basis = energy.flip(2)[:, :, : len(bits)], basis.flip(3)[..., : len(bits)]
     least = (LEAST_KEY_ENERGY * energy[:, :, :1]).clamp_min(LEAST_ENERGY)
     deviation = torch.where(energy > least, energy, 0.0).sqrt()
@@ -165,7 +165,7 @@ def encode(k: Tensor, segment_starts: Sequence[int], made: KeyTransforms, bits: 
     per_unit = _power_of_two(KEY_BITS - made.key_exponent)[:, :, None, None]
     shift, transform = -made.key_mean.double()[:, :, None] * per_unit, made.key_transform / per_unit
     half, back = (1 << bits - 1).float(), made.query_transform.float().mT
-    told_by_zeros = (made.key_mean - (half - 0.5) @ back)[:, :, None]
+    reconstruction_of_zero_codes = (made.key_mean - (half - 0.5) @ back)[:, :, None]
     codes = torch.empty(*k.shape[:2], len(bits), dtype=torch.uint8, device=k.device)
     errors = torch.empty(k.shape[:2], dtype=torch.float32, device=k.device)
     for part in _parts(k, segment_starts):
@@ -174,7 +174,7 @@ def encode(k: Tensor, segment_starts: Sequence[int], made: KeyTransforms, bits: 
         steps = whole.clamp_(-(2.0**KEY_BITS), 2.0**KEY_BITS) @ transform[:, of]
         u = steps.floor_().float().clamp_(-half, half - 1).add_(half)  # before floor(), adding half would round
         _rows(codes, part)[:] = u
-        missed = (u @ back[:, of]).add_(told_by_zeros[:, of]).sub_(_rows(k, part))
+        missed = (u @ back[:, of]).add_(reconstruction_of_zero_codes[:, of]).sub_(_rows(k, part))
         _rows(errors, part)[:] = missed.square_().sum(3)
     return codes, errors
 
@@ -221,7 +221,7 @@ def pack(codes: Tensor, num_fine: int, num_coarse: int) -> Tensor:
     num_heads, num_rows, _ = codes.shape
     fours = torch.nn.functional.pad(codes.view(torch.int32), (0, 0, 0, -num_rows % BLOCK_KEYS))
     fine, coarse = fours.tensor_split([num_fine * FINE_CODES // 4], dim=2)
-    words = torch.cat([_shifted_together(fine, FINE_BITS), _shifted_together(coarse, COARSE_BITS)], dim=2)
+    words = torch.cat([_join_codes(fine, FINE_BITS), _join_codes(coarse, COARSE_BITS)], dim=2)
     by_block = words.view(num_heads, -1, BLOCK_KEYS, num_fine + num_coarse).mT
     return by_block.contiguous().view(torch.uint32)
 
@@ -281,7 +281,7 @@ def _half(x: Tensor) -> Tensor:
     return x.clamp(-limit, limit).half()
 
 
-def _eigh(matrices: Tensor, side_by_side: Map) -> tuple[Tensor, Tensor]:
+def _eigh(matrices: Tensor, parallel_map: Map) -> tuple[Tensor, Tensor]:
     """Eigenvalues, ascending, and eigenvectors of symmetric matrices [..., n, n], computed on the CPU."""
     on_gpu = matrices.is_cuda
     here = matrices.flatten(0, -3).to("cpu", non_blocking=True)  # from a GPU, to pinned memory: many times as fast
@@ -290,12 +290,12 @@ def _eigh(matrices: Tensor, side_by_side: Map) -> tuple[Tensor, Tensor]:
     if on_gpu:
         torch.cuda.current_stream(matrices.device).synchronize()
 
-    @alone
+    @on_one_thread
     def decompose(number: int) -> None:
         values[number], columns = torch.linalg.eigh(here[number])
         vectors[number] = columns.mT
 
-    for _ in side_by_side(decompose, range(len(here))):
+    for _ in parallel_map(decompose, range(len(here))):
         pass
     values, vectors = (found.to(matrices.device, non_blocking=True) for found in (values, vectors))
     return values.view(matrices.shape[:-1]), vectors.view(matrices.shape).mT
@@ -395,7 +395,7 @@ def solve_definite(gram: Tensor, right: Tensor) -> Tensor:
     return solved
 
 
-def _shifted_together(fours: Tensor, bits: int) -> Tensor:
+def _join_codes(fours: Tensor, bits: int) -> Tensor:
     """Pack [..., n] int32 with four codes each into [..., n * bits / 8] words."""
     words, *others = torch.unflatten(fours, -1, (-1, 8 // bits)).unbind(-1)
     for number, other in enumerate(others, start=1):

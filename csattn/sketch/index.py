@@ -64,9 +64,9 @@ class SketchIndex:
         """The bytes that choosing rows and attending by codes read."""
         return sum(getattr(self, name).nbytes for name in BY_HEAD)
 
-    def heeds_marks(self, top_k: int) -> bool:
+    def uses_marks(self, top_k: int) -> bool:
         """Whether marked rows are chosen first: see the function of this name."""
-        return heeds_marks(self.context_len, self.segment_starts.tolist(), top_k)
+        return uses_marks(self.context_len, self.segment_starts.tolist(), top_k)
 
     def marked_rows(self, head: int) -> NDArray[np.bool_]:
         """Whether each row is marked in this head: [context_len]."""
@@ -84,11 +84,11 @@ def num_marked(context_len: int, segment_starts: Sequence[int]) -> int:
     return sum((stop - start) // MARKED_SHARE for start, stop in pairwise((*segment_starts, context_len)))
 
 
-def heeds_marks(context_len: int, segment_starts: Sequence[int], top_k: int) -> bool:
+def uses_marks(context_len: int, segment_starts: Sequence[int], top_k: int) -> bool:
     """Whether marked rows are chosen first: only if they are at most half of the top_k chosen rows."""
-    return marks_heeded_from(context_len, segment_starts) <= top_k
+    return min_top_k_for_marks(context_len, segment_starts) <= top_k
 
 
-def marks_heeded_from(context_len: int, segment_starts: Sequence[int]) -> int:
-    """The smallest top_k with which `heeds_marks` is true."""
+def min_top_k_for_marks(context_len: int, segment_starts: Sequence[int]) -> int:
+    """The smallest top_k with which `uses_marks` is true."""
     return 2 * num_marked(context_len, segment_starts)

@@ -74,7 +74,7 @@ def own_top_k(config: SearchConfig, num_rows: int) -> int:
 def make_segments(
     rows: Tensor,  # [num_layers, num_kv_heads, segment_len, 2, head_dim]
     config: SketchConfig,  # of the context
-    side_by_side: Map = map,  # over threads, for the work on the CPU
+    parallel_map: Map = map,  # over threads, for the work on the CPU
 ) -> list[SketchIndex]:
     """Make the sketch of one segment in each of these layers.
 
@@ -84,9 +84,9 @@ def make_segments(
     """
     num_layers, num_heads, num_rows, _, head_dim = rows.shape
     heads = rows.flatten(0, 1)
-    sound, is_told = _sound(heads)
-    arrays = sketch_arrays(None, sound, config, side_by_side, [0])
-    arrays["value_mean"][~is_told] = torch.nan
+    representable, is_representable = _zero_unrepresentable(heads)
+    arrays = sketch_arrays(None, representable, config, parallel_map, [0])
+    arrays["value_mean"][~is_representable] = torch.nan
     host = {name: array.cpu().numpy() for name, array in arrays.items()}
     of_layers = (
         {name: host[name][first : first + num_heads] for name in BY_HEAD} | {"segment_starts": host["segment_starts"]}
@@ -96,10 +96,10 @@ def make_segments(
     return [SketchIndex(**of_layer, num_fine=num_fine, context_len=num_rows) for of_layer in of_layers]
 
 
-def _sound(heads: Tensor) -> tuple[Tensor, Tensor]:
+def _zero_unrepresentable(heads: Tensor) -> tuple[Tensor, Tensor]:
     """Replace numbers that a sketch cannot represent by 0; also return which heads had none: [num_heads] bool."""
-    is_sound = heads.isfinite() & (heads.abs() <= LARGEST_NUMBER)  # in float16 this limit is infinity
-    return heads.where(is_sound, 0.0), is_sound.flatten(1).all(1)
+    is_representable = heads.isfinite() & (heads.abs() <= LARGEST_NUMBER)  # in float16 this limit is infinity
+    return heads.where(is_representable, 0.0), is_representable.flatten(1).all(1)
 
 
 def making_bytes(rows_shape: Sequence[int], item_bytes: int) -> int:

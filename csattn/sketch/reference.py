@@ -93,7 +93,7 @@ def fit(
     value_mean = v.astype(np.float64).mean(0) - np.where(is_fine, u.mean(0), 0.0) @ matrix
     value_transform = matrix * np.where(is_fine, 1.0, u.var(axis=0))[:, None]
     query_transform = _half(inverse @ basis * step)
-    told = key_mean + (u - (2.0**bits - 1) / 2) @ query_transform.T.astype(np.float64)
+    reconstructed = key_mean + (u - (2.0**bits - 1) / 2) @ query_transform.T.astype(np.float64)
     return Transform(
         key_mean,
         exponent,
@@ -101,7 +101,7 @@ def fit(
         query_transform,
         value_mean.astype(np.float32),
         _half(value_transform),
-        _farthest(k - told),
+        _farthest(k - reconstructed),
     )
 
 
@@ -182,19 +182,19 @@ def integer_queries(
     [group_size, num_segments]. The unit is the smallest power of two that is large enough for all queries of the group.
     A query that is not finite, or needs more than 2**LARGEST_EXPONENT, does not count and gets zeros.
     """
-    asked = np.array([unit_asked(*of_query, bits) for of_query in zip(means, coordinates, strict=True)])
-    sound = asked <= 2.0**LARGEST_EXPONENT  # false for NaN
-    largest = max(asked[sound].max(initial=0.0), 2.0**-LARGEST_EXPONENT)
+    required = np.array([required_unit(*of_query, bits) for of_query in zip(means, coordinates, strict=True)])
+    fits = required <= 2.0**LARGEST_EXPONENT  # false for NaN
+    largest = max(required[fits].max(initial=0.0), 2.0**-LARGEST_EXPONENT)
     fraction, exponent = np.frexp(largest)
     exponent -= fraction == 0.5  # the smallest with largest <= 2**exponent
     unit = 2.0 ** int(exponent)
     differences = means.astype(np.float64) - means[:, :1].astype(np.float64)
-    multipliers = np.rint(np.where(sound[:, None, None], coordinates.astype(np.float64), 0.0) / unit).astype(np.int64)
-    offsets = np.rint(np.where(sound[:, None], differences, 0.0) / unit).astype(np.int64)
+    multipliers = np.rint(np.where(fits[:, None, None], coordinates.astype(np.float64), 0.0) / unit).astype(np.int64)
+    offsets = np.rint(np.where(fits[:, None], differences, 0.0) / unit).astype(np.int64)
     return int(exponent), multipliers, offsets - (multipliers @ (2**bits - 1) >> 1)
 
 
-def unit_asked(
+def required_unit(
     means: NDArray[np.float32],  # [num_segments]
     coordinates: NDArray[np.float32],  # [num_segments, num_coords]
     bits: NDArray[np.int64],  # [num_coords]
@@ -207,13 +207,13 @@ def unit_asked(
     half = (2.0**bits - 1) / 2
     room = SCORE_ROOM - half.sum() / 2
     sizes, differences = np.abs(coordinates.astype(np.float64)), np.abs(means.astype(np.float64) - np.float64(means[0]))
-    asked = 0.0
+    required = 0.0
     for of_segment, difference in zip(sizes, differences, strict=True):
         total = np.add.accumulate(half * of_segment)[-1] + difference
         if not np.isfinite(total):
             return np.nan
-        asked = max(asked, of_segment.max() / LARGEST_MULTIPLIER, total / room)
-    return asked
+        required = max(required, of_segment.max() / LARGEST_MULTIPLIER, total / room)
+    return required
 
 
 def group_scores(

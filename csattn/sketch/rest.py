@@ -9,7 +9,7 @@ from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel, readonly
 from csattn.search.match import widen
 from csattn.search.rest import attend_rows
-from csattn.search.sketch import describe_sketch, project_queries, query_bytes, sketch_at, weigh_queries
+from csattn.search.sketch import describe_sketch, project_queries, quantise_queries, query_bytes, sketch_at
 from csattn.sketch.index import SketchIndex
 
 
@@ -66,7 +66,7 @@ def _attend(
         for head in range(sketch.num_heads):
             group = q[token, head * group_size : (head + 1) * group_size].reshape(-1)
             project_queries(sketch, head, widen(group), 0, sketch.num_segments, softmax_scale, memory)
-            weigh_queries(sketch, group_size, memory)
+            quantise_queries(sketch, group_size, memory)
             of_head = rows + 4 * (token * sketch.num_heads + head) * top_k
             chosen = array_at(of_head, np.int64(valid_len[token, head]), np.int32(0))
             attend_rows(sketch, head, memory, group_size, first, stop, chosen, parts_address, head_dim + 2)

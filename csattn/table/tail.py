@@ -47,7 +47,7 @@ class ListTail:
         # the score and the position in the list of the lowest shared entry that counts; other entries with that score
         # count if their position is lower. If nothing is inserted, all count.
         self.kept_least: NDArray[np.float32] = self._table.least.astype(np.float32)
-        self.kept_place: NDArray[np.int32] = np.full(lists, self._table.list_len, np.int32)
+        self.kept_position: NDArray[np.int32] = np.full(lists, self._table.list_len, np.int32)
         self._lowest: NDArray[np.float32] = self.kept_least.copy()  # what a new key must beat
         # [..., FOUND_AT_ONCE]: scores and positions of shared entries in the order in which they leave; how many were
         # found, and how many shared entries left before these
@@ -74,7 +74,7 @@ class ListTail:
             self.inserted_scores.reshape(num_lists, -1),
             self._lowest.reshape(-1),
             self.kept_least.reshape(-1),
-            self.kept_place.reshape(-1),
+            self.kept_position.reshape(-1),
             self._leaving_scores.reshape(num_lists, -1),
             self._leaving_places.reshape(num_lists, -1),
             self._num_found.reshape(-1),
@@ -86,7 +86,7 @@ class ListTail:
         """Return list (head, subspace, centroid), updated: its keys, ascending, and their scores, both [list_len]."""
         where = head, subspace, centroid
         keys, scores = self._table.entries(*where)
-        inserted, least, place = self.num_inserted[where], self.kept_least[where], self.kept_place[where]
+        inserted, least, place = self.num_inserted[where], self.kept_least[where], self.kept_position[where]
         kept = (scores > least) | ((scores == least) & (np.arange(len(scores)) <= place))
         own_keys, own_scores = (of[where][:inserted] for of in (self.inserted_indices, self.inserted_scores))
         order = np.argsort(own_keys)
@@ -153,7 +153,7 @@ def _insert_scores(
     inserted_scores: NDArray[np.float32],
     lowest: NDArray[np.float32],
     kept_least: NDArray[np.float32],
-    kept_place: NDArray[np.int32],
+    kept_position: NDArray[np.int32],
     leaving_scores: NDArray[np.float32],
     leaving_places: NDArray[np.int32],
     num_found: NDArray[np.int32],
@@ -179,7 +179,7 @@ def _insert_scores(
         inserted += 1
         num_inserted[i] = inserted
         if not own_leaves and inserted < list_len:
-            found, before, least, place = num_found[i], left_before[i], kept_least[i], kept_place[i]
+            found, before, least, place = num_found[i], left_before[i], kept_least[i], kept_position[i]
             while inserted - before >= found:
                 if found > 0:
                     least, place = leaving_scores[i, found - 1], leaving_places[i, found - 1]
@@ -188,7 +188,7 @@ def _insert_scores(
                 found = _find_leaving(shared_scores[i], list_len, least, place, list_len - before, *leaving)
             num_found[i], left_before[i] = found, before
             kept_least[i] = leaving_scores[i, inserted - before]
-            kept_place[i] = leaving_places[i, inserted - before]
+            kept_position[i] = leaving_places[i, inserted - before]
         elif inserted == list_len:
             kept_least[i] = np.inf
         lowest[i] = min(own[inserted - 1], kept_least[i])

@@ -102,11 +102,11 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "taken"),
+    ("heads", "supported"),
     [((8, 2, 64, torch.bfloat16), True), ((8, 2, 64, torch.float32), False), ((8, 2, 512, torch.float16), False)],
 )
-def test_heads_that_there_is_a_kernel_for(heads: tuple[int, int, int, torch.dtype], taken: bool) -> None:
-    assert every_row.takes_heads(*heads) == taken
+def test_heads_that_there_is_a_kernel_for(heads: tuple[int, int, int, torch.dtype], supported: bool) -> None:
+    assert every_row.supports_heads(*heads) == supported
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

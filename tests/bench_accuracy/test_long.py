@@ -101,7 +101,7 @@ def test_the_sketch_is_the_reference(segments, head_dim, rng):
             octaves = SCALE * reference.LOG2_E * logits[head, :, token].numpy()
             np.testing.assert_allclose(octaves, bases[:, None] + 2.0**exponent * scores, rtol=1e-5, atol=1e-5)
             for top_k in (5, 6):
-                marks = index.marked_rows(head) if index.heeds_marks(top_k) else None
+                marks = index.marked_rows(head) if index.uses_marks(top_k) else None
                 wanted = reference.group_scores(scores, exponent, marks)
                 group_scores = codes.group_scores(q[:, :, token : token + 1], top_k)[head, 0].numpy()
                 np.testing.assert_array_equal(np.ceil(group_scores), wanted)

@@ -24,7 +24,7 @@ def test_errors_are_those_of_the_definition(rng) -> None:
         is_rest = np.zeros((2, 700), bool)
         for head in range(2):
             _, exponent, scores = reference.score_group(q[3 * head : 3 * head + 3], index, head, layer.softmax_scale)
-            best = reference.group_scores(scores, exponent, index.marked_rows(head) if index.heeds_marks(20) else None)
+            best = reference.group_scores(scores, exponent, index.marked_rows(head) if index.uses_marks(20) else None)
             is_rest[head, 4:636] = True
             is_rest[head, 4 + np.argsort(-best[4:636], kind="stable")[:20]] = False
         _, told = reference.attend_rest(q, index, is_rest, layer.softmax_scale)

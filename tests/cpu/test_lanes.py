@@ -18,10 +18,10 @@ I32x4, I32x8 = Vector(types.int32, 4), Vector(types.int32, 8)
 
 
 @exact_kernel
-def _shuffles(a, turned, spread, fine, coarse):  # type: ignore[no-untyped-def]
+def _shuffles(a, transposed, gathered, fine, coarse):  # type: ignore[no-untyped-def]
     value = load(I32x16, a, 0)
-    store(turned, 0, byte_lanes.turn_fours(value))
-    store(spread, 0, byte_lanes.spread_byte(value, 1))
+    store(transposed, 0, byte_lanes.transpose_bytes(value))
+    store(gathered, 0, byte_lanes.gather_byte(value, 1))
     store(fine, 0, byte_lanes.bits_of_bytes(value, 0, 4))
     store(fine, 16, byte_lanes.bits_of_bytes(value, 4, 4))
     store(coarse, 0, byte_lanes.bits_of_bytes(value, 4, 2))
@@ -30,11 +30,11 @@ def _shuffles(a, turned, spread, fine, coarse):  # type: ignore[no-untyped-def]
 
 def test_shuffles_of_bytes_and_bits(rng: np.random.Generator) -> None:
     a = rng.integers(-(2**31), 2**31, 16).astype(np.int32)
-    turned, spread, fine, coarse = (np.zeros(size, np.int32) for size in (16, 16, 32, 32))
-    _shuffles(a, turned, spread, fine, coarse)
+    transposed, gathered, fine, coarse = (np.zeros(size, np.int32) for size in (16, 16, 32, 32))
+    _shuffles(a, transposed, gathered, fine, coarse)
     fours = a.view(np.uint8).reshape(4, 4, 4)
-    np.testing.assert_array_equal(turned.view(np.uint8).reshape(4, 4, 4), fours.swapaxes(1, 2))
-    np.testing.assert_array_equal(spread.view(np.uint8).reshape(4, 4, 4), fours[:, None, :, 1].repeat(4, axis=1))
+    np.testing.assert_array_equal(transposed.view(np.uint8).reshape(4, 4, 4), fours.swapaxes(1, 2))
+    np.testing.assert_array_equal(gathered.view(np.uint8).reshape(4, 4, 4), fours[:, None, :, 1].repeat(4, axis=1))
     as_bytes = a.view(np.uint8)
     np.testing.assert_array_equal(fine.view(np.uint8), np.concatenate([as_bytes & 15, as_bytes >> 4]))
     np.testing.assert_array_equal(coarse.view(np.uint8), np.concatenate([as_bytes >> 4 & 3, as_bytes >> 6]))
@@ -115,28 +115,28 @@ def test_bytes_are_multiplied_as_this_machine_does_it(vector: Vector, rng: np.ra
 
 def _spreading(how: Callable[..., Any], feature: str) -> Any:
     @intrinsic
-    def spread(typing_context, array, start, bits):  # type: ignore[no-untyped-def]
+    def expanded(typing_context, array, start, bits):  # type: ignore[no-untyped-def]
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
             usable = feature in context.codegen().magic_tuple()[2]
             place, few = element_pointer(context, builder, sig, args), builder.trunc(args[2], ir.IntType(16))
             mask = builder.bitcast(few, ir.VectorType(ir.IntType(1), 16))
-            return (how if usable else lanes.spread_singly)(builder, place, few, mask, F32x16.llvm_type())
+            return (how if usable else lanes.expand_singly)(builder, place, few, mask, F32x16.llvm_type())
 
         return F32x16(array, types.intp, types.uint64), generate
 
-    return spread
+    return expanded
 
 
-_by_mask, _by_table = _spreading(lanes.spread_by_mask, "+avx512f"), _spreading(lanes.spread_by_table, "+avx2")
-_singly = _spreading(lanes.spread_singly, "")
+_by_mask, _by_table = _spreading(lanes.expand_by_mask, "+avx512f"), _spreading(lanes.expand_by_table, "+avx2")
+_singly = _spreading(lanes.expand_singly, "")
 
 
 @exact_kernel
-def _spread(values, bits, spread, sums):  # type: ignore[no-untyped-def]
-    store(spread, 0, _by_mask(values, 3, bits))
-    store(spread, 16, _by_table(values, 3, bits))
-    store(spread, 32, _singly(values, 3, bits))
-    store(sums, 0, lanes.add_spread(load(F32x16, sums, 0), values, 3, bits))
+def _expand(values, bits, expanded, sums):  # type: ignore[no-untyped-def]
+    store(expanded, 0, _by_mask(values, 3, bits))
+    store(expanded, 16, _by_table(values, 3, bits))
+    store(expanded, 32, _singly(values, 3, bits))
+    store(sums, 0, lanes.add_expanded(load(F32x16, sums, 0), values, 3, bits))
 
 
 @pytest.mark.parametrize("bits", [0, 1, 0b1010_0110, 0b1000_0000, 0xFF, 0xFFFF, 0x8001, 0xFF00, 0x1FFFF])
@@ -145,10 +145,10 @@ def test_every_way_to_spread_elements_over_lanes_gives_the_same(bits: int, rng: 
     lanes_set = np.array([bits >> lane & 1 for lane in range(16)], np.bool_)
     want = sums[:16].copy()
     want[lanes_set] += values[3 : 3 + lanes_set.sum()]
-    spread = np.zeros((3, 16), np.float32)
-    _spread(values, np.uint64(bits), spread.reshape(-1), sums)
+    expanded = np.zeros((3, 16), np.float32)
+    _expand(values, np.uint64(bits), expanded.reshape(-1), sums)
     np.testing.assert_array_equal(sums[:16], want)
-    for way in spread:
+    for way in expanded:
         np.testing.assert_array_equal(way[lanes_set], values[3 : 3 + lanes_set.sum()])
 
 

@@ -87,9 +87,9 @@ def test_threads_sleep_wake_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     for run in range(1, 6):
         team.run(tape)
         deadline = time.monotonic() + 20
-        while team.crew.sleepers < 2 and time.monotonic() < deadline:
+        while team.helpers.sleepers < 2 and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert team.crew.sleepers == 2
+        assert team.helpers.sleepers == 2
         assert (counts == run).all()
     team.close()
     assert threading.active_count() == before
@@ -103,12 +103,12 @@ def test_a_failing_thread_makes_runs_fail(monkeypatch: pytest.MonkeyPatch) -> No
         if threading.current_thread() is not threading.main_thread():
             raise MemoryError("not a byte left")
 
-    monkeypatch.setattr(teams, "serve", fail)
+    monkeypatch.setattr(teams, "poll_for_work", fail)
     tape, counts = Tape(), np.zeros(10, np.int64)
     tape.add(count, words(counts), 10)
     with Team(2) as team:
-        team.crew.hire()
-        for thread in team.crew.threads:
+        team.helpers.start()
+        for thread in team.helpers.threads:
             thread.join()
         for _ in range(2):
             with pytest.raises(RuntimeError, match="a thread of the team has failed") as caught:
@@ -130,7 +130,7 @@ def test_a_thread_that_fails_with_a_piece_in_hand_stops_the_wait(monkeypatch: py
         raise MemoryError("not a byte left")
 
     monkeypatch.setattr(teams, "aligned", lambda num_bytes: shared.view(np.uint8)[:num_bytes])
-    monkeypatch.setattr(teams, "serve", take_and_fail)
+    monkeypatch.setattr(teams, "poll_for_work", take_and_fail)
     shared, tape, counts = np.zeros(SHARED_WORDS, np.int64), Tape(), np.zeros(10, np.int64)
     tape.add(hold, words(shared), 1)
     tape.add(count, words(counts), 10)

@@ -31,7 +31,7 @@ static inline u32 fma_bf16(u32 a, u32 b, u32 c) {
     return pack_bf16(std::fma(low(a), low(b), low(c)), std::fma(high(a), high(b), high(c)));
 }
 static inline u32 and_or(u32 x, u32 mask, u32 bits) { return (x & mask) | bits; }
-static inline u32 kept(u32 x) { return x; }
+static inline u32 keep_in_register(u32 x) { return x; }
 
 // What a lane has of the operands of a product.
 struct Factors {
@@ -72,16 +72,16 @@ static inline void wait_then_let_next_start(u32 known = 0) {}
 
 // global memory
 
-template <class T> static inline T load_now(const T* from) { return *from; }
-static inline void post(float* to, float4 x) { std::memcpy(to, &x, sizeof x); }
-static inline float4 peek(const float* from) {
+template <class T> static inline T issue_load(const T* from) { return *from; }
+static inline void store_relaxed(float* to, float4 x) { std::memcpy(to, &x, sizeof x); }
+static inline float4 load_relaxed(const float* from) {
     pause_thread();  // another may be about to post
     float4 x;
     std::memcpy(&x, from, sizeof x);
     return x;
 }
-static inline void store_whole(u64* to, u64 value) { *to = value; }
-static inline u64 load_whole(const u64* from) {
+static inline void store_relaxed(u64* to, u64 value) { *to = value; }
+static inline u64 load_relaxed(const u64* from) {
     if (!*from) pause_thread();  // another thread of the block may be about to write it
     return *from;
 }
@@ -92,8 +92,8 @@ static inline u32 acquire(const u32* count) {
     return __atomic_load_n(count, __ATOMIC_ACQUIRE);
 }
 
-static inline void bring_to_l2(const void*) {}
-static inline void bring_to_l2(const void* from, u32 bytes) {
+static inline void prefetch_l2(const void*) {}
+static inline void prefetch_l2(const void* from, u32 bytes) {
     volatile char last = static_cast<const char*>(from)[bytes - 1];  // what is asked for is there
 }
 
@@ -131,10 +131,10 @@ static inline void end_phase_if_all_is_here(BarrierState& state) {
     state.pending = state.count;
     state.phase = !state.phase;
 }
-static inline void make_barrier(u64* barrier, u32 count) {
+static inline void init_barrier(u64* barrier, u32 count) {
     state_of(barrier) = {static_cast<u16>(count), static_cast<u16>(count), 0, 0};
 }
-static inline void barriers_are_made() {}
+static inline void fence_barrier_init() {}
 static inline void arrive_expecting(u64* barrier, u32 bytes) {
     state_of(barrier).missing_bytes += bytes;
     --state_of(barrier).pending;
@@ -159,7 +159,7 @@ static inline void load_bytes(void* to, const void* from, u32 bytes, u64* barrie
 static inline void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
     load_bytes(__cvta_shared_to_generic(to), from, bytes, barrier_at(barrier));
 }
-constexpr u32 COPIERS = 1;
+constexpr u32 ARRIVALS_PER_LOAD = 1;
 template <class To, class From>
 static inline void load_by_warp(u32 count, u32 bytes, u32 barrier, const To& to, const From& from) {
     const u32 lane = threadIdx.x % 32;

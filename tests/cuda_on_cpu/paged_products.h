@@ -2,7 +2,7 @@
 
 #include "../tensor_cores.cuh"
 
-static inline void put_unit(char* query, int head, int unit, uint4 channels) {
+static inline void store_unit(char* query, int head, int unit, uint4 channels) {
     std::memcpy(query + head * 128 + unit * 16, &channels, 16);
 }
 

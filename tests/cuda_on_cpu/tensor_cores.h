@@ -4,16 +4,16 @@
 
 static inline u32 offset_of(int line, int unit) { return line * 128 + ((unit ^ line % 8) << 4); }
 
-template <int COUNT> static inline void leave_registers() {}
-template <int COUNT> static inline void take_registers() {}
+template <int COUNT> static inline void decrease_registers() {}
+template <int COUNT> static inline void increase_registers() {}
 
-template <int ID, int COUNT> static inline void meet() {
+template <int ID, int COUNT> static inline void sync_named_barrier() {
     static thread_local Barrier barrier{COUNT};
     barrier.wait(0);
 }
 
-static inline void show_to_tensor_cores() {}
-static inline u64 operand_at(u32 address, u32 to_next = 16) {
+static inline void fence_async_proxy() {}
+static inline u64 operand_descriptor(u32 address, u32 to_next = 16) {
     return (address & 0x3ffff) >> 4 | static_cast<u64>(to_next >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 static inline void begin_products() {}

@@ -12,7 +12,7 @@ import torch
 from csattn import torch_threads
 from csattn.artifact import read_manifest
 from csattn.errors import ConfigError, ContextError
-from csattn.torch_threads import threads_kept
+from csattn.torch_threads import preserve_num_threads
 from index_build import build_context
 from tests.artifact.faults import fork
 from tests.tiny import loaded
@@ -119,8 +119,8 @@ def test_a_process_that_is_forked_from_a_builder_is_told_so_and_does_not_wait_wi
         torch.set_num_threads(1)
         assert not build_context(model, f"{TEXT}More.", tmp_path).reused
 
-    monkeypatch.setattr(torch_threads, "_had_many", None)
-    with threads_kept():
+    monkeypatch.setattr(torch_threads, "_pid_with_threads", None)
+    with preserve_num_threads():
         torch.set_num_threads(2)
         build_context(model, TEXT, tmp_path)
         assert os.waitpid(fork(in_child), 0)[1] == 0
@@ -129,11 +129,11 @@ def test_a_process_that_is_forked_from_a_builder_is_told_so_and_does_not_wait_wi
 def test_a_process_that_has_found_all_there_has_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded()
     build_context(model, TEXT, tmp_path)
-    monkeypatch.setattr(torch_threads, "_had_many", None)
-    with threads_kept():
+    monkeypatch.setattr(torch_threads, "_pid_with_threads", None)
+    with preserve_num_threads():
         torch.set_num_threads(2)
         assert build_context(model, TEXT, tmp_path).reused
-    assert torch_threads._had_many is None
+    assert torch_threads._pid_with_threads is None
 
 
 def test_what_is_not_exported_is_not_there() -> None:

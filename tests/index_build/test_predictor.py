@@ -10,7 +10,7 @@ import torch
 
 from csattn.config import SketchConfig
 from csattn.models.query import queries_before_rope
-from csattn.torch_threads import alone, one_thread, threads_kept
+from csattn.torch_threads import on_one_thread, one_thread, preserve_num_threads
 from index_build import build_layers
 from index_build.capture import prefill
 from index_build.predictor import fit_predictor, sample_rows
@@ -46,7 +46,7 @@ def test_samples_are_spread_over_the_context_and_bounded() -> None:
 
 def test_wide_heads_are_fitted_by_several_threads() -> None:
     """As ridge regression says: what torch solves with would crash or hang."""
-    with threads_kept():
+    with preserve_num_threads():
         torch.set_num_threads(2)
         early, own = torch.randn(4, 600, 256), torch.randn(4, 600, 256) + 5
         fitted = fit_predictor(early, own).double().numpy()
@@ -65,7 +65,7 @@ def test_a_predictor_comes_with_the_index(monkeypatch: pytest.MonkeyPatch, is_be
     monkeypatch.setattr(build_layers, "_PRODUCTS_PER_ELEMENT", 10**9 if is_beside else 0)
     model = loaded()
     num_fitted = 0
-    with ThreadPoolExecutor(2) as threads, threads_kept():
+    with ThreadPoolExecutor(2) as threads, preserve_num_threads():
         torch.set_num_threads(2)
         for capture, hidden_out in prefill(model.model, torch.from_numpy(token_ids(300)).long()):
             fit = build_layers.make_fit(model, capture, hidden_out)
@@ -98,12 +98,12 @@ def test_who_comes_later_has_all_threads(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def fit_later() -> dict[str, torch.Tensor]:
         assert in_index.wait(10)
-        return alone(fit)()
+        return on_one_thread(fit)()
 
     monkeypatch.setattr(build_layers, "index_arrays", make_index)
     model = loaded()
     capture, _ = next(iter(prefill(model.model, torch.from_numpy(token_ids(100)).long())))
-    with ThreadPoolExecutor(2) as threads, threads_kept():
+    with ThreadPoolExecutor(2) as threads, preserve_num_threads():
         torch.set_num_threads(2)
         build_layers.index_and_fit(fit_later, capture, SketchConfig(), threads)
         (thread := Thread(target=lambda: seen.append(torch.get_num_threads()))).start()
@@ -118,5 +118,5 @@ def test_what_a_predictor_fails_with_is_raised() -> None:
     model, num_threads = loaded(), torch.get_num_threads()
     capture, _ = next(iter(prefill(model.model, torch.from_numpy(token_ids(100)).long())))
     with ThreadPoolExecutor(2) as threads, pytest.raises(RuntimeError, match="no predictor"):
-        build_layers.index_and_fit(alone(fail), capture, SketchConfig(), threads)
+        build_layers.index_and_fit(on_one_thread(fail), capture, SketchConfig(), threads)
     assert torch.get_num_threads() == num_threads

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.table.lists import LARGEST_SCORE, ListTable
-from csattn.torch_threads import threads_kept
+from csattn.torch_threads import preserve_num_threads
 from index_build import layer
 from index_build.layer import best_of_rows, best_on_gpu, centroid_scores
 from tests.index_build.tables import centroids_and_keys, list_table, scores_by_definition
-from tests.table.soundness import check
+from tests.table.invariants import check
 
 
 def table_of(arrays: dict[str, Tensor], list_len: int, context_len: int) -> ListTable:
@@ -87,7 +87,7 @@ def test_sums_are_in_float64_and_in_the_order_of_the_dimensions() -> None:
 
 def test_threads_that_begin_later_have_as_many_of_torch_as_before(rng: np.random.Generator) -> None:
     made_of = centroids_and_keys(rng, 4, 4, 8, 4, 200)
-    with threads_kept():
+    with preserve_num_threads():
         torch.set_num_threads(2)
         for _ in range(20):
             list_table(*made_of, 20)

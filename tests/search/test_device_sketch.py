@@ -257,7 +257,7 @@ def test_marked_rows_are_chosen_where_they_are_few(keep: float) -> None:
     searched = Searched([index], q[:1], [0], config)
     assert_right(searched.selection(0), q[0], index, config)
     marked = np.flatnonzero(index.marked_rows(1)[4:-16]) + 4
-    assert set(marked) <= set(searched.selection(0).kv_indices[1]) or not index.heeds_marks(config.top_k(4200))
+    assert set(marked) <= set(searched.selection(0).kv_indices[1]) or not index.uses_marks(config.top_k(4200))
     assert_rest_is_right(searched, 0, q[0], index, config)
 
 

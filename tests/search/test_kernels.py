@@ -54,7 +54,7 @@ def _weigh(address, head, q, memory):  # type: ignore[no-untyped-def]
     wide = match.widen(q)
     for segment in range(of_sketch.num_segments):
         sketch.project_queries(of_sketch, head, wide, segment, segment + 1, SCALE, memory.ctypes.data)
-    sketch.weigh_queries(of_sketch, len(q) // of_sketch.head_dim, memory.ctypes.data)
+    sketch.quantise_queries(of_sketch, len(q) // of_sketch.head_dim, memory.ctypes.data)
 
 
 def _fields(memory: NDArray[np.uint8], group_size: int, segments: int, coords: int) -> dict[str, NDArray[Any]]:
@@ -109,7 +109,7 @@ def _group_scores(scores, stride, num_keys, exponent, greatest, shifts, out):  #
     for row in range(len(shifts)):
         for at in range(0, num_keys, 1024):
             count, place = min(num_keys - at, 1024), row * stride + at
-            sketch_group_scores.keep_greatest(scores, place, count, greatest, place // 8)
+            sketch_group_scores.write_maxima_of_eights(scores, place, count, greatest, place // 8)
         normalisers[row] = sketch_group_scores.normaliser(greatest, row * per_row, -(-num_keys // 8), exponent)
     for row in range(len(shifts)):
         shifts[row] = min(normalisers[row] - normalisers.min(), 2**16 - 1)
@@ -240,9 +240,9 @@ def add_list(
     ends = SCORE_UNIT + np.append(table.starts.reshape(-1), table.list_len)
     for chunk, (first, last) in enumerate(pairwise(ends.tolist())):
         weighted = np.full(lists.WEIGHTED_ROOM, np.nan, np.float32)
-        begin = lists.weigh_scores(halves, first, last, weight, weighted)
+        begin = lists.write_weighted_scores(halves, first, last, weight, weighted)
         if least > -np.inf:
-            lists.leave_out(halves, first, last, np.float32(least), SCORE_UNIT + place, weighted, begin)
+            lists.exclude_lower_scores(halves, first, last, np.float32(least), SCORE_UNIT + place, weighted, begin)
         words = readonly(table.listed.reshape(-1).view(np.uint64))
         lists.add_chunk(scores, chunk * CHUNK_KEYS, words, chunk * lists.WORDS, weighted, begin)
 

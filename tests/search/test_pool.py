@@ -158,7 +158,7 @@ def test_closing_gives_up_what_was_started_and_ends_the_threads() -> None:
     search = make_search(big_spec())
     with SearchPool(3) as pool:
         run(pool, search)
-        threads = pool._crew.threads
+        threads = pool._helpers.threads
         pool.start(search)
     assert threads and not any(thread.is_alive() for thread in threads)
     pool.close()
@@ -172,7 +172,7 @@ def test_a_pool_that_is_dropped_lets_its_threads_go() -> None:
     search = make_search(big_spec())
     pool = SearchPool(3)
     run(pool, search)
-    threads = list(pool._crew.threads)
+    threads = list(pool._helpers.threads)
     pool.start(search)
     del pool
     gc.collect()
@@ -189,9 +189,9 @@ def test_a_failing_thread_makes_searches_fail(monkeypatch: pytest.MonkeyPatch) -
             raise MemoryError("not a byte left")
 
     with SearchPool(3) as pool:
-        monkeypatch.setattr(teams, "serve", fail)
-        pool._crew.hire()
-        for thread in pool._crew.threads:
+        monkeypatch.setattr(teams, "poll_for_work", fail)
+        pool._helpers.start()
+        for thread in pool._helpers.threads:
             thread.join(WAIT_S)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="make another") as caught:
@@ -215,7 +215,7 @@ def test_a_thread_that_fails_with_a_piece_in_hand_stops_the_wait(monkeypatch: py
         raise MemoryError("not a byte left")
 
     with SearchPool(2) as pool:
-        monkeypatch.setattr(teams, "serve", take_and_fail)
+        monkeypatch.setattr(teams, "poll_for_work", take_and_fail)
         pool.start(search)
         assert taken.wait(WAIT_S)
         with pytest.raises(RuntimeError, match="a thread of the search pool has failed"):
@@ -256,7 +256,7 @@ def test_a_team_runs_tapes_while_its_threads_search() -> None:
             pool.finish()
             np.testing.assert_array_equal(search.out.kv_indices, want)
             search.out.kv_indices[:] = -777
-        assert len(team.crew.threads) == 2
+        assert len(team.helpers.threads) == 2
         pool.close()
         with pytest.raises(RuntimeError, match="the team is closed"):
             team.run(tape)
@@ -269,7 +269,7 @@ def test_threads_keep_to_their_cpus() -> None:
     want = alone(search)
     with SearchPool(2, cpus=[cpu]) as pool:
         np.testing.assert_array_equal(run(pool, search), want)
-        assert os.sched_getaffinity(pool._crew.threads[0].native_id) == {cpu}
+        assert os.sched_getaffinity(pool._helpers.threads[0].native_id) == {cpu}
     with pytest.raises(ValueError, match="got 2 CPUs for 1 threads"):
         SearchPool(2, cpus=[cpu, cpu])
     with pytest.raises(ValueError, match="may not use all of the CPUs"):
@@ -283,7 +283,7 @@ def test_an_idle_pool_costs_nothing_and_wakes_up(monkeypatch: pytest.MonkeyPatch
     with SearchPool(3) as pool:
         for _ in range(3):
             np.testing.assert_array_equal(run(pool, search), want)
-            wait_until(lambda: pool._crew.sleepers == 2)
+            wait_until(lambda: pool._helpers.sleepers == 2)
             assert is_idle(window_s=0.2)
             search.out.kv_indices[:] = -777
 
@@ -331,7 +331,7 @@ def test_a_forked_process_hires_threads_of_its_own() -> None:
         pool.start(search)  # the child knows nothing of it
         child = os.fork()
         if child == 0:
-            assert (run(pool, search) == want).all() and pool._crew.threads
+            assert (run(pool, search) == want).all() and pool._helpers.threads
             team.run(Tape())
             sys.exit(0)
         pool.finish()

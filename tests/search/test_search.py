@@ -105,7 +105,7 @@ def test_marked_rows_come_first_where_there_are_few(group_size: int, context_len
     for top_k in (1, 2 * int(index.marked_rows(0).sum()) - 1, 2 * int(index.marked_rows(0).sum()), 300):
         got, want = run_both(q, index, None, top_k)
         np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
-        assert not index.heeds_marks(top_k) or np.isin(marked, got.kv_indices[0]).all()
+        assert not index.uses_marks(top_k) or np.isin(marked, got.kv_indices[0]).all()
 
 
 @pytest.mark.parametrize(

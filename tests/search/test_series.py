@@ -100,7 +100,7 @@ def test_threads_that_sleep_are_woken_for_a_series() -> None:
         for since in (SINCE, 2 * SINCE):
             line.send(0, since)
             assert pool.run_series(line.series, since, line.give_up)
-            wait_until(lambda: pool._crew.sleepers == 2)
+            wait_until(lambda: pool._helpers.sleepers == 2)
 
 
 def test_a_series_of_nothing() -> None:

@@ -139,8 +139,8 @@ def test_errors_are_what_codes_lose_of_keys(head_dim, num_rows, starts, rng) -> 
     codes, errors = sketch.encode(k, starts, made, bits)
     steps = codes[0] - ((1 << bits) - 1) / 2
     for number, (start, stop) in enumerate(pairwise((*starts, num_rows))):
-        told = made.key_mean[0, number] + steps[start:stop] @ made.query_transform[0, number].float().mT
-        wanted = (k[0, start:stop] - told).square().sum(1)
+        reconstructed = made.key_mean[0, number] + steps[start:stop] @ made.query_transform[0, number].float().mT
+        wanted = (k[0, start:stop] - reconstructed).square().sum(1)
         torch.testing.assert_close(errors[0, start:stop], wanted, rtol=1e-3, atol=1e-3)
 
 

@@ -6,7 +6,7 @@ import pytest
 from csattn.config import SketchConfig
 from csattn.sketch import reference
 from csattn.sketch.codes import coord_bits, pack_codes, unpack_codes
-from csattn.sketch.index import heeds_marks, num_marked
+from csattn.sketch.index import num_marked, uses_marks
 from tests.sketch.synthetic import make_heads, make_sketch
 
 
@@ -201,14 +201,14 @@ def test_marked_rows_are_those_that_codes_tell_worst(rng):
     index = make_sketch(q, k, v, 2, 2, (0, 1024))
     marked = np.flatnonzero(index.marked_rows(0))
     assert 7 in marked and len(marked) == 2 == num_marked(1200, (0, 1024))
-    assert index.heeds_marks(4) and not index.heeds_marks(3)
+    assert index.uses_marks(4) and not index.uses_marks(3)
 
 
 def test_what_all_segments_have_in_common_asks_for_no_coarser_unit(rng):
     coordinates, bits = rng.standard_normal((2, 8)).astype(np.float32), np.array([2] * 6 + [4] * 2)
-    units = [reference.unit_asked(np.full(2, mean, np.float32), coordinates, bits) for mean in (0.0, 5000.0)]
+    units = [reference.required_unit(np.full(2, mean, np.float32), coordinates, bits) for mean in (0.0, 5000.0)]
     assert units[0] == units[1]
-    assert reference.unit_asked(np.array([0.0, 5000.0], np.float32), coordinates, bits) > units[0]
+    assert reference.required_unit(np.array([0.0, 5000.0], np.float32), coordinates, bits) > units[0]
 
 
 def test_queries_of_one_direction_are_a_metric_too():
@@ -230,4 +230,4 @@ def test_marks_are_heeded_where_others_get_half_of_the_choice():
     starts, context_len = [0, 4096], 8000
     count = num_marked(context_len, starts)
     assert count > 2
-    assert heeds_marks(context_len, starts, 2 * count) and not heeds_marks(context_len, starts, 2 * count - 1)
+    assert uses_marks(context_len, starts, 2 * count) and not uses_marks(context_len, starts, 2 * count - 1)

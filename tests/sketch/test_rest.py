@@ -113,7 +113,7 @@ def _sums(scores, exponent, codes, num_fine, num_words, weights, sums):  # type:
     tops, totals = np.empty(group_size, np.int64), np.empty(group_size, np.int64)
     for g in range(group_size):
         of_row = g * CHUNK_KEYS, CHUNK_KEYS, exponent, weights, g * row_weights
-        tops[g], totals[g] = code_sums.weigh_chunk(scores, *of_row, codes, 0, 0)
+        tops[g], totals[g] = code_sums.compute_weights(scores, *of_row, codes, 0, 0)
     scales = np.ones(group_size, np.float32)
     code_sums.add_code_sums(
         codes, num_fine, num_words, 0, CHUNK_KEYS // 64, weights, row_weights, scales, sums, 32 * num_fine

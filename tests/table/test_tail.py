@@ -12,7 +12,7 @@ from csattn.index import LayerIndex
 from csattn.table.lists import LARGEST_SCORE
 from csattn.table.tail import FOUND_AT_ONCE, ListTail, score_key
 from tests.search.synthetic import IndexSpec, make_index, make_lists
-from tests.table.soundness import check
+from tests.table.invariants import check
 
 
 def new_keys_of(tail_seed: int, spec: IndexSpec, num_rows: int) -> NDArray[np.float32]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from csattn.attention.device import RowSource, row_sources
-from csattn.attention.every_row import EveryRowAttention, takes_heads, workspace_bytes
+from csattn.attention.every_row import EveryRowAttention, supports_heads, workspace_bytes
 from csattn.batch import StepRows, make_device_selection
 from offload.pinned import PinnedRows
 from workers.engine.attend_chosen import plan_attention
@@ -127,7 +127,9 @@ class StreamedRows:
 
 def reads_once(shape: EngineShape) -> bool:
     """Whether a kernel reads a context once for all rows of a step that continue it."""
-    return shape.kv_format is None and takes_heads(shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.dtype)
+    return shape.kv_format is None and supports_heads(
+        shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.dtype
+    )
 
 
 def attend_all_bytes(shape: EngineShape) -> int:

@@ -162,7 +162,7 @@ class GpuEngine:
         self.tail_capacity, self.own_on_host = min(sizing.tail_capacity, self.max_positions), sizing.own_on_host
         sizing = replace(sizing, tail_capacity=self.tail_capacity)
         self._segment_executor = stream_thread(device, "own-segments")
-        self._side_by_side = ThreadPoolExecutor(min(_MOST_THREADS, available_cpus()), "own-segments-on-cpu")
+        self._parallel = ThreadPoolExecutor(min(_MOST_THREADS, available_cpus()), "own-segments-on-cpu")
         self._searcher = searcher
         if self.placement == "host" and selector != "full" and searcher is None:
             self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
@@ -339,7 +339,7 @@ class GpuEngine:
             if request.own is not None:
                 request.own.close()
         self._segment_executor.shutdown(cancel_futures=True)
-        self._side_by_side.shutdown()
+        self._parallel.shutdown()
         try:
             self._placing.close()
         finally:
@@ -398,7 +398,7 @@ class GpuEngine:
             partial(place_segment, device=placed.device),
             join_on_device,
             layers_at_once=LAYERS_AT_ONCE,
-            side_by_side=self._side_by_side.map,
+            parallel_map=self._parallel.map,
         )
 
     def _segments(self, slot: int, tail_len: int) -> int:

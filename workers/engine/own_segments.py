@@ -67,13 +67,13 @@ class OwnSegments:
         place: Callable[[Sketches], Placed] = list,  # makes a segment readable for steps, in that thread
         join: Callable[[Placed, Placed], Placed] = join_sketches,  # appends a segment to those before it
         layers_at_once: int = 1,
-        side_by_side: Map = map,  # a parallel map, for work on the CPU
+        parallel_map: Map = map,  # over threads, for work on the CPU
     ) -> None:
         self.config = config
         self._rows, self._sketch, self._growth, self._executor = rows, sketch, growth, executor
         self._place, self._join = place, join
         self._slot, self._num_layers, self._layers_at_once = slot, num_layers, layers_at_once
-        self._side_by_side = side_by_side
+        self._parallel_map = parallel_map
         self._num_begun = 0
         self._making: deque[_Making] = deque()  # segments that are not joined to those before them
         self._joined: dict[int, Placed] = {}  # by number, so many first segments; dropped once no row reads them
@@ -139,7 +139,7 @@ class OwnSegments:
         """Make the first num_layers layers of the segment, as far as they are missing."""
         while (num_missing := num_layers - len(segment.made)) and not self._is_closed:
             rows = torch.stack(list(islice(segment.rows, min(num_missing, self._layers_at_once))))
-            segment.made += make_segments(rows, self._sketch, self._side_by_side)
+            segment.made += make_segments(rows, self._sketch, self._parallel_map)
         if len(segment.made) == self._num_layers:
             segment.placed = self._place(segment.made)
 

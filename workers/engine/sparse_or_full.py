@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from csattn.attention.every_row import MAX_GROUP, MAX_HEAD_DIM, takes_heads
+from csattn.attention.every_row import MAX_GROUP, MAX_HEAD_DIM, supports_heads
 from csattn.batch import StepRows
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
@@ -89,7 +89,7 @@ def require_both(placement: str, selector: str, search: SearchConfig, kv_format:
 def require_model(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raise ConfigError for models whose heads the kernel that reads all rows does not support."""
     heads, has_heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim), not model_selects_rows(spec)
-    if not has_heads or not takes_heads(*heads, dtype):
+    if not has_heads or not supports_heads(*heads, dtype):
         kind = f"{heads[0]} over {heads[1]} heads of {heads[2]} in {dtype}" if has_heads else cached_row_kind(spec)
         raise ConfigError(
             "all_where_faster reads a context once for all requests, in 16 bits, with heads of up to "

@@ -74,7 +74,7 @@ class SketchCodes(Codes):
         normalisers = normaliser(scores, exponent[:, None])
         shares = scores.sub_((normalisers - normalisers.amin(1, keepdim=True))[..., None])
         best = shares.amax(1).clamp_(-_LARGEST_GROUP_SCORE, _LARGEST_GROUP_SCORE)
-        if self._index.heeds_marks(top_k):
+        if self._index.uses_marks(top_k):
             best.masked_fill_(self._marks[:, None], _LARGEST_GROUP_SCORE)
         rows = torch.arange(best.shape[2], dtype=torch.float64, device=best.device)
         return best.double().sub_(rows / _MOST_ROWS)
@@ -130,7 +130,7 @@ def integer_queries(
     total = (p.abs() * half).sum(-1) + differences.abs()
     room = SCORE_ROOM - float(half.sum()) / 2
     needed = torch.maximum(p.abs().amax(-1) / LARGEST_MULTIPLIER, total / room).amax(1)
-    is_finite = needed <= 2.0**LARGEST_EXPONENT  # False for NaN
+    is_finite = needed <= 2.0**LARGEST_EXPONENT  # not where it is no number
     most = torch.where(is_finite, needed, 0.0).amax(1).clamp_min(2.0**-LARGEST_EXPONENT)
     fraction, exponent = torch.frexp(most)
     exponent = exponent - (fraction == 0.5).int()

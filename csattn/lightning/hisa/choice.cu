@@ -1,7 +1,7 @@
 // Chooses HISA's candidates: for each query the first and the last blocks that it sees, and the best of the others.
 //
-// A thread block has one query; a thread keeps the scores of neighbouring key blocks in registers. The bar, a threshold
-// that the wanted number of scores reach, is found bit by bit (radix select); of scores equal to it the first are
+// A thread block has one query; a thread keeps the scores of neighbouring key blocks in registers. The threshold
+// that the wanted number of scores reach is found bit by bit (radix select); of scores equal to it the first are
 // chosen.
 //
 // If lists are given, the query is also listed at each candidate. A list is cut into items of up to ITEM_QUERIES.
@@ -64,24 +64,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_candidates(
         const bool forced = block < first_blocks || block >= end - last_blocks;
         keys[i] = block < end ? (forced ? 0xffffffffu : order_of(scores[block])) : 0;
     }
-    u32 bar = 0, reached = end;
+    u32 threshold = 0, reached = end;
     for (int bit = 31; bit >= 0 && reached > wanted; --bit) {
-        const u32 higher = bar | 1u << bit;
+        const u32 higher = threshold | 1u << bit;
         u32 count = 0;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) count += keys[i] >= higher;
         count = sum_of_all(count, scratch[bit % 2]);
-        if (count >= wanted) bar = higher, reached = count;
+        if (count >= wanted) threshold = higher, reached = count;
     }
     u32 above = 0, same = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) above += keys[i] > bar, same += keys[i] == bar && first + i < end;
+    for (int i = 0; i < EACH; ++i) above += keys[i] > threshold, same += keys[i] == threshold && first + i < end;
     const u32 room = wanted - sum_of_all(above, scratch[2]);
     above = sum_before(above, scratch[0]), same = sum_before(same, scratch[1]);  // not packed: may exceed 2 ** 16
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const int block = first + i;
-        const bool is_above = keys[i] > bar, is_same = keys[i] == bar && block < end;
+        const bool is_above = keys[i] > threshold, is_same = keys[i] == threshold && block < end;
         const bool chosen = is_above || (is_same && same < room);
         const u32 place = above + min(same, room);
         if (chosen) candidates[place] = block;

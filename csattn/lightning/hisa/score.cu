@@ -21,7 +21,7 @@ struct Work {
     const TensorMap *columns, *keys;
     const float *weights, *key_scale;
     const int *lists, *counts, *items, *num_items;
-    int* taken;
+    int* num_taken;
     float* out;
     int num_queries, num_candidates, num_keys;
 };
@@ -40,7 +40,7 @@ struct Shared {
     u8 keys[2][PARTS][KEY_BYTES];
     float weights[STAGES][COLUMNS];
     Tile tiles[STAGES];
-    u64 here[STAGES], used[STAGES], keys_here[2], keys_used[2];
+    u64 loaded[STAGES], used[STAGES], keys_loaded[2], keys_used[2];
 };
 
 // A block and some of its queries, one for each lane.
@@ -50,7 +50,7 @@ struct Item {
 
 __device__ __forceinline__ Item take_item(const Work& of) {
     const int lane = threadIdx.x % 32, parts_each = (of.num_queries + ITEM_QUERIES - 1) / ITEM_QUERIES;
-    const int number = __shfl_sync(ALL_LANES, lane == 0 ? atomicAdd(of.taken, 1) : 0, 0);
+    const int number = __shfl_sync(ALL_LANES, lane == 0 ? atomicAdd(of.num_taken, 1) : 0, 0);
     if (number >= *of.num_items) return {-1, 0, -1};
     const int item = of.items[number], block = item / parts_each, first = item % parts_each * ITEM_QUERIES;
     const int count = min(ITEM_QUERIES, of.counts[block] - first);
@@ -60,37 +60,37 @@ __device__ __forceinline__ Item take_item(const Work& of) {
 
 __device__ void fetch_keys(Shared& s, const Work& of, int block, u32 item) {
     const int lane = threadIdx.x % 32, part = lane / ATOMS, atom = lane % ATOMS;
-    u64* const here = &s.keys_here[item % 2];
+    u64* const loaded = &s.keys_loaded[item % 2];
     wait_for(&s.keys_used[item % 2], item / 2 % 2 ^ 1);
-    if (lane == 0) arrive_expecting(here, PARTS * KEY_BYTES);
+    if (lane == 0) arrive_expecting(loaded, PARTS * KEY_BYTES);
     __syncwarp();
     if (part < PARTS)
         load_box(s.keys[item % 2][part] + atom * (KEYS * ATOM_BYTES), of.keys, atom * (ATOM_BYTES / ELEMENT_BYTES),
-                 block * BLOCK_KEYS + part * KEYS, here);
+                 block * BLOCK_KEYS + part * KEYS, loaded);
 }
 
 // Loads a tile: each lane loads the query whose scores go to its place.
 __device__ void fetch_tile(Shared& s, const Work& of, const Tile& about, int place, u32 number) {
     const int lane = threadIdx.x % 32, stage = number % STAGES;
-    const bool mine = lane < about.count;
+    const bool has_query = lane < about.count;
     wait_for(&s.used[stage], number / STAGES % 2 ^ 1);
     Tile& tile = s.tiles[stage];
     if (lane == 0) {
         tile.block = about.block, tile.count = about.count, tile.item = about.item;
         tile.is_first = about.is_first, tile.is_last = about.is_last;
     }
-    if (lane < QUERIES) tile.places[lane] = mine ? place : -1;
+    if (lane < QUERIES) tile.places[lane] = has_query ? place : -1;
     __syncwarp();
-    if (lane == 0) arrive_expecting(&s.here[stage], about.count * (QUERY_BYTES + HEADS * 4));
+    if (lane == 0) arrive_expecting(&s.loaded[stage], about.count * (QUERY_BYTES + HEADS * 4));
     __syncwarp();
-    if (!mine) return;
+    if (!has_query) return;
     const int query = place / of.num_candidates;
 #pragma unroll
     for (int atom = 0; atom < ATOMS; ++atom)
         load_box(s.columns[stage] + (atom * COLUMNS + lane * HEADS) * ATOM_BYTES, of.columns,
-                 atom * (ATOM_BYTES / ELEMENT_BYTES), query * HEADS, &s.here[stage]);
+                 atom * (ATOM_BYTES / ELEMENT_BYTES), query * HEADS, &s.loaded[stage]);
     load_bytes(s.weights[stage] + lane * HEADS, of.weights + static_cast<long long>(query) * HEADS, HEADS * 4,
-               &s.here[stage]);
+               &s.loaded[stage]);
 }
 
 __device__ void fetch(Shared& s, const Work& of) {
@@ -116,11 +116,11 @@ __device__ void fetch(Shared& s, const Work& of) {
 }
 
 // What a thread needs of a tile.
-struct Mine {
+struct ThreadState {
     float weights[64];
     int places[OWNED];
 
-    __device__ __forceinline__ void take(const Shared& s, u32 stage, const Owner& owner) {
+    __device__ __forceinline__ void load(const Shared& s, u32 stage, const Owner& owner) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             const float2 pair = reinterpret_cast<const float2*>(s.weights[stage])[i * 4 + owner.query];
@@ -151,8 +151,8 @@ __device__ __forceinline__ void write(const Work& of, const Pending& pending) {
 __device__ __forceinline__ void score_tile(Shared& s, const Work& of, const float (&scales)[PARTS][2],
                                            const Owner& owner, Pending& pending, int group, u32 stage) {
     const u32 at = s.tiles[stage].item % 2;
-    Mine mine;
-    mine.take(s, stage, owner);
+    ThreadState state;
+    state.load(s, stage, owner);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
         float products[128];
@@ -162,11 +162,11 @@ __device__ __forceinline__ void score_tile(Shared& s, const Work& of, const floa
         write(of, pending);
         wait_for_products<0>(products);
         Partial partial;
-        weigh(products, mine.weights, partial);
+        sum_weighted(products, state.weights, partial);
         sum_up(partial, pending.sums);
 #pragma unroll
         for (int i = 0; i < OWNED; ++i) {
-            pending.places[i] = mine.places[i];
+            pending.places[i] = state.places[i];
             pending.sums[i][0] *= scales[part][0], pending.sums[i][1] *= scales[part][1];
         }
         pending.row = part * KEYS + owner.row;
@@ -181,13 +181,13 @@ __device__ void score(Shared& s, const Work& of, int group) {
     if (group == 1) give_turn_to(0);
     for (u32 number = group;; number += 2) {
         const u32 stage = __shfl_sync(ALL_LANES, number % STAGES, 0);  // tells the compiler that a warp has one
-        wait_for(&s.here[stage], number / STAGES % 2);
+        wait_for(&s.loaded[stage], number / STAGES % 2);
         const Tile& tile = s.tiles[stage];
         if (tile.block < 0) break;
         const int at = tile.item % 2;
         const bool is_last = tile.is_last;
         if (tile.is_first) {
-            wait_for(&s.keys_here[at], tile.item / 2 % 2);
+            wait_for(&s.keys_loaded[at], tile.item / 2 % 2);
 #pragma unroll
             for (int i = 0; i < PARTS * 2; ++i) {
                 const int key = tile.block * BLOCK_KEYS + i / 2 * KEYS + owner.row + i % 2 * 8;
@@ -219,20 +219,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_candidates(
     const int* __restrict__ counts,       // [blocks]: entries of each list
     const int* __restrict__ items,        // block * most items of a block + the item's number in its block
     const int* __restrict__ num_items,
-    int* __restrict__ taken,              // how many items are taken; 0 on entry
-    float* __restrict__ out,              // [num_queries, num_candidates, BLOCK_KEYS]
+    int* __restrict__ num_taken,  // how many items are taken; 0 on entry
+    float* __restrict__ out,      // [num_queries, num_candidates, BLOCK_KEYS]
     long long num_queries,
     long long num_candidates,
     long long num_keys
 ) {
     extern __shared__ u8 memory[];
     hisa::Shared& s = *reinterpret_cast<hisa::Shared*>(memory + (-shared_address(memory) & 1023));
-    const hisa::Work of{&columns, &keys, weights, key_scale, lists, counts, items, num_items, taken, out,
+    const hisa::Work of{&columns, &keys, weights, key_scale, lists, counts, items, num_items, num_taken, out,
                         static_cast<int>(num_queries), static_cast<int>(num_candidates), static_cast<int>(num_keys)};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) make_barrier(&s.here[i], 1), make_barrier(&s.used[i], GROUP / 32);
-        for (int i = 0; i < 2; ++i) make_barrier(&s.keys_here[i], 1), make_barrier(&s.keys_used[i], 2 * GROUP / 32);
-        barriers_are_made();
+        for (int i = 0; i < STAGES; ++i) init_barrier(&s.loaded[i], 1), init_barrier(&s.used[i], GROUP / 32);
+        for (int i = 0; i < 2; ++i) init_barrier(&s.keys_loaded[i], 1), init_barrier(&s.keys_used[i], 2 * GROUP / 32);
+        fence_barrier_init();
     }
     divide_work([&] { hisa::fetch(s, of); }, [&](int group) { hisa::score(s, of, group); });
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors, tensor_map
 from csattn.lightning.hisa.choice import ITEM_QUERIES, BlockLists
-from csattn.lightning.hisa.triton_kernels import longest_on_device
+from csattn.lightning.hisa.triton_kernels import max_blocks_on_device
 from csattn.lightning.operands.indexer import Operands
 from csattn.lightning.score import hopper
 
@@ -21,13 +21,13 @@ _ATOM_BYTES = 128
 _ROOM_BYTES = 220 << 10  # of shared memory, for keys and queries
 
 
-def suits(operands: Operands, block_size: int) -> bool:
-    """Whether the kernel supports the operands: as `hopper.suits`, and two blocks must fit beside the queries."""
+def supports(operands: Operands, block_size: int) -> bool:
+    """Whether the kernel supports the operands: as `hopper.supports`, and two blocks must fit beside the queries."""
     return (
         operands.key_scale is not None
         and block_size in BLOCK_SIZES
         and _stages(block_size, operands.q.shape[2] * operands.q.itemsize) > 0
-        and hopper.suits(operands)
+        and hopper.supports(operands)
     )
 
 
@@ -38,11 +38,11 @@ def score_blocks(operands: Operands, kv_lens: Tensor, block_size: int) -> Tensor
     """
     num_queries, num_blocks = len(operands.q), len(operands.k)
     each = hopper.queries_of_tile(operands.q.shape[1])
-    longest = torch.empty(-(-num_queries // each), dtype=torch.int32, device=kv_lens.device)
-    longest_on_device(kv_lens, block_size, each, longest)
+    tile_max_lens = torch.empty(-(-num_queries // each), dtype=torch.int32, device=kv_lens.device)
+    max_blocks_on_device(kv_lens, block_size, each, tile_max_lens)
     width = -(-num_blocks // hopper.KEYS) * hopper.KEYS
     scores = torch.empty(num_queries, width, device=kv_lens.device)
-    hopper.write_scores(operands, range(num_blocks), longest, scores)
+    hopper.write_scores(operands, range(num_blocks), tile_max_lens, scores)
     return scores
 
 

@@ -102,7 +102,7 @@ def hisa_top_k(
     which would synchronize.
     """
     require_at_least("k", k, 1, config.pool_len)
-    require_array("pages", blocked.pages, (len(q), "max_pages"), torch.int32, like=q, rows_apart=True)
+    require_array("pages", blocked.pages, (len(q), "max_pages"), torch.int32, like=q, any_row_stride=True)
     if blocked.in_order and blocked.keys.page_size != config.block_size:
         raise ConfigError(
             f"block_size is {config.block_size}, and the block keys are of {blocked.keys.page_size} keys; make them "
@@ -111,7 +111,7 @@ def hisa_top_k(
     all_chosen = k if order == "position" else 0  # queries with no more keys than this are not scored
     lists = None
     operands = _one_sequence(q, weights, blocked.keys) if blocked.in_order else None
-    if operands is not None and _suits_hopper(operands, config.block_size):
+    if operands is not None and _hopper_supports(operands, config.block_size):
         lists = BlockLists.empty(-(-len(operands.k) // config.block_size), len(q), q.device)
     blocks, num_keys = choose_blocks(q, weights, blocked, kv_lens, config, lists=lists, longer_than=all_chosen)
     require_pages("pages", blocked.pages, kv_lens, blocked.keys)
@@ -144,7 +144,7 @@ def choose_blocks(
     """
     require_array("kv_lens", kv_lens, (len(q),), torch.int32, like=q)
     operands = _one_sequence(q, weights, blocked.block_keys) if blocked.in_order else None
-    if operands is not None and _suits_hopper(operands, PAGE_SIZE):
+    if operands is not None and _hopper_supports(operands, PAGE_SIZE):
         from csattn.lightning.hisa.score import score_blocks  # needs Triton: GPU only
 
         scores = score_blocks(operands, kv_lens, config.block_size)
@@ -196,10 +196,10 @@ def candidate_pages(
 
 def _num_blocks(kv_lens: Tensor, block_size: int) -> Tensor:
     if kv_lens.device.type == "cuda":
-        from csattn.lightning.hisa.triton_kernels import longest_on_device  # one launch instead of two
+        from csattn.lightning.hisa.triton_kernels import max_blocks_on_device  # one launch instead of two
 
         num_blocks = torch.empty_like(kv_lens)
-        longest_on_device(kv_lens, block_size, 1, num_blocks)
+        max_blocks_on_device(kv_lens, block_size, 1, num_blocks)
         return num_blocks
     return num_blocks_reference(kv_lens, block_size)
 
@@ -211,9 +211,9 @@ def _one_sequence(q: Tensor, weights: Tensor, keys: KeyPages) -> Operands:
     return operands
 
 
-def _suits_hopper(operands: Operands, block_size: int) -> bool:
+def _hopper_supports(operands: Operands, block_size: int) -> bool:
     if not operands.q.is_cuda or not len(operands.q) or not len(operands.k):
         return False
-    from csattn.lightning.hisa.score import suits  # needs Triton: GPU only
+    from csattn.lightning.hisa.score import supports  # needs Triton: GPU only
 
-    return suits(operands, block_size)
+    return supports(operands, block_size)

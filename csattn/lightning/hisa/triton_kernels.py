@@ -12,12 +12,12 @@ from csattn.lightning.operands.quantise import FP8_MAX, MEAN_LEAST_SCALE
 from csattn.lightning.triton_common import largest_of, to_e4m3
 
 
-def longest_on_device(kv_lens: Tensor, block_size: int, queries_each: int, longest: Tensor) -> None:
-    """Write to `longest` the most blocks that any query of a tile sees: [num_queries] int32 -> [query tiles] int32."""
-    if len(longest) == 0:
+def max_blocks_on_device(kv_lens: Tensor, block_size: int, queries_each: int, max_blocks: Tensor) -> None:
+    """Write to `max_blocks` how many any query of a tile sees at most: [num_queries] int32 -> [query tiles] int32."""
+    if len(max_blocks) == 0:
         return
     sizes = len(kv_lens), block_size
-    _longest_kernel[(len(longest),)](kv_lens, longest, *sizes, QUERIES=queries_each, num_warps=1)
+    _max_blocks_kernel[(len(max_blocks),)](kv_lens, max_blocks, *sizes, QUERIES=queries_each, num_warps=1)
 
 
 def pages_on_device(candidates: Tensor, pages: Tensor, kv_lens: Tensor, block_size: int, own: Tensor) -> None:
@@ -72,16 +72,16 @@ def append_on_device(
 
 
 @triton.jit
-def _longest_kernel(
+def _max_blocks_kernel(
     kv_lens,  # [num_queries]
-    longest,  # [programs], written
+    max_blocks,  # [programs], written
     num_queries,
     block_size,
     QUERIES: tl.constexpr,
 ):
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     kv_len = tl.load(kv_lens + query, mask=query < num_queries, other=0)
-    tl.store(longest + tl.program_id(0), tl.cdiv(tl.max(kv_len, axis=0), block_size))
+    tl.store(max_blocks + tl.program_id(0), tl.cdiv(tl.max(kv_len, axis=0), block_size))
 
 
 @triton.jit

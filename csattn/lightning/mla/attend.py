@@ -42,7 +42,7 @@ def sparse_mla(
         lse = torch.empty(q_nope.shape[:2], dtype=torch.float32, device=q_nope.device)
     require_array("out", out, tuple(q_nope.shape), q_nope.dtype, like=q_nope)
     require_array("lse", lse, tuple(q_nope.shape[:2]), torch.float32, like=q_nope)
-    if hopper.takes(rows):
+    if hopper.supports(rows):
         hopper.attend_many(rows, out, lse)
     elif q_nope.device.type == "cuda":
         from csattn.lightning.mla.triton_kernels import attend_on_device  # needs Triton: GPU only

@@ -1,9 +1,9 @@
 // Attention of 64 heads of a query over selected rows: 512 channels, which are also the values, and ROPE_DIM others.
 //
 // Warp specialization: one warpgroup gathers parts of 32 rows into a ring of stages in shared memory; two attend. These
-// compute the logits of alternate parts, but both sum all parts, each in half of the channels: the shares (softmax
-// weights) of a part and their base pass through shared memory. While one turns logits into shares, the tensor cores
-// have the other's products, and its own sums of the part before. Rows are stored once, for both products.
+// compute the logits of alternate parts, but both sum all parts, each in half of the channels: the softmax weights of a
+// part and their base pass through shared memory. While one turns logits into weights, the tensor cores have the
+// other's products, and its own sums of the part before. Rows are stored once, for both products.
 //
 // Compiled for THREADS (384), ROPE_DIM (0 or 64), HALF (bf16 or f16), HAS_SINK.
 
@@ -20,14 +20,14 @@ constexpr float LN_2 = 0.6931471805599453f, LOG2_E = 1.4426950408889634f;
 #define NOTHING __int_as_float(0xff800000)  // -inf: the logit of a missing row
 // By how much a logit may exceed the online softmax's base (log2) before sums are rescaled: no precision is lost by it.
 constexpr float LEEWAY = 8;
-static_assert(THREADS == ATTENDING + GROUP && 2 * PART == LINE, "a line has the shares of two parts");
+static_assert(THREADS == ATTENDING + GROUP && 2 * PART == LINE, "a line has the weights of two parts");
 
 struct alignas(1024) Shared {
     char q[LINES][BLOCK_BYTES];
     char rows[STAGES][LINES][PART_BYTES];
-    char shares[BLOCK_BYTES];  // softmax weights of two parts: [HEADS, 2 * PART]
-    float of_two[2][HEADS];    // the bases of the shares, of two parts; at the end the totals of two groups
-    u64 filled[STAGES], free[STAGES], shared_out[2];
+    char weights[BLOCK_BYTES];  // softmax weights of two parts: [HEADS, 2 * PART]
+    float of_two[2][HEADS];     // the bases of the weights, of two parts; at the end the totals of two groups
+    u64 filled[STAGES], free[STAGES], weights_ready[2];
     int end;  // one past the selection's last place that holds a row
 };
 
@@ -112,8 +112,8 @@ struct Attending {
     __device__ __forceinline__ void start_logits(int part) {
         const int stage = part % STAGES;
         wait_for(&s.filled[stage], part / STAGES % 2);
-        show_to_tensor_cores();
-        const u64 q = operand_at(shared_address(s.q)), rows = operand_at(shared_address(s.rows[stage]));
+        fence_async_proxy();
+        const u64 q = operand_descriptor(shared_address(s.q)), rows = operand_descriptor(shared_address(s.rows[stage]));
         begin_products();
 #pragma unroll
         for (int step = 0; step < LINES * 4; ++step) {
@@ -132,8 +132,8 @@ struct Attending {
         return there;
     }
 
-    // Turns logits into shares in units of 2 ** base, for both groups. The base stays if no logit exceeds it by LEEWAY.
-    __device__ __forceinline__ void share_out(int part, u32 there, float scale) {
+    // Turns logits into weights in units of 2 ** base, for both groups. The base stays if no logit is LEEWAY above it.
+    __device__ __forceinline__ void compute_weights(int part, u32 there, float scale) {
         float most[2] = {NOTHING, NOTHING};
 #pragma unroll
         for (int k = 0; k < 16; ++k) {
@@ -141,7 +141,7 @@ struct Attending {
             logits[k] = there >> (k / 4 * 2 + k % 2) & 1 ? logits[k] * scale : NOTHING;
             most[i] = max(most[i], logits[k]);
         }
-        if (part > 1) wait_for(&s.free[(part - 2) % STAGES], (part - 2) / STAGES % 2);  // until its shares are read
+        if (part > 1) wait_for(&s.free[(part - 2) % STAGES], (part - 2) / STAGES % 2);  // until its weights are read
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             most[i] = max(most[i], __shfl_xor_sync(0xffffffffu, most[i], 1));
@@ -157,17 +157,17 @@ struct Attending {
                 const float second = exp2_approx(logits[4 * j + 2 * i + 1] - finite);
                 total[i] += first + second;
                 const u32 place = offset_of(head + 8 * i, part % 2 * 4 + j) + column * 2;
-                *reinterpret_cast<u32*>(s.shares + place) = pack(first, second);
+                *reinterpret_cast<u32*>(s.weights + place) = pack(first, second);
             }
         }
-        show_to_tensor_cores();
+        fence_async_proxy();
         __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(&s.shared_out[part % 2]);
+        if (threadIdx.x % 32 == 0) arrive(&s.weights_ready[part % 2]);
     }
 
-    // Waits for a part's shares, and rescales sums to their base. Products may be in flight for logits, not sums.
-    template <bool WITH_LOGITS> __device__ __forceinline__ void take_shares(int part) {
-        wait_for(&s.shared_out[part % 2], part / 2 % 2);
+    // Waits for a part's weights, and rescales sums to their base. Products may be in flight for logits, not sums.
+    template <bool WITH_LOGITS> __device__ __forceinline__ void wait_for_weights(int part) {
+        wait_for(&s.weights_ready[part % 2], part / 2 % 2);
         bool changed = false;
         float shrink[2];
 #pragma unroll
@@ -184,15 +184,15 @@ struct Attending {
         }
     }
 
-    // Starts adding a part's rows times their shares to the sums, in the group's half of the channels.
+    // Starts adding a part's rows times their weights to the sums, in the group's half of the channels.
     __device__ __forceinline__ void start_sums(int part) {
         const char* values = s.rows[part % STAGES][group * LATENT_LINES / 2];
-        const u64 shares = operand_at(shared_address(s.shares) + part % 2 * (PART * 2));
-        const u64 rows = operand_at(shared_address(values), PART_BYTES);
+        const u64 weights = operand_descriptor(shared_address(s.weights) + part % 2 * (PART * 2));
+        const u64 rows = operand_descriptor(shared_address(values), PART_BYTES);
         begin_products();
 #pragma unroll
         for (int step = 0; step < PART / 16; ++step)
-            multiply_columns(sums, shares + step * 32 / 16, rows + step * 2048 / 16);
+            multiply_columns(sums, weights + step * 32 / 16, rows + step * 2048 / 16);
         end_products();
     }
 
@@ -200,9 +200,9 @@ struct Attending {
         if (threadIdx.x % 32 == 0) arrive(&s.free[part % STAGES]);
     }
 
-    // Adds a part once its shares are published; no other products are in flight.
+    // Adds a part once its weights are published; no other products are in flight.
     __device__ __forceinline__ void add_part(int part) {
-        take_shares<false>(part);
+        wait_for_weights<false>(part);
         start_sums(part);
         wait_for_products<0>(sums);
         release(part);
@@ -215,17 +215,17 @@ struct Attending {
         if (part == 0 && parts > 0) {
             start_logits(0);
             wait_for_products<0>(logits);
-            share_out(0, find_rows(selection, 0), scale);
+            compute_weights(0, find_rows(selection, 0), scale);
             add_part(0);
             part = 2;
         }
         for (; part < parts; part += 2) {
             start_logits(part);
             const u32 there = find_rows(selection, part);
-            take_shares<true>(part - 1);
+            wait_for_weights<true>(part - 1);
             start_sums(part - 1);
             wait_for_products<1>(logits);
-            share_out(part, there, scale);
+            compute_weights(part, there, scale);
             wait_for_products<0>(sums);
             release(part - 1);
             add_part(part);
@@ -239,9 +239,9 @@ struct Attending {
             total[i] += __shfl_xor_sync(0xffffffffu, total[i], 1);
             total[i] += __shfl_xor_sync(0xffffffffu, total[i], 2);
         }
-        meet<1, ATTENDING>();
+        sync_named_barrier<1, ATTENDING>();
         if (column == 0) s.of_two[group][head] = total[0], s.of_two[group][head + 8] = total[1];
-        meet<2, ATTENDING>();
+        sync_named_barrier<2, ATTENDING>();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = head + 8 * i;
@@ -280,21 +280,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(
     if (threadIdx.x == 0) {
         s.end = 0;
         for (int stage = 0; stage < STAGES; ++stage) {
-            make_barrier(&s.filled[stage], GROUP);
-            make_barrier(&s.free[stage], ATTENDING / 32);
+            init_barrier(&s.filled[stage], GROUP);
+            init_barrier(&s.free[stage], ATTENDING / 32);
         }
-        for (int i = 0; i < 2; ++i) make_barrier(&s.shared_out[i], GROUP / 32);
+        for (int i = 0; i < 2; ++i) init_barrier(&s.weights_ready[i], GROUP / 32);
     }
     __syncthreads();
     load_query(s, q_nope + pair * (LATENT_DIM * 2), q_pe + pair * (ROPE_DIM * 2), heads);
-    show_to_tensor_cores();
+    fence_async_proxy();
     const int end = find_end(indices, top_k, num_rows, &s.end);
     const Selection selection{indices, static_cast<int>(num_rows), end};
     if (threadIdx.x / GROUP == 2) {
-        leave_registers<56>();
+        decrease_registers<56>();
         gather(s, selection, ckv, kpe, ckv_bytes, kpe_bytes);
     } else {
-        take_registers<224>();
+        increase_registers<224>();
         Attending attending(s);
         attending.attend(selection, scale);
         attending.write(sink + first_head, heads, reinterpret_cast<u32*>(out) + pair * (LATENT_DIM / 2), lse + pair);

@@ -19,7 +19,7 @@ ALIGNMENT = 16  # bytes, which are copied at a time
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
-def takes(rows: SelectedRows) -> bool:
+def supports(rows: SelectedRows) -> bool:
     """Whether the kernel supports this device, shape and layout, and its blocks, without split-K, fill the device."""
     num_queries, num_heads, latent_dim = rows.q_nope.shape
     many = num_heads > HEADS // 2 and num_queries * -(-num_heads // HEADS) >= MIN_BLOCKS
@@ -32,7 +32,7 @@ def takes(rows: SelectedRows) -> bool:
 
 
 def attend_many(rows: SelectedRows, out: Tensor, lse: Tensor) -> None:
-    """Enqueue attention that `takes` accepts on torch's current stream. Writes `out`, `lse` of `attend.sparse_mla`."""
+    """Enqueue attention to supported rows on torch's current stream. Writes `out`, `lse` of `attend.sparse_mla`."""
     num_queries, num_heads, _ = rows.q_nope.shape
     ckv, kpe = rows.ckv, rows.kpe
     defines = {

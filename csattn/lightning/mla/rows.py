@@ -37,12 +37,12 @@ class SelectedRows:
         q_nope, ckv = self.q_nope, self.ckv
         require_array("q_nope", q_nope, ("num_queries", "num_heads", "latent_dim"), *DTYPES)
         num_queries, num_heads, latent_dim = q_nope.shape
-        require_array("ckv", ckv, ("num_rows", latent_dim), q_nope.dtype, like=q_nope, rows_apart=True)
+        require_array("ckv", ckv, ("num_rows", latent_dim), q_nope.dtype, like=q_nope, any_row_stride=True)
         if (self.q_pe is None) != (self.kpe is None):
             raise ArrayError("one of q_pe and kpe is missing; give both, or neither if rows have no other channels")
         if self.q_pe is not None and self.kpe is not None:
             require_array("q_pe", self.q_pe, (num_queries, num_heads, "rope_dim"), q_nope.dtype, like=q_nope)
-            require_array("kpe", self.kpe, (len(ckv), self.rope_dim), q_nope.dtype, like=q_nope, rows_apart=True)
+            require_array("kpe", self.kpe, (len(ckv), self.rope_dim), q_nope.dtype, like=q_nope, any_row_stride=True)
         require_array("indices", self.indices, (num_queries, "top_k"), torch.int32, like=q_nope)
         if self.attn_sink is not None:
             require_array("attn_sink", self.attn_sink, (num_heads,), torch.float32, like=q_nope)

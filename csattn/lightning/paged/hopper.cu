@@ -41,7 +41,7 @@ __device__ float score_key(const Shared& s, int page, const float (&weights)[16]
 
 // Writes the best score of each group, in the order of `order_of`. A group is the 16 keys that a warp scores in each of
 // `pages` neighbouring pages, or half of a warp's keys in one page.
-struct Bests {
+struct GroupMaxima {
     u32* of_row;
     int pages;  // of a group; 0: a group is half of a warp's keys in a page
     u32 best;
@@ -67,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     float* __restrict__ scores,           // [num_queries, max_pages * PAGE_SIZE], written
     long long pages_stride, long long max_pages, long long num_pages,
     long long longer_than, long long pages_each,
-    u32* __restrict__ bests,              // [num_queries] lists `bests_stride` apart, written, or null
-    long long bests_stride, long long group_keys,
+    u32* __restrict__ group_maxima,       // [num_queries] lists `maxima_stride` apart, written, or null
+    long long maxima_stride, long long group_keys,
     u32* __restrict__ counters, long long num_counters  // [num_queries, num_counters], set to 0
 ) {
     extern __shared__ Shared shared[];
@@ -76,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     const long long query = blockIdx.y;
     const int own = threadIdx.x, quad = threadIdx.x % 4;
     const int first = blockIdx.x * static_cast<int>(pages_each);
-    if (own < PAGES) make_barrier(&s.arrivals[own], 1);
-    show_to_tensor_cores();  // and to TMA
+    if (own < PAGES) init_barrier(&s.arrivals[own], 1);
+    fence_async_proxy();  // for wgmma, and for TMA
     wait_then_let_next_start();
     for (int i = blockIdx.x * THREADS + own; i < num_counters; i += gridDim.x * THREADS)
         counters[query * num_counters + i] = 0;
@@ -103,12 +103,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
 #pragma unroll
     for (int i = 0; i < QUERY_UNITS / THREADS; ++i) {
         const int unit = i * THREADS + own;
-        put_unit(s.query, unit / UNITS, unit % UNITS, channels[i]);
+        store_unit(s.query, unit / UNITS, unit % UNITS, channels[i]);
     }
-    show_to_tensor_cores();
+    fence_async_proxy();
     __syncthreads();
     scores += (query * max_pages + first) * PAGE_SIZE;
-    Bests of_groups{bests + query * bests_stride, static_cast<int>(group_keys / 16), 0};
+    GroupMaxima of_groups{group_maxima + query * maxima_stride, static_cast<int>(group_keys / 16), 0};
     // of every four threads, the first two have a key in each page
     const bool has_key = quad < 2;
     const int key = own / 32 * 16 + quad % 2 * 8 + own % 32 / 4;
@@ -120,6 +120,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
         }
         const bool is_there = has_key && key < num_keys - (first + page) * PAGE_SIZE;
         if (is_there) scores[key] = score;
-        if (bests) of_groups.add(first + page, is_there ? max(order_of(score), 1u) : 0, page == count - 1);
+        if (group_maxima) of_groups.add(first + page, is_there ? max(order_of(score), 1u) : 0, page == count - 1);
     }
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from csattn.cuda import cuda_kernel, has_warpgroup_products, num_multiprocessors
 from csattn.lightning.operands.quantise import FP8
 from csattn.lightning.paged.cache import HEAD_DIM, PAGE_BYTES, PAGE_SIZE
-from csattn.lightning.topk.grouped import MAX_ROWS, GroupBests
+from csattn.lightning.topk.grouped import MAX_ROWS, GroupMaxima
 
 SOURCE = Path(__file__).with_name("hopper.cu")
 HEADS = 64
@@ -22,7 +22,7 @@ PAGES = 2  # per thread block, at most
 SHARED_BYTES = HEADS * HEAD_DIM + PAGES * (PAGE_BYTES + 8 + 4) + 1024  # 1024: for alignment
 
 
-def takes(q: Tensor, values: Tensor, scales: Tensor, pages: Tensor) -> bool:
+def supports(q: Tensor, values: Tensor, scales: Tensor, pages: Tensor) -> bool:
     """Whether the kernel supports this device, these shapes, and this layout: keys and scales in pages of a key cache.
 
     For more queries over fewer pages, whose blocks would run in several waves, Triton's tiles are as fast or faster.
@@ -49,7 +49,7 @@ def score_on_hopper(
     kv_lens: Tensor,
     longer_than: int,
     out: Tensor,
-    bests: GroupBests | None = None,  # each group's best score, written
+    group_maxima: GroupMaxima | None = None,  # each group's best score, written
 ) -> None:
     """Enqueue scoring on torch's current stream."""
     num_queries, max_pages = pages.shape
@@ -57,13 +57,14 @@ def score_on_hopper(
         return
     places = BLOCKS_PER_SM * num_multiprocessors(q.device)
     pages_each = min(PAGES, -(-num_queries * max_pages // places))
-    marks: tuple[Tensor | int, ...] = (0, 0, 16, 0, 0)
-    if bests is not None:
-        group_pages = max(1, bests.group_keys // 16)
+    of_maxima: tuple[Tensor | int, ...] = (0, 0, 16, 0, 0)
+    if group_maxima is not None:
+        group_pages = max(1, group_maxima.group_keys // 16)
         pages_each = -(-pages_each // group_pages) * group_pages  # a group is scored by one thread block
-        marks = bests.keys, bests.keys.stride(0), bests.group_keys, bests.slots, 2 * bests.slots.shape[1]
+        keys, slots = group_maxima.keys, group_maxima.slots
+        of_maxima = keys, keys.stride(0), group_maxima.group_keys, slots, 2 * slots.shape[1]
     defines = {"THREADS": THREADS, "PAGES": PAGES}
     kernel = cuda_kernel(SOURCE, "score_pages", defines, SHARED_BYTES, early_start=True, architecture="sm_90a")
     grid = -(-max_pages // pages_each), num_queries, 1
     sizes = pages.stride(0), max_pages, len(values), longer_than, pages_each
-    kernel.launch(grid, THREADS, q, weights, values, pages, kv_lens, out, *sizes, *marks)
+    kernel.launch(grid, THREADS, q, weights, values, pages, kv_lens, out, *sizes, *of_maxima)

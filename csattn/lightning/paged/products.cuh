@@ -7,7 +7,7 @@
 // keys 16 bytes at a time, steps take channels in a permuted order: step s takes word s of every 16-byte unit.
 
 // Writes 16 bytes of a head, the channels from 16 * unit, to where the products read them.
-__device__ __forceinline__ void put_unit(char* query, int head, int unit, uint4 channels) {
+__device__ __forceinline__ void store_unit(char* query, int head, int unit, uint4 channels) {
     auto put = [&](int step, u32 word) {
         *reinterpret_cast<u32*>(query + offset_of(head, 2 * step + unit / 4) + unit % 4 * 4) = word;
     };
@@ -38,7 +38,7 @@ __device__ __forceinline__ void multiply_page(float (&products)[32], const char*
         const uint4 a = units[quad + 4 * odd], b = units[quad + 4 - 4 * odd];
         low[i] = odd ? b : a, high[i] = odd ? a : b;
     }
-    const u64 heads = operand_at(shared_address(query));
+    const u64 heads = operand_descriptor(shared_address(query));
     begin_products();
     multiply_keys(products, low[0].x, low[1].x, high[0].x, high[1].x, heads, 0);
     multiply_keys(products, low[0].y, low[1].y, high[0].y, high[1].y, heads + 2, 1);

@@ -15,7 +15,7 @@ from csattn.lightning.operands.indexer import OPERAND_DTYPES, Operands
 from csattn.lightning.paged import hopper
 from csattn.lightning.paged.cache import page_views, require_within
 from csattn.lightning.score import cpu
-from csattn.lightning.topk.grouped import GroupBests
+from csattn.lightning.topk.grouped import GroupMaxima
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class KeyPages:
     def check(self) -> None:
         """Raise ArrayError unless values and scales are as described."""
         values, scales = self.values, self.scales
-        if values.dim() != 3 or not len(values) or values.dtype not in OPERAND_DTYPES or not _side_by_side(values[:1]):
+        if values.dim() != 3 or not len(values) or values.dtype not in OPERAND_DTYPES or not _is_contiguous(values[:1]):
             raise ArrayError(
                 f"values of keys are {values.dtype} of shape {list(values.shape)} and strides {list(values.stride())}; "
                 f"wanted [num_pages, page_size, head_dim], at least one page, each contiguous, of {OPERAND_DTYPES}"
             )
-        if scales.dtype != torch.float32 or scales.shape != values.shape[:2] or not _side_by_side(scales[:1]):
+        if scales.dtype != torch.float32 or scales.shape != values.shape[:2] or not _is_contiguous(scales[:1]):
             raise ArrayError(
                 f"scales of keys are {scales.dtype} of shape {list(scales.shape)} and strides "
                 f"{list(scales.stride())}; wanted float32 {list(values.shape[:2])}, each page contiguous"
@@ -80,7 +80,7 @@ def score_pages(
     *,
     longer_than: int = 0,  # queries with no more keys than this are not scored
     out: Tensor | None = None,  # [num_queries, max_pages * page_size] float32
-    bests: GroupBests | None = None,  # each group's best score, written; only where `hopper.takes` the keys
+    group_maxima: GroupMaxima | None = None,  # each group's best score, written; only where `hopper.supports` the keys
 ) -> Tensor:
     """Return scores [num_queries, max_pages * page_size] float32, in the order of each query's pages.
 
@@ -90,14 +90,14 @@ def score_pages(
     keys.check()
     require_array("q", q, ("num_queries", "num_heads", keys.values.shape[2]), keys.values.dtype, like=keys.values)
     require_array("weights", weights, tuple(q.shape[:2]), torch.float32, like=q)
-    require_array("pages", pages, (len(q), "max_pages"), torch.int32, like=q, rows_apart=True)
+    require_array("pages", pages, (len(q), "max_pages"), torch.int32, like=q, any_row_stride=True)
     require_array("kv_lens", kv_lens, (len(q),), torch.int32, like=q)
     max_len = pages.shape[1] * keys.page_size
     if out is None:
         out = torch.empty(len(q), max_len, dtype=torch.float32, device=q.device)
     require_array("out", out, (len(q), max_len), torch.float32, like=q)
-    if hopper.takes(q, keys.values, keys.scales, pages):
-        hopper.score_on_hopper(q, weights, keys.values, pages, kv_lens, longer_than, out, bests)
+    if hopper.supports(q, keys.values, keys.scales, pages):
+        hopper.score_on_hopper(q, weights, keys.values, pages, kv_lens, longer_than, out, group_maxima)
         return out
     if q.device.type == "cuda":
         from csattn.lightning.paged.triton_kernels import score_on_device  # needs Triton: GPU only
@@ -136,5 +136,5 @@ def _take(values: Tensor, at: Tensor) -> Tensor:
     return values.view(torch.uint8)[at].view(values.dtype)
 
 
-def _side_by_side(page: Tensor) -> bool:
+def _is_contiguous(page: Tensor) -> bool:
     return page[0].is_contiguous() if len(page) else True

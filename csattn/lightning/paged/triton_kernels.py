@@ -119,7 +119,7 @@ def _launch_score(
     )
 
 
-def score_side_by_side(
+def score_contiguous(
     operands: Operands,
     keys: range,  # to be scored
     legal_len: Tensor,  # [num_queries] int32; a query's keys from there on are not scored

@@ -1,14 +1,14 @@
-// Finds a bar, a threshold, for each query from a sample of its scores, and chooses the k best keys that reach it.
+// Finds a threshold for each query from a sample of its scores, and chooses the k best keys that reach it.
 //
-// An entry of a list is score bits << 32 | index. If more keys reach the bar than a list holds, or fewer than k, the
-// query is marked, and other kernels choose for it.
+// An entry of a list is score bits << 32 | index. If more keys reach the threshold than a list holds, or fewer than k,
+// the query is marked, and other kernels choose for it.
 //
 // Compiled for THREADS and CAPACITY: the most entries of a list, or scores of a sample.
 
 #include "../topk/entries.cuh"
 
 constexpr u32 LEAST_KEY = 0x007fffffu;  // of a score, -inf: NaN's key is below
-constexpr int NO_BAR = 0x7fffffff, ALL_TIES = NO_BAR - 1;  // more than any index
+constexpr int NO_THRESHOLD = 0x7fffffff, ALL_TIES = NO_THRESHOLD - 1;  // more than any index
 
 // The inverse of `order_of`: the score, or some NaN.
 __device__ __forceinline__ float score_of(u32 key) {
@@ -16,7 +16,7 @@ __device__ __forceinline__ float score_of(u32 key) {
 }
 
 // Reductions over a block's threads, double-buffered by turn: one may begin while other threads end the one before.
-struct Exchange {
+struct BlockReduction {
     u32 of_warps[2][2][WARPS];
 
     __device__ __forceinline__ u32 sum(u32 value, int turn) {
@@ -77,7 +77,7 @@ struct Sample {
 };
 
 // A threshold: keys above `key` reach it, and equal ones up to a place in the sample.
-struct Bar {
+struct Threshold {
     u32 key, num_reach;
     int last_place;
 
@@ -99,17 +99,17 @@ __device__ __forceinline__ u32 key_between(u32 low, u32 high) {
     return low + (high - low) / 2;
 }
 
-// Bisects for a bar that `wanted` to `most` scores of the sample reach; with fewer scores, one that these reach.
-__device__ Bar find_bar(Exchange& exchange, const Sample& sample, u32 wanted, u32 most) {
+// Bisects for a threshold that `wanted` to `most` scores of the sample reach; with fewer scores, one that these reach.
+__device__ Threshold bisect_threshold(BlockReduction& reduction, const Sample& sample, u32 wanted, u32 most) {
     int turn = 0;
     u32 best = 0;
     sample.for_each([&](u32 key, int) { best = max(best, key); });
     u32 not_least = ~best;  // of all threads' best: THREADS scores reach the least one
-    exchange.largest(best, not_least, turn++);
+    reduction.largest(best, not_least, turn++);
     auto count = [&](const auto& reaches) {
         u32 number = 0;
         sample.for_each([&](u32 key, int place) { number += reaches(key, place); });
-        return exchange.sum(number, turn++);
+        return reduction.sum(number, turn++);
     };
     u32 low = wanted <= THREADS ? max(~not_least, LEAST_KEY) : LEAST_KEY, high = best + 1;
     u32 num_reach = count([&](u32 key, int) { return key >= low; });
@@ -124,13 +124,13 @@ __device__ Bar find_bar(Exchange& exchange, const Sample& sample, u32 wanted, u3
     if (num_reach <= most) {  // the least key that reaches it: one found by bisection may be no score's
         u32 not_key = 0, unused = 0;
         sample.for_each([&](u32 key, int) { not_key = key >= low ? max(not_key, ~key) : not_key; });
-        exchange.largest(not_key, unused, turn++);
+        reduction.largest(not_key, unused, turn++);
         return {~not_key, num_reach, ALL_TIES};
     }
     int begin = 0, end = sample.num_scores;  // of many that are equal, take the first
     while (num_reach > most) {
         const int middle = begin + (end - begin) / 2;
-        const u32 number = count([&](u32 key, int place) { return Bar{low, 0, middle}.reached_by(key, place); });
+        const u32 number = count([&](u32 key, int place) { return Threshold{low, 0, middle}.reached_by(key, place); });
         if (number < wanted)
             begin = middle + 1;
         else
@@ -139,17 +139,17 @@ __device__ Bar find_bar(Exchange& exchange, const Sample& sample, u32 wanted, u3
     return {low, num_reach, end};
 }
 
-// Finds each query's bar, about the wanted-th best of its sample. The scores of the sample that reach it become the
-// start of the query's list, in the sample's place. If a list can hold all keys that its query may see, there is no
-// bar, and its index is NO_BAR. Where NaN would be the bar, the query is given up: nothing reaches its bar, and its
-// count is above the list's capacity.
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) put_bars(
-    u64* rows,                          // [rows, row_len]: on entry a row has float32 scores of every step-th key
-    const int* __restrict__ longest,    // [query tiles]: keys that any of a tile's queries may see
-    const int* __restrict__ legal_len,  // [rows]
-    int* __restrict__ counts,           // [rows], written
-    float* __restrict__ bar_scores,     // [rows], written
-    int* __restrict__ bar_indices,      // [rows], written
+// Finds each query's threshold, about the wanted-th best of its sample. The scores of the sample that reach it become
+// the start of the query's list, in the sample's place. If a list can hold all keys that its query may see, there is no
+// threshold, and its index is NO_THRESHOLD. Where NaN would be the threshold, the query is given up: nothing reaches
+// it, and the query's count is above the list's capacity.
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) find_thresholds(
+    u64* rows,                              // [rows, row_len]: on entry a row has float32 scores of every step-th key
+    const int* __restrict__ tile_max_lens,  // [query tiles]: keys that any of a tile's queries may see
+    const int* __restrict__ legal_len,      // [rows]
+    int* __restrict__ counts,               // [rows], written
+    float* __restrict__ threshold_scores,   // [rows], written
+    int* __restrict__ threshold_indices,    // [rows], written
     long long row_len,
     u32 list_capacity,
     u32 queries,    // of a query tile
@@ -157,31 +157,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) put_bars(
     u32 step,
     u32 wanted
 ) {
-    __shared__ Exchange exchange;
+    __shared__ BlockReduction reduction;
     __shared__ u32 scratch[WARPS];
     const long long row = blockIdx.x;
     u64* const list = rows + row * row_len;
     wait_then_let_next_start();
-    const u32 legal = legal_len[row], of_tile = longest[blockIdx.x / queries] / (tile_keys * step) * tile_keys;
+    const u32 legal = legal_len[row], of_tile = tile_max_lens[blockIdx.x / queries] / (tile_keys * step) * tile_keys;
     const int num_scores = min(of_tile, (legal + step - 1) / step);
     const Sample sample(reinterpret_cast<const float4*>(list), num_scores);
     const bool fits = legal <= list_capacity;
-    Bar bar{0, static_cast<u32>(num_scores), num_scores - 1};
-    if (!fits) bar = find_bar(exchange, sample, wanted, wanted + wanted / 8);
-    const bool given_up = !fits && bar.num_reach < wanted;
+    Threshold threshold{0, static_cast<u32>(num_scores), num_scores - 1};
+    if (!fits) threshold = bisect_threshold(reduction, sample, wanted, wanted + wanted / 8);
+    const bool given_up = !fits && threshold.num_reach < wanted;
     if (threadIdx.x == 0) {
-        counts[row] = static_cast<int>(given_up ? list_capacity + 1 : bar.num_reach);
-        bar_scores[row] = given_up ? __uint_as_float(0x7f800000u) : score_of(bar.key);
-        bar_indices[row] = given_up ? -1
-                           : fits   ? NO_BAR
-                                    : bar.last_index(step);
+        counts[row] = static_cast<int>(given_up ? list_capacity + 1 : threshold.num_reach);
+        threshold_scores[row] = given_up ? __uint_as_float(0x7f800000u) : score_of(threshold.key);
+        threshold_indices[row] = given_up ? -1
+                           : fits   ? NO_THRESHOLD
+                                    : threshold.last_index(step);
     }
     if (given_up) return;
-    u32 mine = 0;
-    sample.for_each([&](u32 key, int place) { mine += bar.reached_by(key, place); });
-    u32 at = sum_before(mine, scratch);  // has a barrier: all scores are in registers
+    u32 num_reached = 0;
+    sample.for_each([&](u32 key, int place) { num_reached += threshold.reached_by(key, place); });
+    u32 at = sum_before(num_reached, scratch);  // has a barrier: all scores are in registers
     sample.for_each([&](u32 key, int place) {
-        if (bar.reached_by(key, place))
+        if (threshold.reached_by(key, place))
             list[at++] = static_cast<u64>(__float_as_uint(score_of(key))) << 32 | static_cast<u32>(place * step);
     });
 }
@@ -219,7 +219,7 @@ struct List {
 struct alignas(16) Sorted {
     u64 entries[CAPACITY];
     u32 bins[BINS + 4];  // how many entries are in better bins; then, how many there are
-    Exchange exchange;
+    BlockReduction reduction;
     u32 scratch[WARPS], num_sorted;
 };
 
@@ -243,12 +243,12 @@ __device__ __forceinline__ void sum_up_bins(Sorted& s, u32 count, u32 k) {
 
 // Writes the indices of the k best, best first. An entry is how far its key is below the highest << 32 | index; if all
 // keys are equal, the index twice. Entries are sorted into bins, and each is ranked by counting those before it in its
-// bin. Bins are narrow, since entries range only from the bar to the best; many entries in one bin take long.
+// bin. Bins are narrow, since entries range only from the threshold to the best; many entries in one bin take long.
 __device__ void write_in_order(Sorted& s, List& list, int k, int* chosen) {
     u32 highest = 0, not_lowest = 0;
     list.for_each([&](int e) { highest = max(highest, list.keys[e]), not_lowest = max(not_lowest, ~list.keys[e]); });
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
-    s.exchange.largest(highest, not_lowest, 0);
+    s.reduction.largest(highest, not_lowest, 0);
     const u32 width = highest - ~not_lowest, shift = width == 0 ? 10 : width < BINS ? 0 : 21 - __clz(width);
     u32 before[2 * List::PAIRS];  // how many entries came to its bin earlier
     list.for_each([&](int e) {

@@ -1,12 +1,12 @@
 """Top-k on a GPU without writing all scores: only contenders are written, two or three times k of them per query.
 
-Every step-th key is scored first. From this sample, each query gets a bar: a threshold that somewhat more than k / step
-of the sample reach, and so somewhat more than k of all keys. Then the other keys are scored, and those that reach the
-bar are listed after those of the sample that do; the k best of the list are chosen. Scores that rise, fall or come in
-runs change little, since the sample is spread evenly over the sequence.
+Every step-th key is scored first. From this sample, each query gets a threshold, which somewhat more than k / step of
+the sample reach, and so somewhat more than k of all keys. Then the other keys are scored, and those that reach the
+threshold are listed after those of the sample that do; the k best of the list are chosen. Scores that rise, fall or
+come in runs change little, since the sample is spread evenly over the sequence.
 
-The result is exact whatever the scores: all keys that reach the bar are counted, and if they are fewer than k, or more
-than a list holds, the query is marked, and `stream` chooses for it from all of its scores.
+The result is exact whatever the scores: all keys that reach the threshold are counted, and if they are fewer than k, or
+more than a list holds, the query is marked, and `stream` chooses for it from all of its scores.
 
 Budget on an H200 (790 TFLOP/s in bf16, 4.3 TB/s), 1M queries, 256K keys, ratio 4, k = 512. Products of legal pairs take
 2.85 s at the tensor cores' peak. Writing all legal scores and reading them once is 550 GB each way, 0.26 s of
@@ -29,7 +29,7 @@ from csattn.lightning.score import hopper
 
 SOURCE = Path(__file__).with_name("contenders.cu")
 THREADS = 256  # of a block of `choose_best`, at least
-THREADS_FOR_BARS = 32  # of a block of `put_bars`, at least
+MIN_THRESHOLD_THREADS = 32  # of a block of `find_thresholds`, at least
 _SCORES_EACH, _ENTRIES_EACH = 32, 10  # in a thread's registers; more if a block would have over 1024 threads
 _BIN_BYTES = 2048 * 4 + 1024  # of shared memory: bins, and a little more
 MAX_CAPACITY = 24576  # entries that fit in shared memory
@@ -40,10 +40,10 @@ _LEAST_CAPACITY = 2048
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How many keys are sampled, and what follows from that for bars and lists."""
+    """How many keys are sampled, and what follows from that for thresholds and lists."""
 
     step: int  # every step-th key is in the sample
-    wanted: int  # at least so many scores of the sample reach the bar; at most an eighth more
+    wanted: int  # at least so many scores of the sample reach the threshold; at most an eighth more
     capacity: int  # entries of a list
 
     @classmethod
@@ -72,13 +72,14 @@ class Contenders:
         row_len = _row_len(sampling, self._sample_len)
         self._lists = torch.empty(num_queries, row_len, dtype=torch.int64, device=device)
         numbers = torch.empty(3, num_queries, dtype=torch.int32, device=device)
-        self._counts, self._bar_indices, self._bar_scores = numbers[0], numbers[1], numbers[2].view(torch.float32)
+        self._counts, self._threshold_indices = numbers[0], numbers[1]
+        self._threshold_scores = numbers[2].view(torch.float32)
 
     def choose(
         self,
         operands: Operands,  # of at most num_queries queries, and num_keys keys
         legal_len: Tensor,  # [num_queries] int32
-        longest: Tensor,  # [query tiles] int32: the greatest legal_len of each query tile
+        tile_max_lens: Tensor,  # [query tiles] int32: the greatest legal_len of each query tile
         out: Tensor,  # [num_queries, k] int32, contiguous, written
         overflowed: Tensor,  # [num_queries] int32, written: 1 where `out` is invalid, else 0
     ) -> None:
@@ -87,16 +88,18 @@ class Contenders:
         if not num_queries:
             return
         lists, counts = self._lists[:num_queries], self._counts[:num_queries]
-        bars = self._bar_scores[:num_queries], self._bar_indices[:num_queries]
+        thresholds = self._threshold_scores[:num_queries], self._threshold_indices[:num_queries]
         every_step_th, grid = range(0, len(operands.k), sampling.step), (num_queries, 1, 1)
         sample = lists.view(torch.float32)[:, : self._sample_len]
-        hopper.write_scores(operands, every_step_th, longest, sample)
+        hopper.write_scores(operands, every_step_th, tile_max_lens, sample)
         row_len = lists.shape[1]
         query_tile = hopper.queries_of_tile(operands.q.shape[1])
         sizes = sampling.capacity, query_tile, hopper.KEYS, sampling.step, sampling.wanted
-        put_bars, threads = _bars_kernel(self._sample_len)
-        put_bars.launch(grid, threads, lists, longest, legal_len, counts, *bars, row_len, *map(np.uint32, sizes))
-        hopper.list_contenders(operands, longest, legal_len, sampling.step, *bars, lists, counts)
+        find_thresholds, threads = _thresholds_kernel(self._sample_len)
+        find_thresholds.launch(
+            grid, threads, lists, tile_max_lens, legal_len, counts, *thresholds, row_len, *map(np.uint32, sizes)
+        )
+        hopper.list_contenders(operands, tile_max_lens, legal_len, sampling.step, *thresholds, lists, counts)
         choose_best, threads = _choice_kernel(sampling.capacity)
         choose_best.launch(grid, threads, lists, counts, legal_len, overflowed, out, row_len, k)
 
@@ -116,12 +119,12 @@ def _row_len(sampling: Sampling, sample_len: int) -> int:
     return max(sampling.capacity, sample_len // 2) + 1 & ~1
 
 
-def _bars_kernel(sample_len: int) -> tuple[CudaKernel, int]:
-    """Return `put_bars`, compiled for few lengths, and the threads of a block, of which each query has one."""
+def _thresholds_kernel(sample_len: int) -> tuple[CudaKernel, int]:
+    """Return `find_thresholds`, compiled for few lengths, and the threads of a block, of which each query has one."""
     capacity = 1 << max(10, (sample_len - 1).bit_length())
-    threads = min(1024, max(THREADS_FOR_BARS, capacity // _SCORES_EACH))
+    threads = min(1024, max(MIN_THRESHOLD_THREADS, capacity // _SCORES_EACH))
     defines = {"THREADS": threads, "CLUSTER": 1, "CAPACITY": capacity}
-    return cuda_kernel(SOURCE, "put_bars", defines, early_start=True), threads
+    return cuda_kernel(SOURCE, "find_thresholds", defines, early_start=True), threads
 
 
 def _choice_kernel(capacity: int) -> tuple[CudaKernel, int]:

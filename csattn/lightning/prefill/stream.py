@@ -74,23 +74,23 @@ def choose_keys(
         for name, size in zip(("tile's queries", "tile's keys"), tile, strict=True):
             require_at_least(name, size, 1)
     lens = legal_len.cpu().clamp(min=0, max=len(operands.k))
-    if tile is None and _contenders_pay(operands, k):
+    if tile is None and _contenders_are_faster(operands, k):
         return choose_by_contenders(operands, k, lens, workspace_bytes)
     return choose_scored(operands, k, lens, workspace_bytes, tile)
 
 
-def _contenders_pay(operands: Operands, k: int) -> bool:
+def _contenders_are_faster(operands: Operands, k: int) -> bool:
     """Whether contenders are faster: fewer queries do not fill a GPU, and of fewer keys most would be contenders."""
-    if not operands.q.is_cuda or k > MAX_K or len(operands.k) > _MOST_KEYS or not hopper.suits(operands):
+    if not operands.q.is_cuda or k > MAX_K or len(operands.k) > _MOST_KEYS or not hopper.supports(operands):
         return False
     return len(operands.q) >= _MANY_QUERIES and len(operands.k) >= 8 * k
 
 
 def choose_by_contenders(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> Tensor:
     """`choose_keys` by `contenders`; for queries where these fail, from all scores. lens: as in `choose_scored`."""
-    indices, unsure = choose_from_contenders(operands, k, lens, workspace_bytes)
-    for first in range(0, len(unsure), _MANY_QUERIES):
-        rows = unsure[first : first + _MANY_QUERIES]
+    indices, overflowed_queries = choose_from_contenders(operands, k, lens, workspace_bytes)
+    for first in range(0, len(overflowed_queries), _MANY_QUERIES):
+        rows = overflowed_queries[first : first + _MANY_QUERIES]
         indices[rows] = choose_scored(operands.of_queries(rows), k, lens[rows.cpu()], workspace_bytes)
     return indices
 
@@ -103,15 +103,15 @@ def choose_from_contenders(operands: Operands, k: int, lens: Tensor, workspace_b
     tiles = _cut_queries(num_queries, query_tile, filling, room)
     contenders = Contenders(max(map(len, tiles), default=0), num_keys, sampling, device)
     on_device = lens.to(device, non_blocking=True)
-    longest = hopper.longest(on_device, num_heads)
+    tile_max_lens = hopper.tile_max_lens(on_device, num_heads)
     overflowed = torch.empty(num_queries, dtype=torch.int32, device=device)
     indices = torch.empty(num_queries, k, dtype=torch.int32, device=device)
     for tile in tiles:
         rows = slice(tile.start, tile.stop)
-        of_tiles = longest[tile.start // query_tile : -(-tile.stop // query_tile)]
+        of_tiles = tile_max_lens[tile.start // query_tile : -(-tile.stop // query_tile)]
         contenders.choose(operands.of_queries(rows), on_device[rows], of_tiles, indices[rows], overflowed[rows])
-    unsure = overflowed.nonzero()[:, 0] if overflowed.any() else overflowed.new_empty(0, dtype=torch.int64)
-    return indices, unsure
+    overflowed_queries = overflowed.nonzero()[:, 0] if overflowed.any() else overflowed.new_empty(0, dtype=torch.int64)
+    return indices, overflowed_queries
 
 
 def _cut_queries(num_queries: int, query_tile: int, filling: int, room: int) -> list[range]:
@@ -166,12 +166,12 @@ def cut(lens: Tensor, workspace_bytes: int, device: torch.device) -> Iterator[Ti
     first = num_keys = 0
     for start in range(0, len(lens), _QUERIES):
         stop = min(start + _QUERIES, len(lens))
-        longest = int(lens[start:stop].max())
-        bytes_each = 4 * _padded(min(max(longest, num_keys), most_keys))
+        max_len = int(lens[start:stop].max())
+        bytes_each = 4 * _padded(min(max(max_len, num_keys), most_keys))
         if start > first and (stop - first) * bytes_each > workspace_bytes:
             yield Tile(slice(first, start), num_keys, most_keys)
             first, num_keys = start, 0
-        num_keys = max(num_keys, longest)
+        num_keys = max(num_keys, max_len)
     if first < len(lens):
         yield Tile(slice(first, len(lens)), num_keys, most_keys)
 
@@ -213,12 +213,12 @@ def score_into(
     """Write the scores of some keys, with the bits that `choose_keys` compares, on torch's current stream."""
     if not operands.q.is_cuda:
         cpu.score_tile(operands, keys, lens, out)
-    elif hopper.suits(operands):
-        hopper.write_scores(operands, keys, hopper.longest(lens, operands.q.shape[1]), out)
+    elif hopper.supports(operands):
+        hopper.write_scores(operands, keys, hopper.tile_max_lens(lens, operands.q.shape[1]), out)
     else:
-        from csattn.lightning.paged.triton_kernels import score_side_by_side  # needs Triton: GPU only
+        from csattn.lightning.paged.triton_kernels import score_contiguous  # needs Triton: GPU only
 
-        score_side_by_side(operands, keys, lens, out)
+        score_contiguous(operands, keys, lens, out)
 
 
 def _padded(num_keys: int) -> int:

@@ -29,7 +29,7 @@ _ATOM_BYTES = 128
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, FP8: 2}
 
 
-def suits(operands: Operands) -> bool:
+def supports(operands: Operands) -> bool:
     """Whether these kernels support the operands: on Hopper, rows of 128 or 256 bytes, 16, 32 or 64 heads."""
     _, num_heads, head_dim = operands.q.shape
     return (
@@ -46,7 +46,7 @@ def queries_of_tile(num_heads: int) -> int:
     return COLUMNS // num_heads
 
 
-def longest(legal_len: Tensor, num_heads: int) -> Tensor:
+def tile_max_lens(legal_len: Tensor, num_heads: int) -> Tensor:
     """The most keys that any query of a tile may see: [num_queries] int32 -> [query tiles] int32."""
     each = queries_of_tile(num_heads)
     missing = -len(legal_len) % each
@@ -57,32 +57,34 @@ def longest(legal_len: Tensor, num_heads: int) -> Tensor:
 def write_scores(
     operands: Operands,
     keys: range,  # to be scored; its step is 1, or it begins at 0
-    longest: Tensor,  # [query tiles] int32, see `longest`: later keys are not scored
+    tile_max_lens: Tensor,  # [query tiles] int32, see `tile_max_lens`: later keys are not scored
     out: Tensor,  # [num_queries, width] float32, written; width: whole tiles of 64, for all of the keys
 ) -> None:
     """Score every step-th key, on torch's current stream; for a step above 1, only within whole blocks of 64 * step."""
-    if not len(longest) or not len(operands.k):  # the driver makes no tensor maps of empty arrays
+    if not len(tile_max_lens) or not len(operands.k):  # the driver makes no tensor maps of empty arrays
         return
     sizes = out.stride(0), len(operands.q), len(operands.k), keys.start, keys.stop, keys.step
     maps = _query_map(operands), _key_map(operands, keys.step)
-    _launch("write_scores", operands, longest, *maps, operands.weights, operands.key_scale, longest, out, *sizes)
+    arrays = operands.weights, operands.key_scale, tile_max_lens, out
+    _launch("write_scores", operands, tile_max_lens, *maps, *arrays, *sizes)
 
 
 def list_contenders(
     operands: Operands,
-    longest: Tensor,  # [query tiles] int32
+    tile_max_lens: Tensor,  # [query tiles] int32
     legal_len: Tensor,  # [num_queries] int32
     step: int,
-    bar_scores: Tensor,  # [num_queries] float32
-    bar_indices: Tensor,  # [num_queries] int32
+    threshold_scores: Tensor,  # [num_queries] float32
+    threshold_indices: Tensor,  # [num_queries] int32
     lists: Tensor,  # [num_queries, capacity] int64, written
     counts: Tensor,  # [num_queries] int32, read and written
 ) -> None:
-    """Score the keys that `write_scores` with that step leaves out, and list those that reach their query's bar."""
+    """Score the keys that `write_scores` with that step leaves out; list those that reach their query's threshold."""
     num_queries, capacity = lists.shape
     maps = _query_map(operands), _key_map(operands, 1), _key_map(operands, step)
-    arrays = operands.weights, operands.key_scale, longest, legal_len, bar_scores, bar_indices, lists, counts
-    _launch("list_contenders", operands, longest, *maps, *arrays, num_queries, len(operands.k), step, capacity)
+    of_keys = operands.weights, operands.key_scale, tile_max_lens
+    arrays = *of_keys, legal_len, threshold_scores, threshold_indices, lists, counts
+    _launch("list_contenders", operands, tile_max_lens, *maps, *arrays, num_queries, len(operands.k), step, capacity)
 
 
 def _query_map(operands: Operands) -> object:
@@ -97,9 +99,9 @@ def _key_map(operands: Operands, step: int) -> object:
     return tensor_map(k, (KEYS, _ATOM_BYTES // k.itemsize))
 
 
-def _launch(name: str, operands: Operands, longest: Tensor, *args: object) -> None:
+def _launch(name: str, operands: Operands, tile_max_lens: Tensor, *args: object) -> None:
     kernel = _kernel(name, operands.q.dtype, operands.q.shape[1], operands.q.shape[2])
-    kernel.launch((min(len(longest), num_multiprocessors(operands.q.device)), 1, 1), THREADS, *args)
+    kernel.launch((min(len(tile_max_lens), num_multiprocessors(operands.q.device)), 1, 1), THREADS, *args)
 
 
 def defines_for(dtype: torch.dtype, num_heads: int, head_dim: int) -> dict[str, int]:
@@ -116,6 +118,6 @@ def defines_for(dtype: torch.dtype, num_heads: int, head_dim: int) -> dict[str, 
 
 def _kernel(name: str, dtype: torch.dtype, num_heads: int, head_dim: int) -> CudaKernel:
     defines = defines_for(dtype, num_heads, head_dim)
-    # 1024 for alignment, 4096 for weights, bars and mbarriers
+    # 1024 for alignment, 4096 for weights, thresholds and mbarriers
     shared_bytes = 1024 + (2 * COLUMNS + defines["STAGES"] * KEYS) * head_dim * dtype.itemsize + 4096
     return cuda_kernel(SOURCE, name, defines, shared_bytes, early_start=True, architecture="sm_90a")

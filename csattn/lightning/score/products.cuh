@@ -64,8 +64,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[128], const u8* keys, c
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         if (step == STEPS - LAST) end_products();
-        const u64 a = operand_at(shared_address(keys + step / PARTS * (KEYS * ATOM_BYTES)));
-        const u64 b = operand_at(shared_address(columns + step / PARTS * (COLUMNS * ATOM_BYTES)));
+        const u64 a = operand_descriptor(shared_address(keys + step / PARTS * (KEYS * ATOM_BYTES)));
+        const u64 b = operand_descriptor(shared_address(columns + step / PARTS * (COLUMNS * ATOM_BYTES)));
         multiply_add(d, a + step % PARTS * 2, b + step % PARTS * 2, step > 0);
     }
     end_products();

@@ -19,7 +19,7 @@ static_assert(QUERIES % 4 == 0 && QUERIES <= 32 && HEADS % 8 == 0, "four threads
 struct Operands {
     const TensorMap *columns, *keys, *every_step_th;  // the last two differ in the stride of rows
     const float *weights, *key_scale;                 // key_scale: may be null
-    const int* longest;                               // [query tiles]
+    const int* tile_max_lens;                         // [query tiles]
     int num_queries, num_keys;
 };
 
@@ -32,14 +32,14 @@ struct Tile {
 
 // The work of `write_scores`: tiles of a range of keys or, for a step above 1, of every step-th key in whole blocks of
 // 64 * step.
-struct Written {
+struct WriteScores {
     static constexpr bool LISTED = false;
     float* out;
     long long out_stride;
     int first_key, end_key, step;
 
-    __device__ __forceinline__ int num_tiles(int longest) const {
-        const int end = min(longest, end_key);
+    __device__ __forceinline__ int num_tiles(int tile_max_len) const {
+        const int end = min(tile_max_len, end_key);
         return step > 1 ? end / (KEYS * step) : max(0, end - first_key + KEYS - 1) / KEYS;
     }
     __device__ __forceinline__ Tile tile(const Operands& of, int, int number) const {
@@ -48,22 +48,24 @@ struct Written {
     }
 };
 
-// The work of `list_contenders`: the keys that `Written` leaves out. These are all but every step-th key of the whole
-// blocks, then the rest of the sequence.
-struct Listed {
+// The work of `list_contenders`: the keys that `WriteScores` leaves out. These are all but every step-th key of the
+// whole blocks, then the rest of the sequence.
+struct ListContenders {
     static constexpr bool LISTED = true;
-    const int *legal_len, *bar_indices;
-    const float* bar_scores;
+    const int *legal_len, *threshold_indices;
+    const float* threshold_scores;
     u64* lists;
     int *counts, step, capacity;
 
-    __device__ __forceinline__ int blocks(int longest) const { return step > 1 ? longest / (KEYS * step) : 0; }
-    __device__ __forceinline__ int num_tiles(int longest) const {
-        const int whole = blocks(longest);
-        return whole * (step - 1) + (longest - whole * KEYS * step + KEYS - 1) / KEYS;
+    __device__ __forceinline__ int blocks(int tile_max_len) const {
+        return step > 1 ? tile_max_len / (KEYS * step) : 0;
     }
-    __device__ __forceinline__ Tile tile(const Operands& of, int longest, int number) const {
-        const int whole = blocks(longest), rest = number - whole * (step - 1);
+    __device__ __forceinline__ int num_tiles(int tile_max_len) const {
+        const int whole = blocks(tile_max_len);
+        return whole * (step - 1) + (tile_max_len - whole * KEYS * step + KEYS - 1) / KEYS;
+    }
+    __device__ __forceinline__ Tile tile(const Operands& of, int tile_max_len, int number) const {
+        const int whole = blocks(tile_max_len), rest = number - whole * (step - 1);
         if (rest >= 0) {
             const int first = whole * KEYS * step + rest * KEYS;
             return {first, 1, first, 0, of.keys};
@@ -84,9 +86,9 @@ constexpr u32 KEY_BYTES = KEYS * HEAD_DIM * ELEMENT_BYTES, COLUMN_BYTES = COLUMN
 
 // What the producer warp passes to the others about a query tile.
 struct Item {
-    int longest;  // keys that any of the queries may see
-    int legal_len[QUERIES], bar_indices[QUERIES], counts[QUERIES];
-    float bar_scores[QUERIES];
+    int tile_max_len;  // keys that any of the queries may see
+    int legal_len[QUERIES], threshold_indices[QUERIES], counts[QUERIES];
+    float threshold_scores[QUERIES];
 };
 
 // And about a key tile, since computing it takes divisions.
@@ -100,5 +102,5 @@ struct Shared {
     float weights[2][COLUMNS];
     Item items[2];
     Place places[STAGES];
-    u64 keys_here[STAGES], keys_used[STAGES], item_here[2], item_used[2];
+    u64 keys_loaded[STAGES], keys_used[STAGES], item_loaded[2], item_used[2];
 };

@@ -97,13 +97,13 @@ __device__ void write_ascending(Shared& s, int first, int end, const int* pages,
         atomicOr(&marks[place / 32], 1u << place % 32);
     }
     __syncthreads();
-    u32 mine[WORDS_EACH], sum = 0;
+    u32 own_words[WORDS_EACH], sum = 0;
 #pragma unroll
-    for (int i = 0; i < WORDS_EACH; ++i) sum += __popc(mine[i] = marks[threadIdx.x * WORDS_EACH + i]);
+    for (int i = 0; i < WORDS_EACH; ++i) sum += __popc(own_words[i] = marks[threadIdx.x * WORDS_EACH + i]);
     u32 at = sum_before(sum, s.scratch);
 #pragma unroll
     for (int i = 0; i < WORDS_EACH; ++i)
-        for (u32 word = mine[i]; word; word &= word - 1) {
+        for (u32 word = own_words[i]; word; word &= word - 1) {
             const int place = (threadIdx.x * WORDS_EACH + i) * 32 + __ffs(word) - 1;
             chosen[at++] = place_of(first + place, pages, page_size);
         }

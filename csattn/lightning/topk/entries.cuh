@@ -42,12 +42,12 @@ static_assert(BINS == 1 << 11, "a width of n bits leaves bins of n - 11 bits");
 template <class Count>
 __device__ __forceinline__ Boundary find_bin(const Count& count_of, u32 wanted, u32* scratch, Boundary& found) {
     const int first = BINS - (threadIdx.x + 1) * BINS_EACH;  // thread 0 has the highest bins
-    u32 mine[BINS_EACH], sum = 0;
+    u32 own_counts[BINS_EACH], sum = 0;
 #pragma unroll
-    for (int i = 0; i < BINS_EACH; ++i) mine[i] = count_of(first + i);
+    for (int i = 0; i < BINS_EACH; ++i) own_counts[i] = count_of(first + i);
 #pragma unroll
-    for (int i = 0; i < BINS_EACH; ++i) sum += mine[i];
-    find_among(mine, first, sum_before(sum, scratch), wanted, found);
+    for (int i = 0; i < BINS_EACH; ++i) sum += own_counts[i];
+    find_among(own_counts, first, sum_before(sum, scratch), wanted, found);
     __syncthreads();
     return found;
 }
@@ -123,7 +123,7 @@ __device__ void write_best(u64* entries, int count, int k, const int* pages, int
                            u32* scratch) {
     constexpr u32 MANY = 64;
     __shared__ u32 low, high, most;
-    u64 mine[BINS_EACH];
+    u64 own_entries[BINS_EACH];
     u32 rank[BINS_EACH], top = 0, bottom = 0, largest = 0;
     if (threadIdx.x == 0) low = 0xffffffffu, high = most = 0;
     __syncthreads();
@@ -131,8 +131,8 @@ __device__ void write_best(u64* entries, int count, int k, const int* pages, int
     for (int i = 0; i < BINS_EACH; ++i) {
         const int at = i * THREADS + threadIdx.x;
         bins[at] = 0;
-        mine[i] = at < count ? entries[at] : 0;
-        const u32 order = mine[i] >> 32;
+        own_entries[i] = at < count ? entries[at] : 0;
+        const u32 order = own_entries[i] >> 32;
         if (at < count) top = max(top, order), bottom = max(bottom, ~order);
     }
     top = __reduce_max_sync(ALL_LANES, top), bottom = __reduce_max_sync(ALL_LANES, bottom);
@@ -144,7 +144,7 @@ __device__ void write_best(u64* entries, int count, int k, const int* pages, int
 #pragma unroll
     for (int i = 0; i < BINS_EACH; ++i)
         if (i * THREADS + threadIdx.x < count) {
-            rank[i] = atomicAdd(&bins[bin_of(mine[i])], 1u);
+            rank[i] = atomicAdd(&bins[bin_of(own_entries[i])], 1u);
             largest = max(largest, rank[i]);
         }
     largest = __reduce_max_sync(ALL_LANES, largest);
@@ -160,7 +160,7 @@ __device__ void write_best(u64* entries, int count, int k, const int* pages, int
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < BINS_EACH; ++i)
-        if (i * THREADS + threadIdx.x < count) entries[bins[bin_of(mine[i])] + rank[i]] = mine[i];
+        if (i * THREADS + threadIdx.x < count) entries[bins[bin_of(own_entries[i])] + rank[i]] = own_entries[i];
     __syncthreads();
     for (int i = threadIdx.x; i < k; i += THREADS) {
         if (i >= count) {

@@ -15,12 +15,12 @@
 
 #include "grouped_collect.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_listed(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) select_from_lists(
     const float* __restrict__ scores,   // rows `row_stride` apart
     long long row_stride, long long length,
-    const int* __restrict__ legal_len,  // [rows]
-    const uint4* __restrict__ bests,    // [rows, MAX_GROUPS at most]: keys, in vectors of four
-    long long bests_stride, long long four_groups,  // how many scores four groups have
+    const int* __restrict__ legal_len,       // [rows]
+    const uint4* __restrict__ group_maxima,  // [rows, MAX_GROUPS at most]: keys, in vectors of four
+    long long maxima_stride, long long four_groups,  // how many scores four groups have
     const int* __restrict__ pages,      // [rows] lists `pages_stride` apart, or null
     long long pages_stride, long long page_shift,
     u64* slots,                         // [rows, SLOTS]: 0 on entry
@@ -33,10 +33,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_listed(
     extern __shared__ __align__(16) Shared shared[];
     Shared& s = *shared;
     const long long row_number = blockIdx.y;
-    const int tile = blockIdx.x, first = tile * CHUNK + 4 * threadIdx.x, fours = bests_stride / 4;
+    const int tile = blockIdx.x, first = tile * CHUNK + 4 * threadIdx.x, fours = maxima_stride / 4;
     const u32 k = num_chosen;
     scores += row_number * row_stride;
-    bests += row_number * fours + threadIdx.x;
+    group_maxima += row_number * fours + threadIdx.x;
     if (pages) pages += row_number * pages_stride;
     chosen += row_number * k;
     const bool aligned = row_stride % 4 == 0 && reinterpret_cast<u64>(scores) % 16 == 0;
@@ -44,11 +44,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_listed(
     prepare(s);
     wait_then_let_next_start();
     // independent loads are issued together, whether they are needed or not
-    const int legal = load_now(legal_len + row_number), page = row.load_page(first);
-    Bests best;
+    const int legal = issue_load(legal_len + row_number), page = row.load_page(first);
+    ThreadMaxima maxima;
 #pragma unroll
     for (int v = 0; v < BEST_VECTORS; ++v)
-        best[v] = v * THREADS + threadIdx.x < fours ? load_now(bests + v * THREADS) : make_uint4(0, 0, 0, 0);
+        maxima[v] = v * THREADS + threadIdx.x < fours ? issue_load(group_maxima + v * THREADS) : make_uint4(0, 0, 0, 0);
     const float4 four = row.load(first);
     row.num_scores = max(0, min(static_cast<int>(length), legal));
     if (row.num_scores <= k) return choose_all(row.num_scores, k, tile, gridDim.x, pages, 1 << page_shift, chosen);
@@ -57,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_listed(
     const int num_fours = (row.num_scores + static_cast<int>(four_groups) - 1) / static_cast<int>(four_groups);
 #pragma unroll
     for (int v = 0; v < BEST_VECTORS; ++v)
-        if (v * THREADS + threadIdx.x >= num_fours) best[v] = make_uint4(0, 0, 0, 0);
-    const Floor floor = find_floor(s, best, num_fours, k);
+        if (v * THREADS + threadIdx.x >= num_fours) maxima[v] = make_uint4(0, 0, 0, 0);
+    const Floor floor = find_floor(s, maxima, num_fours, k);
     const uint4 keys = row.keys_of(four, first);
     const u32 place = row.place_of(first, page);
     const int tile_slots = SLOTS / gridDim.x;
@@ -70,5 +70,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_listed(
     const u32 of_keys[4] = {keys.x, keys.y, keys.z, keys.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        if (of_keys[i] >= floor.key && place + i < num_rows) a.bring(place + i), b.bring(place + i);
+        if (of_keys[i] >= floor.key && place + i < num_rows) a.prefetch(place + i), b.prefetch(place + i);
 }

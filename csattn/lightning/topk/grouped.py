@@ -25,7 +25,7 @@ SHARED_BYTES = 8 * ENTRIES + 4 * 2048 + 4 * MAX_TILES + 1024  # at least `Shared
 
 
 @dataclass(frozen=True, slots=True)
-class GroupBests:
+class GroupMaxima:
     """The best score of every group of keys, for each row.
 
     A group has 8 or 16 neighbouring keys of a page, or 16 at the same place in each of several neighbouring pages.
@@ -36,7 +36,7 @@ class GroupBests:
     slots: Tensor  # [rows, SLOTS] int64: set to 0 with the scores, used by one choice
 
     @classmethod
-    def make(cls, block_table: Tensor, k: int) -> "GroupBests | None":
+    def make(cls, block_table: Tensor, k: int) -> "GroupMaxima | None":
         """Allocate for scores of these pages [rows, max_pages]; None if other ways to choose suit them better.
 
         A row has 4096 to 8192 groups, and at least 2 k: then a floor (threshold) that k of them reach is not far below
@@ -54,9 +54,9 @@ class GroupBests:
         return cls(keys, group_keys, torch.empty(rows, SLOTS, dtype=torch.int64, device=block_table.device))
 
 
-def choose_listed(
+def select_from_lists(
     scores: Tensor,  # [rows, max_pages * 64] float32
-    bests: GroupBests,
+    group_maxima: GroupMaxima,
     legal_len: Tensor,  # [rows] int32
     pages: Tensor | None,  # [rows, max_pages] int32
     out: Tensor,  # [rows, k] int32, contiguous, written
@@ -77,7 +77,7 @@ def choose_listed(
         "MAX_GROUPS": MAX_GROUPS,
         "MANY_GROUPS": MANY_GROUPS,
     }
-    kernel = cuda_kernel(SOURCE, "choose_listed", defines, SHARED_BYTES, early_start=True)
+    kernel = cuda_kernel(SOURCE, "select_from_lists", defines, SHARED_BYTES, early_start=True)
     kernel.launch(
         (num_tiles, rows, 1),
         THREADS,
@@ -85,21 +85,21 @@ def choose_listed(
         scores.stride(0),
         length,
         legal_len,
-        bests.keys,
-        bests.keys.stride(0),
-        4 * bests.group_keys,
+        group_maxima.keys,
+        group_maxima.keys.stride(0),
+        4 * group_maxima.group_keys,
         pages,
         0 if pages is None else pages.stride(0),
         PAGE_SIZE.bit_length() - 1,
-        bests.slots,
+        group_maxima.slots,
         listed,
         out,
         out.shape[1],
-        *_asked_for(next_rows),
+        *_next_row_arguments(next_rows),
     )
 
 
-def _asked_for(rows: tuple[Tensor, ...]) -> tuple[Tensor | int, ...]:
+def _next_row_arguments(rows: tuple[Tensor, ...]) -> tuple[Tensor | int, ...]:
     """Return address, stride and length in bytes of two arrays' rows, 0 if they cannot be prefetched; their number."""
     arguments: list[Tensor | int] = []
     for array in rows:

@@ -40,12 +40,12 @@ __device__ __forceinline__ u64 find_last(Shared& s, const Each& for_each, EntryR
 // A row's slots, divided among the threads: a warp has neighbouring ones.
 constexpr int SLOTS_EACH = SLOTS / THREADS;
 struct Slots {
-    u64 mine[SLOTS_EACH];
+    u64 values[SLOTS_EACH];
 
     __device__ __forceinline__ static int number(int i) {
         return static_cast<int>(threadIdx.x) / 32 * 32 * SLOTS_EACH + i * 32 + static_cast<int>(threadIdx.x) % 32;
     }
-    __device__ __forceinline__ u64 entry(int i) const { return join(key_of(mine[i]), number(i)); }
+    __device__ __forceinline__ u64 entry(int i) const { return join(key_of(values[i]), number(i)); }
 
     // Polls until all slots are written.
     __device__ __forceinline__ void load(const u64* slots, int count) {
@@ -54,9 +54,9 @@ struct Slots {
         for (bool is_missing = true; is_missing;) {
             is_missing = false;
 #pragma unroll
-            for (int i = 0; i < SLOTS_EACH; ++i) mine[i] = i * 32 < there ? load_whole(slots + i * 32) : 1;
+            for (int i = 0; i < SLOTS_EACH; ++i) values[i] = i * 32 < there ? load_relaxed(slots + i * 32) : 1;
 #pragma unroll
-            for (int i = 0; i < SLOTS_EACH; ++i) is_missing |= mine[i] == 0;
+            for (int i = 0; i < SLOTS_EACH; ++i) is_missing |= values[i] == 0;
         }
     }
 };
@@ -75,7 +75,7 @@ __device__ __forceinline__ void write_chosen(Shared& s, const Slots& slots, u64 
     u32 at = sum_of_first(s.of_warps, warp, lane);
 #pragma unroll
     for (int i = 0; i < SLOTS_EACH; ++i) {
-        if (lanes[i] >> lane & 1) chosen[at + lanes_before(lanes[i], lane)] = place_of(slots.mine[i]);
+        if (lanes[i] >> lane & 1) chosen[at + lanes_before(lanes[i], lane)] = place_of(slots.values[i]);
         at += __popc(lanes[i]);
     }
 }
@@ -111,7 +111,7 @@ struct Collected {
 // How many scores a tile has listed.
 __device__ __forceinline__ u32 count_listed(const Lists& lists, int tile) {
     const u64* const slots = lists.slots + static_cast<long long>(tile) * lists.tile_slots;
-    const u64 first = load_whole(slots), last = load_whole(slots + lists.tile_slots - 1);
+    const u64 first = load_relaxed(slots), last = load_relaxed(slots + lists.tile_slots - 1);
     if (key_of(first) == OVERFLOW_KEY) return place_of(first);
     return key_of(last) ? lists.tile_slots : place_of(last) & ~COUNT_MARK;
 }
@@ -178,7 +178,7 @@ __device__ __forceinline__ void choose(Shared& s, const Lists& lists, Floor floo
     u32 bins[SLOTS_EACH], top = 0;
 #pragma unroll
     for (int i = 0; i < SLOTS_EACH; ++i) {
-        const u32 key = key_of(slots.mine[i]);
+        const u32 key = key_of(slots.values[i]);
         top = max(top, key);
         atomicAdd(&s.bins[bins[i] = digit.bin_of(key)], 1u);
     }

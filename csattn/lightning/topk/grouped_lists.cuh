@@ -17,8 +17,8 @@ __device__ __forceinline__ u32 place_of(u64 listed) { return static_cast<u32>(li
 
 // In the first slot: how many are listed outside of the slots. In slots after the last score: how many are listed.
 constexpr u32 OVERFLOW_KEY = 0xffffffffu, COUNT_MARK = 1u << 31;
-__device__ __forceinline__ u64 overflow_of(u32 count) { return list_key(OVERFLOW_KEY, count); }
-__device__ __forceinline__ u64 nothing_behind(u32 count) { return list_key(0, COUNT_MARK | count); }
+__device__ __forceinline__ u64 overflow_marker(u32 count) { return list_key(OVERFLOW_KEY, count); }
+__device__ __forceinline__ u64 end_marker(u32 count) { return list_key(0, COUNT_MARK | count); }
 
 struct alignas(16) Shared {
     union {
@@ -45,9 +45,9 @@ __device__ __forceinline__ void prepare(Shared& s) {
 template <int NUM_BINS> __device__ __forceinline__ Boundary find_boundary(Shared& s, const u32* bins, u32 wanted) {
     constexpr int OF_LANE = NUM_BINS / THREADS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = threadIdx.x * OF_LANE;
-    u32 mine[OF_LANE], sum = 0;
+    u32 own_counts[OF_LANE], sum = 0;
 #pragma unroll
-    for (int i = 0; i < OF_LANE; ++i) sum += mine[i] = bins[first + i];
+    for (int i = 0; i < OF_LANE; ++i) sum += own_counts[i] = bins[first + i];
     const u32 of_warp = __reduce_add_sync(ALL_LANES, sum);
     if (lane == 0) s.scratch[warp] = of_warp;
     if (threadIdx.x == 0) s.boundary = {0, 0, 0};
@@ -55,24 +55,24 @@ template <int NUM_BINS> __device__ __forceinline__ Boundary find_boundary(Shared
     u32 above = __reduce_add_sync(ALL_LANES, warp < lane && lane < WARPS ? s.scratch[lane] : 0);
     if (above < wanted && wanted <= above + of_warp) {
         above += of_warp - sum_up_to_lane(sum);
-        if (above < wanted && wanted <= above + sum) find_among(mine, first, above, wanted, s.boundary);
+        if (above < wanted && wanted <= above + sum) find_among(own_counts, first, above, wanted, s.boundary);
     }
     __syncthreads();
     return s.boundary;
 }
 
-using Bests = uint4[BEST_VECTORS];  // of a thread: keys, 0 where there is no group
+using ThreadMaxima = uint4[BEST_VECTORS];  // of a thread: keys, 0 where there is no group
 
 // A threshold key that at least k groups reach, and not many more; 1 if there are not so many. Never 0.
 struct Floor {
     u32 key;
     int shift;  // of the digit that it was found by
 };
-__device__ __forceinline__ Floor find_floor(Shared& s, const Bests& bests, int num_fours, u32 k) {
+__device__ __forceinline__ Floor find_floor(Shared& s, const ThreadMaxima& maxima, int num_fours, u32 k) {
     auto for_each = [&](const auto& use) {
 #pragma unroll
         for (int v = 0; v < BEST_VECTORS; ++v)
-            if (v * THREADS < num_fours) use(bests[v].x), use(bests[v].y), use(bests[v].z), use(bests[v].w);
+            if (v * THREADS < num_fours) use(maxima[v].x), use(maxima[v].y), use(maxima[v].z), use(maxima[v].w);
     };
     int shift = 19;
     static_assert(FLOOR_BINS >> 13 == 1, "keys have 32 bits");
@@ -113,7 +113,7 @@ struct Row {
 
     // Four scores; any values where there are none.
     __device__ __forceinline__ float4 load(int at) const {
-        if (aligned && at + 4 <= num_scores) return load_now(reinterpret_cast<const float4*>(scores + at));
+        if (aligned && at + 4 <= num_scores) return issue_load(reinterpret_cast<const float4*>(scores + at));
         auto score = [&](int i) { return at + i < num_scores ? scores[at + i] : 0; };
         return make_float4(score(0), score(1), score(2), score(3));
     }
@@ -123,7 +123,7 @@ struct Row {
         return make_uint4(key(0, four.x), key(1, four.y), key(2, four.z), key(3, four.w));
     }
     __device__ __forceinline__ int load_page(int at) const {
-        return pages && at < num_scores ? load_now(pages + (at >> page_shift)) : 0;
+        return pages && at < num_scores ? issue_load(pages + (at >> page_shift)) : 0;
     }
     // The place of a score's key in the cache; the next ones follow it, up to a multiple of four.
     __device__ __forceinline__ u32 place_of(int at, int page) const {
@@ -137,8 +137,8 @@ struct NextRows {
     long long stride;
     u32 bytes;  // a multiple of 16, as is where a row begins
 
-    __device__ __forceinline__ void bring(u32 place) const {
-        if (rows) bring_to_l2(rows + static_cast<long long>(place) * stride, bytes);
+    __device__ __forceinline__ void prefetch(u32 place) const {
+        if (rows) prefetch_l2(rows + static_cast<long long>(place) * stride, bytes);
     }
 };
 
@@ -165,15 +165,15 @@ __device__ __forceinline__ bool list_tile(Shared& s, const Lists& lists, int til
     u64* put = (fits ? slots : lists.listed + static_cast<long long>(tile) * CHUNK) + to;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        if (of_keys[i] >= floor) store_whole(put++, list_key(of_keys[i], place + i));
+        if (of_keys[i] >= floor) store_relaxed(put++, list_key(of_keys[i], place + i));
 #pragma unroll 1
     for (int i = (fits ? total : 1) + threadIdx.x; i < lists.tile_slots; i += THREADS)
-        store_whole(slots + i, nothing_behind(total));
+        store_relaxed(slots + i, end_marker(total));
     if (fits) return true;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        store_whole(slots, overflow_of(total));
+        store_relaxed(slots, overflow_marker(total));
     }
     return false;
 }

@@ -146,14 +146,14 @@ __device__ void gather_few(Shared& s, const KeyRange& range, uint4 keys, uint4 i
 __device__ Counts count_before(Shared& s, const Source& source, const Kept& kept, const KeyRange& range, bool is_few,
                                Blocks& blocks) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Counts mine{0, 0};
+    Counts own_counts{0, 0};
     for_each(source, kept, [&](int, uint4 keys, uint4 indices) {
         const Counts four = count_four(keys, range);
-        mine.above += four.above, mine.inside += four.inside;
+        own_counts.above += four.above, own_counts.inside += four.inside;
         if (is_few && four.inside) gather_few(s, range, keys, indices);
     });
-    mine = {__reduce_add_sync(ALL_LANES, mine.above), __reduce_add_sync(ALL_LANES, mine.inside)};
-    if (lane == 0) s.of_warp[warp] = mine;
+    own_counts = {__reduce_add_sync(ALL_LANES, own_counts.above), __reduce_add_sync(ALL_LANES, own_counts.inside)};
+    if (lane == 0) s.of_warp[warp] = own_counts;
     __syncthreads();
     const Counts of_lane = lane < WARPS ? s.of_warp[lane] : Counts{0, 0};
     Counts before{__reduce_add_sync(ALL_LANES, lane < warp ? of_lane.above : 0),
@@ -163,8 +163,8 @@ __device__ Counts count_before(Shared& s, const Source& source, const Kept& kept
     if (threadIdx.x == 0) s.of_block = all;
     blocks.sync();
     for (u32 other = 0; other < blocks.rank; ++other) {
-        const Counts theirs = *in_block(&s.of_block, other);
-        before.above += theirs.above, before.inside += theirs.inside;
+        const Counts of_other = *in_block(&s.of_block, other);
+        before.above += of_other.above, before.inside += of_other.inside;
     }
     return before;
 }

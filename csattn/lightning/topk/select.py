@@ -12,7 +12,7 @@ from torch import Tensor
 from csattn.errors import ArrayError, ConfigError
 from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.topk.device import MAX_K, select_on_device
-from csattn.lightning.topk.grouped import PAGE_SIZE, GroupBests, choose_listed
+from csattn.lightning.topk.grouped import PAGE_SIZE, GroupMaxima, select_from_lists
 from csattn.lightning.topk.reference import SENTINEL, indices_of, order_keys
 
 KEYS_AT_ONCE = 1 << 24  # of 8 bytes each, where torch selects
@@ -29,8 +29,8 @@ def top_k(
     pages: Tensor | None = None,  # [rows, num_pages] int32: where the keys of each row lie
     page_size: int = 1,
     out: Tensor | None = None,  # [rows, k] int32
-    bests: GroupBests | None = None,  # of these scores, for this call only: faster by position, in pages of 64
-    next_rows: tuple[Tensor, ...] = (),  # see `grouped.choose_listed`
+    group_maxima: GroupMaxima | None = None,  # of these scores, for this call only: faster by position, in pages of 64
+    next_rows: tuple[Tensor, ...] = (),  # see `grouped.select_from_lists`
 ) -> Tensor:
     """Return indices [rows, k] int32 of each row's k best legal scores, -1 padded. Scores past legal_len are not read.
 
@@ -44,8 +44,8 @@ def top_k(
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     by_lists = order == "position" and (pages is None or page_size == PAGE_SIZE)
-    if bests is not None and legal_len is not None and by_lists:
-        choose_listed(scores, bests, legal_len, pages, out, next_rows)
+    if group_maxima is not None and legal_len is not None and by_lists:
+        select_from_lists(scores, group_maxima, legal_len, pages, out, next_rows)
         return out
     if scores.device.type == "cuda" and k <= MAX_K:
         select_on_device(scores, legal_len, order == "position", pages, page_size, out)
@@ -78,7 +78,7 @@ def _select(scores: Tensor, legal_len: Tensor, order: Order, out: Tensor) -> Non
 
 
 def _require(scores: Tensor, k: int, legal_len: Tensor | None, order: str, out: Tensor | None) -> None:
-    require_array("scores", scores, ("rows", "length"), torch.float32, rows_apart=True)
+    require_array("scores", scores, ("rows", "length"), torch.float32, any_row_stride=True)
     rows, length = scores.shape
     if rows > 1 and scores.stride(0) < length:
         raise ArrayError(
@@ -99,7 +99,7 @@ def _require_pages(scores: Tensor, pages: Tensor | None, page_size: int) -> None
         return
     require_at_least("page_size", page_size, 1)
     rows, length = scores.shape
-    require_array("pages", pages, (rows, "num_pages"), torch.int32, like=scores, rows_apart=True)
+    require_array("pages", pages, (rows, "num_pages"), torch.int32, like=scores, any_row_stride=True)
     if pages.shape[1] * page_size < length:
         raise ArrayError(
             f"pages have shape {list(pages.shape)}; {rows} rows of {length} scores in pages of {page_size} need "

@@ -24,14 +24,14 @@ struct BinCounts {
 };
 
 // The bin that holds the `wanted`-th largest group score; inside is 0 if fewer are counted. scratch: [WARPS].
-__device__ Boundary find_bin(const BinCounts& mine, u32 wanted, u32* scratch) {
+__device__ Boundary find_bin(const BinCounts& bin_counts, u32 wanted, u32* scratch) {
     __shared__ Boundary found;
     u32 sum = 0, total;
 #pragma unroll
-    for (int i = 0; i < BinCounts::EACH; ++i) sum += mine.counts[i];
+    for (int i = 0; i < BinCounts::EACH; ++i) sum += bin_counts.counts[i];
     const u32 above = sum_before(sum, scratch, total);
     if (threadIdx.x == 0 && total < wanted) found = {0, total, 0};
-    find_among(mine.counts, BinCounts::first(), above, wanted, found);
+    find_among(bin_counts.counts, BinCounts::first(), above, wanted, found);
     __syncthreads();
     return found;
 }
@@ -42,7 +42,7 @@ __device__ __forceinline__ u32 shift_for(u32 width) { return width < NUM_BINS ? 
 // One block chooses by itself, by a radix select of as many passes as it takes: if too many keys are in the bin of the top_k-th, as
 // when group scores tie, or if it is in none of the first bins.
 template <typename GroupScores>  // indexed by unit: uint4
-__device__ void choose_alone(GroupScores group_scores, int num_units, u32 wanted, Range range, Boundary boundary, u32* bins,
+__device__ void select_in_one_block(GroupScores group_scores, int num_units, u32 wanted, Range range, Boundary boundary, u32* bins,
                              u32* scratch, int* chosen) {
     u32 above = boundary.above;
     while (boundary.inside == 0 || (above + boundary.inside != wanted && range.last != range.low)) {

@@ -10,11 +10,11 @@
 constexpr float HEADROOM = 94;
 constexpr float LEAST_EXPONENT = HEADROOM - 216;  // log2 of reference.LEAST_SHARE, scaled by 2 ** HEADROOM
 constexpr u32 NUM_BINS = 4096;
-constexpr u32 MAX_CANDIDATES = 512;  // keys in the bin of the top_k-th that are compared one by one
-constexpr u32 MAX_BLOCKS = 256;      // blocks that share the keys of a slot
-constexpr u32 ALONE = 0xffffffffu;   // a quota that says: one block has chosen by itself
-constexpr int UNIT_KEYS = 4;         // group scores are read and written four at a time
-constexpr int CHUNK_KEYS = 1024;     // the blocks of a slot share out whole chunks
+constexpr u32 MAX_CANDIDATES = 512;               // keys in the bin of the top_k-th that are compared one by one
+constexpr u32 MAX_BLOCKS = 256;                   // blocks that share the keys of a slot
+constexpr u32 CHOSEN_BY_ONE_BLOCK = 0xffffffffu;  // a quota that says: one block has chosen by itself
+constexpr int UNIT_KEYS = 4;                      // group scores are read and written four at a time
+constexpr int CHUNK_KEYS = 1024;                  // the blocks of a slot share out whole chunks
 
 constexpr int TILE_KEYS = CHUNK_KEYS;  // keys of a warp's statistics
 constexpr float NOT_LISTED = -0.0f;    // in place of a score if no list holds the key; no sum of scores is -0.0

@@ -81,7 +81,7 @@ struct Normalisers {
     }
     // By the whole block, if a query's scores reach octaves that are not counted: find its normaliser from all its units. scratch:
     // [WARPS].
-    __device__ __forceinline__ void find_again(int g, const uint4* scores, int num_units, int exponent, u32* scratch) {
+    __device__ __forceinline__ void find_from_all_units(int g, const uint4* scores, int num_units, int exponent, u32* scratch) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         u32 greatest = 0, low, high;
 #pragma unroll 4
@@ -191,11 +191,11 @@ struct Bins {
 };
 
 // A barrier of the blocks of a slot. All of them run at the same time: all slots together have no more than the device has room for.
-struct Meeting {
+struct SlotBarrier {
     u32* num_arrived;  // keeps counting from launch to launch
 
     // Wait for all blocks. What any of their threads wrote to memory before, all of them see afterwards.
-    __device__ __forceinline__ void meet() const {
+    __device__ __forceinline__ void wait() const {
         __syncthreads();
         if (BLOCKS == 1) return;
         if (threadIdx.x == 0) {
@@ -213,13 +213,13 @@ struct Counts {
 
     // By the whole block: post the prefix sums of its counts, and clear these.
     __device__ __forceinline__ void post(uint4* counts, int round) {
-        uint4* mine = counts + threadIdx.x * EACH;
+        uint4* own_counts = counts + threadIdx.x * EACH;
         uint4 up_to[EACH];
         u32 sum = 0, total;
 #pragma unroll
         for (u32 i = 0; i < EACH; ++i) {
-            const uint4 four = mine[i];
-            mine[i] = make_uint4(0, 0, 0, 0);
+            const uint4 four = own_counts[i];
+            own_counts[i] = make_uint4(0, 0, 0, 0);
             up_to[i] = make_uint4(sum + four.x, sum + four.x + four.y, sum + four.x + four.y + four.z, sum + four.x + four.y + four.z + four.w);
             sum = up_to[i].w;
         }
@@ -307,16 +307,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const int* context_ids,   // [batch_size], -1: idle
     const int* row_top_ks,    // [batch_size], or null
     long long sink_len, long long window_len,
-    const int* marks_from,    // [num_contexts]: the K from which marks are heeded
-    const Sketch* sketches,   // [num_contexts], of this layer
-    const float* coordinates, const float* means, const u8* asked, long long max_segments,  // `Queries`
+    const int* min_top_ks_for_marks,  // [num_contexts]: the least top_k with which marks are used
+    const Sketch* sketches,           // [num_contexts], of this layer
+    const float* coordinates, const float* means, const u8* unit_exponents, long long max_segments,  // `Queries`
     const uint4* scores, long long max_keys,  // as score_codes writes them
-    const u32* octaves,       // [slots, GROUP_SIZE, NUM_OCTAVES], as score_codes writes them
-    uint4* set_aside,         // [slots, max_keys / UNIT_KEYS], if a block's group scores do not fit into its shared memory
-    u32* num_arrived,         // [slots, 32]: see `Meeting`
-    u32* posted,              // [slots, 2, BLOCKS, NUM_BINS]: see `Counts`
-    int* kv_indices,          // [batch_size, num_index_heads, max_top_k], written
-    int* valid_len,           // [batch_size, num_index_heads], written
+    const u32* octaves,           // [slots, GROUP_SIZE, NUM_OCTAVES], as score_codes writes them
+    uint4* spilled_group_scores,  // [slots, max_keys / UNIT_KEYS], if a block's group scores do not fit into its shared memory
+    u32* num_arrived,             // [slots, 32]: see `SlotBarrier`
+    u32* posted,                  // [slots, 2, BLOCKS, NUM_BINS]: see `Counts`
+    int* kv_indices,              // [batch_size, num_index_heads, max_top_k], written
+    int* valid_len,               // [batch_size, num_index_heads], written
     long long max_top_k
 ) {
     extern __shared__ uint4 memory[];  // group scores of the block's keys
@@ -327,9 +327,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
     const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
     const Share share(context.num_keys);
-    const Meeting blocks{num_arrived + 32 * slot};
-    const bool heeds_marks = context_id >= 0 && context.top_k >= marks_from[context_id];
-    const u8* marks = heeds_marks ? sketches[context_id].marks : nullptr;
+    const SlotBarrier barrier{num_arrived + 32 * slot};
+    const bool uses_marks = context_id >= 0 && context.top_k >= min_top_ks_for_marks[context_id];
+    const u8* marks = uses_marks ? sketches[context_id].marks : nullptr;
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < NUM_BINS / 4; i += THREADS) counts[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) all.posted = reinterpret_cast<u32 (*)[BLOCKS][NUM_BINS]>(posted) + 2 * slot;
@@ -343,17 +343,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     static_assert(GROUP_SIZE <= WARPS && NUM_OCTAVES == 4 * 32, "a warp has the counts of a query");
     const int of_warp = min(static_cast<int>(threadIdx.x) / 32, GROUP_SIZE - 1);
     const uint4 of_octaves = __ldcg(reinterpret_cast<const uint4*>(octaves + (slot * GROUP_SIZE + of_warp) * NUM_OCTAVES) + threadIdx.x % 32);
-    const int exponent = Unit(Queries{coordinates, means, asked, max_segments}, slot).exponent;
+    const int exponent = Unit(Queries{coordinates, means, unit_exponents, max_segments}, slot).exponent;
     const long long plane = max_keys / UNIT_KEYS;
     scores += slot * GROUP_SIZE * plane;
-    uint4* group_scores = (IN_SHARED ? memory : set_aside + slot * plane + share.of_block) - share.of_block;
+    uint4* group_scores = (IN_SHARED ? memory : spilled_group_scores + slot * plane + share.of_block) - share.of_block;
     const int resident = context.sink_end + context.num_keys - context.window_start;  // in fewer than resident / UNIT_KEYS + 4 units
     if (GROUP_SIZE > 1) normalisers.find(of_octaves, exponent, wanted + resident / UNIT_KEYS + 4);
     __syncthreads();
 #pragma unroll 1
     for (int g = 0; GROUP_SIZE > 1 && g < GROUP_SIZE; ++g)
         if (normalisers.tops[g] == 65535)
-            normalisers.find_again(g, scores + g * plane, (context.num_keys + UNIT_KEYS - 1) / UNIT_KEYS, exponent, all.scratch);
+            normalisers.find_from_all_units(g, scores + g * plane, (context.num_keys + UNIT_KEYS - 1) / UNIT_KEYS, exponent,
+                                            all.scratch);
     __syncthreads();
     const GroupScores of_scores = GROUP_SIZE > 1 ? GroupScores(normalisers) : GroupScores();
     if (marks) marks += head * static_cast<long long>((context.num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS) * (BLOCK_KEYS / 8);
@@ -381,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     for (int round = 0;; ++round) {
         __syncthreads();
         all.post(counts, round);
-        blocks.meet();
+        barrier.wait();
         const Counts::Found found = all.find(wanted - above, round);
         above += found.above, above_before += found.above_in_before, equal_before = found.equal_in_before;
         const bool is_one_score = bins.is_one_score(found.bin);

@@ -56,33 +56,33 @@ struct Sketch {
 struct Queries {
     const float* coordinates;  // [slots, max_segments, GROUP_SIZE, COORDS]: what a step of a code adds to a logit
     const float* means;        // [slots, max_segments, GROUP_SIZE]: products with the mean keys
-    const u8* asked;           // [slots, GROUP_SIZE, max_segments]: units needed, 2 ** (asked - LARGEST_EXPONENT); or UNSOUND
+    const u8* unit_exponents;  // [slots, GROUP_SIZE, max_segments]: of required units, + LARGEST_EXPONENT; or NO_UNIT
     long long max_segments;    // a multiple of 16
 };
 constexpr int LARGEST_EXPONENT = 15;  // of a unit of score; the least is its negative
-constexpr u8 UNSOUND = 255;           // of a query that is not finite or too large: the unit ignores it, its scores are 0
+constexpr u8 NO_UNIT = 255;           // of a query that is not finite or too large: the unit ignores it, its scores are 0
 
 // In each half, the greatest of `halves` and the half's two bytes.
 __device__ __forceinline__ u32 greatest_bytes(u32 bytes, u32 halves) {
     return __vmaxu2(halves, __vmaxu2(bytes & 0x00ff00ffu, bytes >> 8 & 0x00ff00ffu));
 }
 
-// The unit of a group's scores, and which of its queries are sound.
+// The unit of a group's scores, and which of its queries fit it.
 struct Unit {
     int exponent = 0;
-    u32 sound = 0;  // a bit for each query
+    u32 fits = 0;  // a bit for each query
 
     Unit() = default;
     // By every four neighbouring lanes; all lanes of the warp take part.
     __device__ __forceinline__ Unit(const Queries& queries, int slot) {
         const int num_pieces = static_cast<int>(queries.max_segments / 16);
-        const uint4* asked = reinterpret_cast<const uint4*>(queries.asked) + slot * GROUP_SIZE * num_pieces;
+        const uint4* exponents = reinterpret_cast<const uint4*>(queries.unit_exponents) + slot * GROUP_SIZE * num_pieces;
         u32 halves[GROUP_SIZE] = {};
 #pragma unroll 1
         for (int i = threadIdx.x % 4; i < num_pieces; i += 4) {
             uint4 pieces[GROUP_SIZE];
 #pragma unroll
-            for (int g = 0; g < GROUP_SIZE; ++g) pieces[g] = __ldcg(asked + g * num_pieces + i);
+            for (int g = 0; g < GROUP_SIZE; ++g) pieces[g] = __ldcg(exponents + g * num_pieces + i);
 #pragma unroll
             for (int g = 0; g < GROUP_SIZE; ++g) {
                 const u32 two = greatest_bytes(pieces[g].x, greatest_bytes(pieces[g].y, halves[g]));
@@ -93,7 +93,7 @@ struct Unit {
         for (int g = 0; g < GROUP_SIZE; ++g) {
             for (int step = 1; step < 4; step <<= 1) halves[g] = __vmaxu2(halves[g], __shfl_xor_sync(ALL_LANES, halves[g], step));
             const int greatest = static_cast<int>(max(halves[g] & 0xffff, halves[g] >> 16));
-            if (greatest != UNSOUND) exponent = max(exponent, greatest), sound |= 1u << g;
+            if (greatest != NO_UNIT) exponent = max(exponent, greatest), fits |= 1u << g;
         }
         exponent -= LARGEST_EXPONENT;
     }
@@ -136,7 +136,7 @@ struct QueryRows {
             fours[i][0] = __ldcg(row + first), fours[i][1] = __ldcg(row + first + 1);
         }
         const float mean = __ldcg(queries.means + of_segment), first_mean = __ldcg(queries.means + of_slot + g);
-        const float per_octave = unit.sound >> g & 1 ? unit.per_octave() : 0.0f;
+        const float per_octave = unit.fits >> g & 1 ? unit.per_octave() : 0.0f;
         int excess = 0;  // twice what a key with all codes 0 would subtract: a code u stands for u - 7.5 or u - 1.5
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
@@ -207,8 +207,8 @@ struct TwinRows {
         for (int i = 0; i < PRODUCTS; ++i)
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const u32 mine = k % 2 ? 0 : rows.multipliers[i][k];
-                first[i][k] = in_register(is_second ? 0 : mine), second[i][k] = in_register(is_second ? mine : 0);
+                const u32 multiplier = k % 2 ? 0 : rows.multipliers[i][k];
+                first[i][k] = in_register(is_second ? 0 : multiplier), second[i][k] = in_register(is_second ? multiplier : 0);
             }
 #pragma unroll
         for (int k = 0; k < 4; ++k) offsets[k] = static_cast<int>(in_register(static_cast<u32>(rows.offsets[0])));
@@ -258,9 +258,9 @@ struct LanePlaces {
     __device__ __forceinline__ LanePlaces() {
         const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
 #pragma unroll
-        for (int i = 0; i < WORD_GROUPS; ++i) own[i] = kept(in_block(word_in_group(i, c), r));
+        for (int i = 0; i < WORD_GROUPS; ++i) own[i] = keep_in_register(in_block(word_in_group(i, c), r));
 #pragma unroll
-        for (int v = 0; v < FINE_GROUPS; ++v) summed[v] = kept(in_block(word_in_group(v, r / 2), 2 * c));
+        for (int v = 0; v < FINE_GROUPS; ++v) summed[v] = keep_in_register(in_block(word_in_group(v, r / 2), 2 * c));
     }
     __device__ __forceinline__ static u32 in_block(int word, int piece) { return 16 * (word * WORD_PIECES + place_of_piece(word, piece)); }
     __device__ __forceinline__ static uint4 read(const uint4* words, u32 place) {

@@ -66,8 +66,8 @@ class ExactSearch:
         num_keys = torch.where(context_ids < 0, 0, indexes.context_lens[contexts])
         sink_end = num_keys.clamp_max(config.sink_len)
         window_start = torch.maximum(sink_end, num_keys - config.window_len)
-        asked = indexes.top_ks[contexts].clamp_max(ANY_TOP_K if top_ks is None else top_ks)
-        top_k = torch.minimum(asked, window_start - sink_end)[:, None, None]
+        requested = indexes.top_ks[contexts].clamp_max(ANY_TOP_K if top_ks is None else top_ks)
+        top_k = torch.minimum(requested, window_start - sink_end)[:, None, None]
         is_free = (self._places >= sink_end[:, None]) & (self._places < window_start[:, None])
         shares = self._logits.softmax(-1).sum(2).nan_to_num_(nan=torch.inf).masked_fill_(~is_free[:, None], -1.0)
         best = shares.sort(dim=2, descending=True, stable=True).indices[..., : out.kv_indices.shape[2]]

@@ -27,13 +27,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_keys(
     const Range range = FirstBins(context, choice.bottom, choice.top).of(boundary);
     if (boundary.inside == 0 || boundary.inside > MAX_CANDIDATES) {
         if (blockIdx.x > 0) return;
-        if (threadIdx.x == 0) choice.quota = ALONE;
+        if (threadIdx.x == 0) choice.quota = CHOSEN_BY_ONE_BLOCK;
         const int num_units = (context.num_keys + CHUNK_KEYS - 1) / CHUNK_KEYS * CHUNK_KEYS / UNIT_KEYS;
-        return choose_alone(group_scores, num_units, wanted, range, boundary, bins, scratch, kv_indices + slot * max_top_k);
+        return select_in_one_block(group_scores, num_units, wanted, range, boundary, bins, scratch, kv_indices + slot * max_top_k);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) choice.quota = wanted - boundary.above;
-    const u32 mine = mark_part(group_scores, part, range, marks + slot * (max_keys / 32), choice);
-    const u32 of_warp = __reduce_add_sync(ALL_LANES, mine);
+    const u32 num_marked = mark_part(group_scores, part, range, marks + slot * (max_keys / 32), choice);
+    const u32 of_warp = __reduce_add_sync(ALL_LANES, num_marked);
     if (threadIdx.x % 32 == 0 && of_warp) atomicAdd(&above, of_warp);
     __syncthreads();
     if (threadIdx.x == 0) choice.above[blockIdx.x] = above;

@@ -13,7 +13,7 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.sketch import SketchIndex
-from csattn.sketch.index import marks_heeded_from
+from csattn.sketch.index import min_top_k_for_marks
 
 PIECE_KEYS = 4  # of which one word each makes 16 bytes
 
@@ -123,7 +123,7 @@ class DeviceIndexes:
         self.tables = torch.zeros(num_layers, num_contexts, num_addresses + 1, dtype=torch.int64, device=device)
         self.context_lens = torch.zeros(num_contexts, dtype=torch.int32, device=device)
         self.top_ks = torch.zeros(num_contexts, dtype=torch.int32, device=device)
-        self.marks_from = torch.zeros(num_contexts, dtype=torch.int32, device=device)  # K from which marks are heeded
+        self.min_top_ks_for_marks = torch.zeros(num_contexts, dtype=torch.int32, device=device)
         self._loaded: dict[int, list[DeviceLayerIndex]] = {}
 
     def __repr__(self) -> str:
@@ -150,7 +150,7 @@ class DeviceIndexes:
         self.context_lens[context_id] = context_len
         self.top_ks[context_id] = self.config.top_k(context_len)
         if isinstance(layers[0], DeviceSketch):  # all layers have the same segment_starts
-            self.marks_from[context_id] = marks_heeded_from(context_len, layers[0].segment_starts.tolist())
+            self.min_top_ks_for_marks[context_id] = min_top_k_for_marks(context_len, layers[0].segment_starts.tolist())
         self._loaded[context_id] = layers
 
     def unload(self, context_id: int) -> None:

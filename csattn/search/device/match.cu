@@ -41,10 +41,10 @@ __device__ __forceinline__ u64 ordered_bits(double value) {
 }
 
 // The centroids that a lane compares queries with.
-struct Nearby {
+struct LaneCentroids {
     double vectors[CENTROIDS_PER_LANE][SUBSPACE_DIM];
 
-    __device__ __forceinline__ Nearby(const float* codebook) {
+    __device__ __forceinline__ LaneCentroids(const float* codebook) {
 #pragma unroll
         for (int k = 0; k < CENTROIDS_PER_LANE; ++k) {
             const int c = min(lane_of() + 32 * k, CENTROIDS - 1);
@@ -98,14 +98,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) match_centroids(
     const int context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_then_let_next_start();
     const ListIndex index = indexes[context_id];
-    const Nearby nearby(index.codebooks + (head * SUBSPACES + b) * CENTROIDS * SUBSPACE_DIM);
-    wait_then_let_next_start(nearby.mixed());
+    const LaneCentroids centroids(index.codebooks + (head * SUBSPACES + b) * CENTROIDS * SUBSPACE_DIM);
+    wait_then_let_next_start(centroids.mixed());
     for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
         const QUERY* query = q + (static_cast<size_t>(slot) * GROUP_SIZE + g) * HEAD_DIM + b * SUBSPACE_DIM;
         float part[SUBSPACE_DIM];
 #pragma unroll
         for (int i = 0; i < SUBSPACE_DIM; ++i) part[i] = as_float(query[i]);
-        const Match match = nearby.nearest(part, weigh_by_norm);
+        const Match match = centroids.nearest(part, weigh_by_norm);
         if (lane_of() == 0) matches[(slot * GROUP_SIZE + g) * SUBSPACES + b] = match;
     }
     clear_counts(choices[slot], b, SUBSPACES);

@@ -16,7 +16,7 @@ __device__ __forceinline__ double most_of(float coordinate, int j) {
 
 constexpr int ROW_PRODUCTS = HEAD_DIM + 1, ROW_MOST = COORDS + 1;  // padded: neighbouring rows begin in different banks
 
-// LARGEST_EXPONENT + the exponent of the least power of two that is at least the unit that one segment needs: reference.unit_asked.
+// LARGEST_EXPONENT + the exponent of the least power of two that is at least a segment's unit: see `reference.required_unit`.
 // most: [COORDS].
 __device__ __forceinline__ u8 unit_exponent(const float* coordinates, const double* most, double difference) {
     double total = 0;
@@ -28,9 +28,9 @@ __device__ __forceinline__ u8 unit_exponent(const float* coordinates, const doub
     }
     total += fabs(difference);
     const double of_total = total / ROOM, of_largest = static_cast<double>(largest) / LARGEST_MULTIPLIER;
-    const double asked = of_largest > of_total ? of_largest : of_total;
-    if (!(total < 0x1p1000 && asked <= static_cast<double>(1 << LARGEST_EXPONENT))) return UNSOUND;
-    const u64 bits = static_cast<u64>(__double_as_longlong(asked));
+    const double required = of_largest > of_total ? of_largest : of_total;
+    if (!(total < 0x1p1000 && required <= static_cast<double>(1 << LARGEST_EXPONENT))) return NO_UNIT;
+    const u64 bits = static_cast<u64>(__double_as_longlong(required));
     const int exponent = static_cast<int>(bits >> 52) - 1023 + ((bits & 0xfffffffffffffull) != 0);
     return static_cast<u8>(max(exponent, -LARGEST_EXPONENT) + LARGEST_EXPONENT);
 }
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     const Sketch* sketches,  // [num_contexts], of this layer
     const int* context_ids,  // [batch_size], -1: idle
     double octaves,          // softmax_scale * log2(e)
-    float* coordinates, float* means, u8* asked, long long max_segments,  // `Queries`, written
+    float* coordinates, float* means, u8* unit_exponents, long long max_segments,  // `Queries`, written
     u32* octave_counts      // [slots, GROUP_SIZE, NUM_OCTAVES], cleared; or null
 ) {
     // HEAD_DIM rows of COORDS halves, if there is room for them (STAGED), then two mean keys, then `Projection`
@@ -58,11 +58,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     if (context_id < 0) return wait_then_let_next_start();
     const Sketch sketch = sketches[context_id];
     const int num_segments = static_cast<int>(sketch.num_segments);
-    asked += slot * GROUP_SIZE * max_segments + segment;
+    unit_exponents += slot * GROUP_SIZE * max_segments + segment;
     if (segment >= num_segments) {
         wait_then_let_next_start(sketch.low_bits());
 #pragma unroll 1
-        for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) asked[g * max_segments] = 0;
+        for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) unit_exponents[g * max_segments] = 0;
         return;
     }
     const long long of_head = head * sketch.num_segments, here = of_head + segment;
@@ -133,6 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
 #pragma unroll 1
     for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) {
         means[of_segment + g] = made.mean[g][0];
-        asked[g * max_segments] = unit_exponent(made.projected[g], made.most[g], static_cast<double>(made.mean[g][0]) - static_cast<double>(made.mean[g][1]));
+        const double difference = static_cast<double>(made.mean[g][0]) - static_cast<double>(made.mean[g][1]);
+        unit_exponents[g * max_segments] = unit_exponent(made.projected[g], made.most[g], difference);
     }
 }

@@ -158,14 +158,14 @@ __device__ void sum_tiles(const float* sums, const float* tile_exponents, long l
 }
 
 // Subtract the warps' sums over chosen rows; a remaining weight that is only rounding error becomes 0.
-__device__ void take_out(const float* taken, int num_warps, float (*left)[SUMS]) {
+__device__ void subtract_chosen(const float* chosen_sums, int num_warps, float (*left)[SUMS]) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < GROUP_SIZE * NUM_SUMS; i += THREADS) {
         const int g = i / NUM_SUMS, j = i % NUM_SUMS;
         const float all = left[g][j];
         float sum = all;
 #pragma unroll 1
-        for (int w = 0; w < num_warps; ++w) sum -= taken[(w * GROUP_SIZE + g) * SUMS + j];
+        for (int w = 0; w < num_warps; ++w) sum -= chosen_sums[(w * GROUP_SIZE + g) * SUMS + j];
         left[g][j] = j == WEIGHTS_AT && !(sum > LEAST_LEFT * all) ? 0.0f : sum;
     }
 }
@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
     const Sketch* sketches,   // [num_contexts], of this layer
     const int* context_lens,  // [num_contexts]
     const int* context_ids,   // [batch_size], -1: idle
-    const float* coordinates, const float* means, const u8* asked, long long max_segments,  // `Queries`
+    const float* coordinates, const float* means, const u8* unit_exponents, long long max_segments,  // `Queries`
     const float* tile_exponents, const float* sums, long long max_tiles,  // as score_codes writes them
     const int* kv_indices,    // [batch_size, num_heads, max_top_k]: the chosen keys, ascending
     const int* valid_len,     // [batch_size, num_heads]
@@ -255,9 +255,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
     const int num_keys = context_id < 0 ? 0 : context_lens[context_id], num_tiles = (num_keys + TILE_KEYS - 1) / TILE_KEYS;
     const Part part{static_cast<int>(num_tiles * blockIdx.x / REST_PARTS),
                     static_cast<int>(num_tiles * (blockIdx.x + 1) / REST_PARTS)};
-    const Queries queries{coordinates, means, asked, max_segments};
+    const Queries queries{coordinates, means, unit_exponents, max_segments};
     uint4* tray = memory + TRANSFORM_UNITS + HEAD_DIM / 4 + warp * FINE * WORD_PIECES;
-    float* taken = reinterpret_cast<float*>(memory + TRANSFORM_UNITS + HEAD_DIM / 4 + WARPS * FINE * WORD_PIECES);
+    float* chosen_sums = reinterpret_cast<float*>(memory + TRANSFORM_UNITS + HEAD_DIM / 4 + WARPS * FINE * WORD_PIECES);
 #pragma unroll 1
     for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
 #pragma unroll 1
@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
         for (int o = 0; o < OCTETS; ++o)
             rows.load(o, queries, unit, slot, min(8 * o + static_cast<int>(threadIdx.x) % 32 / 4, GROUP_SIZE - 1), segment);
         if (OCTETS == 1) rows.clear_second();
-        sum_tiles(sums, tile_exponents, max_tiles, tile, end_tile, exponents, taken, left);
+        sum_tiles(sums, tile_exponents, max_tiles, tile, end_tile, exponents, chosen_sums, left);
         // Turn 0, before the choice arrives, sums over a dummy key, only to warm the instruction cache.
         int num_warps;
 #pragma unroll 1
@@ -299,10 +299,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
                 chosen = bounds_of(ids, valid_len[slot], tile * TILE_KEYS, end_tile * TILE_KEYS, scratch);
             }
             num_warps = min(WARPS, (chosen.end - chosen.first + HALF_KEYS - 1) / HALF_KEYS);
-            if (warp < num_warps) sum_chosen(sketch, rows, head, num_keys, ids, chosen, exponents, tray, taken + warp * GROUP_SIZE * SUMS);
+            if (warp < num_warps)
+                sum_chosen(sketch, rows, head, num_keys, ids, chosen, exponents, tray, chosen_sums + warp * GROUP_SIZE * SUMS);
         }
         __syncthreads();
-        take_out(taken, num_warps, left);
+        subtract_chosen(chosen_sums, num_warps, left);
         __syncthreads();
         values.add(out, weights);
         __syncthreads();
@@ -318,6 +319,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
         }
         const long long unit = slot * (GROUP_SIZE / unit_heads) + g / unit_heads;
         const long long at = unit * num_parts + num_parts - REST_PARTS + blockIdx.x;
-        post(posted + (at * unit_heads + g % unit_heads) * PART + d, four);
+        store_relaxed(posted + (at * unit_heads + g % unit_heads) * PART + d, four);
     }
 }

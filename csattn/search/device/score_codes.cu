@@ -68,7 +68,7 @@ struct RowPlaces {
     }
 };
 
-struct Kept {
+struct Outputs {
     uint4* scores;     // [slots, GROUP_SIZE, max_keys / 8]: eight scores of 16 bits
     u32* octaves;      // [slots, GROUP_SIZE, NUM_OCTAVES], added to: counts by octave of the greatest scores of eight keys
     float* exponents;  // [slots, GROUP_SIZE, max_tiles]: weights in the sums are 2 ** (slope * score - exponent)
@@ -97,18 +97,18 @@ struct Rows {
     }
 
     // For the first tile this is called before the first `load`, while the kernel before this one still runs.
-    __device__ __forceinline__ void find_segment(const Walk& at, const Sketch* sketches) {
+    __device__ __forceinline__ void find_segment(const TileIterator& at, const Sketch* sketches) {
         const Sketch& sketch = sketches[at.group->context_id];
         segment = sketch.segment_of(at.tile * TILE_KEYS);
         segment_end = sketch.segment_end(segment, at.group->num_keys);
     }
 
-    __device__ __forceinline__ void load(const Walk& at, const Sketch* sketches, const Queries& all, const RowPlaces& places,
-                                         const Kept& kept) {
+    __device__ __forceinline__ void load(const TileIterator& at, const Sketch* sketches, const Queries& all,
+                                         const RowPlaces& places, const Outputs& outputs) {
         const int key = at.tile * TILE_KEYS;
         const bool is_first = head < 0, stays = at.group == group && at.head == head;
         if (stays && key < segment_end) return;
-        if (!stays) hand_over(kept);
+        if (!stays) flush_counts(outputs);
         if (!is_first) find_segment(at, sketches);
         group = at.group, head = at.head;
         const int num_queries = group->num_rows * GROUP_SIZE;
@@ -132,14 +132,14 @@ struct Rows {
     }
 
     // Add the warp's counts to those of all warps, and clear them.
-    __device__ __forceinline__ void hand_over(const Kept& kept) const {
+    __device__ __forceinline__ void flush_counts(const Outputs& outputs) const {
         if (!COUNTS || head < 0) return;
         __syncwarp();
 #pragma unroll 1
         for (int row = 0; row < group->num_rows * GROUP_SIZE; ++row) {
             bool there;
             const long long query = RowPlaces::query_of(*group, head, row, there);
-            u32* all = kept.octaves + query * NUM_OCTAVES + threadIdx.x % 32 * 4;
+            u32* all = outputs.octaves + query * NUM_OCTAVES + threadIdx.x % 32 * 4;
             const uint4 four = four_octaves(row);
             four_octaves(row) = make_uint4(0, 0, 0, 0);
             for (int i = 0; i < 4; ++i)
@@ -152,8 +152,9 @@ struct Rows {
 // Store eight scores for each octet, from `key` on, and turn them into weights, in pairs, for `ValueSums`. EDGE: some of the keys may
 // be outside of the context, or may not be chosen.
 template <int OCTETS, bool TWINS, bool EDGE>
-__device__ __forceinline__ void weigh(const u32 (&scores)[OCTETS][8], const Rows& rows, const RowPlaces& places, int key,
-                                      const Context& context, Tile<OCTETS, TWINS>& tile, int half, u32 (&weights)[OCTETS][4]) {
+__device__ __forceinline__ void compute_weights(const u32 (&scores)[OCTETS][8], const Rows& rows, const RowPlaces& places, int key,
+                                                const Context& context, Tile<OCTETS, TWINS>& tile, int half,
+                                                u32 (&weights)[OCTETS][4]) {
     const u32 counted = EDGE ? keys_of(key, 0, context.num_keys) : 0xff;
     const u32 in_rest = EDGE ? keys_of(key, context.sink_end, context.window_start) : 0xff;
 #pragma unroll
@@ -171,14 +172,14 @@ __device__ __forceinline__ void weigh(const u32 (&scores)[OCTETS][8], const Rows
         while (REST && __any_sync(ALL_LANES, __vmaxu2(top, tile.limits[o]) != tile.limits[o]))
             tile.raise(o, max(top & 0xffff, top >> 16), rows.queries.slopes[o]);
         if (!REST) continue;
-        float mine[8];
+        float own_weights[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            mine[i] = weight_of(scores[o][i], rows.queries.slopes[o], tile.exponents[o]);
-            if (EDGE && !(in_rest >> i & 1)) mine[i] = 0;
+            own_weights[i] = weight_of(scores[o][i], rows.queries.slopes[o], tile.exponents[o]);
+            if (EDGE && !(in_rest >> i & 1)) own_weights[i] = 0;
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) weights[o][i] = pack_bf16(mine[2 * i], mine[2 * i + 1]);
+        for (int i = 0; i < 4; ++i) weights[o][i] = pack_bf16(own_weights[2 * i], own_weights[2 * i + 1]);
     }
 }
 
@@ -199,7 +200,7 @@ __device__ __forceinline__ void add_block(const uint4* block, const Rows& rows, 
         read_words(block, rows.lanes, words);
         read_words(block + HALF_PIECES, rows.lanes, others);
         rows.twins.score(words, others, scores);
-        weigh<OCTETS, TWINS, EDGE>(scores, rows, places, key + lane / 16 * HALF_KEYS, context, tile, 0, weights);
+        compute_weights<OCTETS, TWINS, EDGE>(scores, rows, places, key + lane / 16 * HALF_KEYS, context, tile, 0, weights);
         if (!REST) return;
         tile.values.add(block, rows.lanes, weights);
 #pragma unroll
@@ -210,39 +211,42 @@ __device__ __forceinline__ void add_block(const uint4* block, const Rows& rows, 
         for (int half = 0; half < 2; ++half) {
             read_words(block + half * HALF_PIECES, rows.lanes, words);
             score_half<OCTETS>(words, rows.queries, scores);
-            weigh<OCTETS, TWINS, EDGE>(scores, rows, places, key + half * HALF_KEYS, context, tile, half, weights);
+            compute_weights<OCTETS, TWINS, EDGE>(scores, rows, places, key + half * HALF_KEYS, context, tile, half, weights);
             if (REST) tile.values.add(block + half * HALF_PIECES, rows.lanes, weights);
         }
     }
 }
 
 template <int OCTETS, bool TWINS>
-__device__ __forceinline__ void finish_tile(const Tile<OCTETS, TWINS>& tile, const RowPlaces& places, const Walk& at, const Kept& kept) {
+__device__ __forceinline__ void finish_tile(const Tile<OCTETS, TWINS>& tile, const RowPlaces& places, const TileIterator& at,
+                                            const Outputs& outputs) {
     const int c = threadIdx.x % 4;
 #pragma unroll
     for (int o = 0; o < OCTETS; ++o) {
-        if (REST && c == 0 && places.there[o]) kept.exponents[places.query[o] * kept.max_tiles + at.tile] = tile.exponents[o];
+        if (REST && c == 0 && places.there[o])
+            outputs.exponents[places.query[o] * outputs.max_tiles + at.tile] = tile.exponents[o];
 #pragma unroll
         for (int e = 0; REST && e < 2; ++e) {
             bool there;
             const long long query = RowPlaces::query_of(*at.group, at.head, 8 * o + 2 * c + e, there);
-            if (there) tile.values.store(o, e, kept.sums + (query * kept.max_tiles + at.tile) * SUMS);
+            if (there) tile.values.store(o, e, outputs.sums + (query * outputs.max_tiles + at.tile) * SUMS);
         }
     }
 }
 
 template <int OCTETS, bool TWINS>
-__device__ __forceinline__ void add_tile(Ring& ring, Source& source, const Walk& at, const Context& context, const Rows& rows,
-                                         const RowPlaces& places, const Kept& kept) {
+__device__ __forceinline__ void add_tile(Ring& ring, BlockStream& stream, const TileIterator& at, const Context& context,
+                                         const Rows& rows, const RowPlaces& places, const Outputs& outputs) {
     const int first_key = at.tile * TILE_KEYS, end_key = first_key + at.num_blocks() * BLOCK_KEYS, lane = threadIdx.x % 32;
     Tile<OCTETS, TWINS> tile;
     tile.clear();
 #pragma unroll
     for (int o = 0; o < OCTETS; ++o)
-        tile.scores[o] = kept.scores + (places.query[o] * kept.max_keys + first_key) / 8 + lane % 4 + TWINS * (lane / 16) * (HALF_KEYS / 8);
+        tile.scores[o] = outputs.scores + (places.query[o] * outputs.max_keys + first_key) / 8 + lane % 4 +
+                         TWINS * (lane / 16) * (HALF_KEYS / 8);
 #pragma unroll 1
     for (int key = first_key; key < end_key; key += BLOCK_KEYS) {
-        ring.fill(ring.last_read(), source);
+        ring.fill(ring.last_read(), stream);
         const uint4* block = ring.wait();
         if (key >= context.sink_end && key + BLOCK_KEYS <= context.window_start)
             add_block<OCTETS, TWINS, false>(block, rows, places, key, context, tile);
@@ -253,7 +257,7 @@ __device__ __forceinline__ void add_tile(Ring& ring, Source& source, const Walk&
         __syncwarp();  // before the next copy overwrites what was read
         ring.next();
     }
-    finish_tile(tile, places, at, kept);
+    finish_tile(tile, places, at, outputs);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
@@ -261,8 +265,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
     const int* context_lens,  // [num_contexts]
     const int* context_ids,   // [batch_size], -1: idle
     long long sink_len, long long window_len,
-    const float* coordinates, const float* means, const u8* asked, long long max_segments,  // `Queries`
-    uint4* scores, u32* octaves, float* exponents, float* sums, long long max_keys, long long max_tiles  // `Kept`, written
+    const float* coordinates, const float* means, const u8* unit_exponents, long long max_segments,  // `Queries`
+    uint4* scores, u32* octaves, float* exponents, float* sums, long long max_keys, long long max_tiles  // `Outputs`, written
 ) {
     // [WARPS][STAGES][BLOCK_PIECES]; then, if (COUNTS), [WARPS][MOST_QUERIES][NUM_OCTAVES] counts
     extern __shared__ uint4 memory[];
@@ -274,26 +278,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
     const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, num_warps = gridDim.x * WARPS;
     const u32 num_tiles = groups[num_groups].first_tile, each = num_tiles / num_warps, left = num_tiles % num_warps;
     const int first = warp * each + warp * left / num_warps, end = (warp + 1) * each + (warp + 1) * left / num_warps;
-    Walk at(groups, first, end);
-    Source source(at, sketches);
-    if (at.goes_on()) rows.find_segment(at, sketches);
+    TileIterator at(groups, first, end);
+    BlockStream stream(at, sketches);
+    if (at.has_tile()) rows.find_segment(at, sketches);
 #pragma unroll 1
-    for (int s = 0; s < STAGES - 1; ++s) ring.fill(s, source);
+    for (int s = 0; s < STAGES - 1; ++s) ring.fill(s, stream);
     wait_then_let_next_start(static_cast<u32>(rows.segment_end));
-    const Queries queries{coordinates, means, asked, max_segments};
-    const Kept kept{scores, octaves, exponents, sums, max_keys, max_tiles};
-    for (; at.goes_on(); at.next()) {
+    const Queries queries{coordinates, means, unit_exponents, max_segments};
+    const Outputs outputs{scores, octaves, exponents, sums, max_keys, max_tiles};
+    for (; at.has_tile(); at.next()) {
         const int num_queries = at.group->num_rows * GROUP_SIZE;
         const RowPlaces places(*at.group, at.head, num_queries <= 4);
-        rows.load(at, sketches, queries, places, kept);
+        rows.load(at, sketches, queries, places, outputs);
         const int num_keys = at.group->num_keys, sink_end = min(static_cast<int>(sink_len), num_keys);
         const Context context{num_keys, 0, sink_end, max(sink_end, num_keys - static_cast<int>(window_len))};
         if (num_queries <= 4)
-            add_tile<1, true>(ring, source, at, context, rows, places, kept);
+            add_tile<1, true>(ring, stream, at, context, rows, places, outputs);
         else if (MOST_QUERIES > 4 && num_queries <= 8)
-            add_tile<1, false>(ring, source, at, context, rows, places, kept);
+            add_tile<1, false>(ring, stream, at, context, rows, places, outputs);
         else if (MOST_QUERIES > 8)
-            add_tile<2, false>(ring, source, at, context, rows, places, kept);
+            add_tile<2, false>(ring, stream, at, context, rows, places, outputs);
     }
-    rows.hand_over(kept);
+    rows.flush_counts(outputs);
 }

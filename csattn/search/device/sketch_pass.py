@@ -68,14 +68,14 @@ class SketchPass:
         def memory(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        self._segment_room = -(-max_segments // SEGMENT_STEP) * SEGMENT_STEP
-        self._coordinates = memory(queries * self._segment_room, shape.num_coords)
-        self._means = memory(queries * self._segment_room)
-        self._asked = memory(queries * self._segment_room, dtype=torch.uint8)
+        self._padded_segments = -(-max_segments // SEGMENT_STEP) * SEGMENT_STEP
+        self._coordinates = memory(queries * self._padded_segments, shape.num_coords)
+        self._means = memory(queries * self._padded_segments)
+        self._unit_exponents = memory(queries * self._padded_segments, dtype=torch.uint8)
         self._scores = memory(queries * self.max_keys * keeps_scores, dtype=torch.int16)
         self._octave_counts = memory(queries * keeps_scores, NUM_OCTAVES, dtype=torch.int32)
-        beside = keeps_scores and not self._group_scores_fit
-        self._group_scores = memory(slots * self.max_keys * beside, dtype=torch.int16)
+        spills = keeps_scores and not self._group_scores_fit
+        self._group_scores = memory(slots * self.max_keys * spills, dtype=torch.int16)
         self._arrived = memory(slots * keeps_scores, 32, dtype=torch.int32)
         self._counted = memory(slots * keeps_scores, 2, self._choosing, CHOOSE_BINS, dtype=torch.int32)
         self._exponents = memory(queries * sums_rest, self.max_tiles)
@@ -120,7 +120,7 @@ class SketchPass:
             (self._choosing, self.shape.num_index_heads, self.batch_size),
             self._choosing_threads,
             *(indexes.context_lens, indexes.top_ks, context_ids, top_ks),
-            *(config.sink_len, config.window_len, indexes.marks_from),
+            *(config.sink_len, config.window_len, indexes.min_top_ks_for_marks),
             *(indexes.tables[layer_idx], *self._queries),
             *(self._scores, self.max_keys, self._octave_counts, self._group_scores, self._arrived, self._counted),
             *(out.kv_indices, out.valid_len, out.kv_indices.shape[2]),
@@ -151,7 +151,7 @@ class SketchPass:
     @property
     def _queries(self) -> tuple[Tensor, Tensor, Tensor, int]:
         """The fields of struct Queries in codes.cuh."""
-        return self._coordinates, self._means, self._asked, self._segment_room
+        return self._coordinates, self._means, self._unit_exponents, self._padded_segments
 
     @property
     def _block_bytes(self) -> int:
@@ -161,11 +161,11 @@ class SketchPass:
     @cached_property
     def _pass_warps(self) -> int:
         warps = PASS_WARPS if self.shape.head_dim <= WIDE_HEAD_DIM else WIDE_PASS_WARPS
-        while warps > 1 and self._room_of_warp(warps) < 2 * self._block_bytes:
+        while warps > 1 and self._ring_bytes(warps) < 2 * self._block_bytes:
             warps //= 2
         return warps
 
-    def _room_of_warp(self, warps: int) -> int:
+    def _ring_bytes(self, warps: int) -> int:
         """Shared memory for a warp's ring, in a block of so many warps."""
         return (limits().block_bytes - OTHER_PASS_BYTES) // warps - self._count_bytes
 
@@ -204,7 +204,7 @@ class SketchPass:
     @cached_property
     def _score(self) -> CudaKernel:
         warps = self._pass_warps
-        stages = min(MOST_STAGES, self._room_of_warp(warps) // self._block_bytes)
+        stages = min(MOST_STAGES, self._ring_bytes(warps) // self._block_bytes)
         more = {"BATCH": self.batch_size, "STAGES": stages, "TILE_KEYS": self._tile_keys}
         more |= {"SCORES": int(self._keeps_scores), "REST": int(self._sums_rest)}
         dtype, threads = self._query_dtype, 32 * warps

@@ -54,17 +54,17 @@ __device__ int find_groups(const int* context_ids, const int* context_lens, RowG
 }
 
 // An iterator over neighbouring tiles.
-struct Walk {
+struct TileIterator {
     const RowGroup* group;
     int head, tile, tiles_left;
 
-    __device__ __forceinline__ Walk(const RowGroup* groups, int first, int end) : group(groups), tiles_left(end - first) {
+    __device__ __forceinline__ TileIterator(const RowGroup* groups, int first, int end) : group(groups), tiles_left(end - first) {
         if (tiles_left <= 0) return;
         while (first >= group[1].first_tile) ++group;
         head = (first - group->first_tile) / group->num_tiles;
         tile = (first - group->first_tile) % group->num_tiles;
     }
-    __device__ __forceinline__ bool goes_on() const { return tiles_left > 0; }
+    __device__ __forceinline__ bool has_tile() const { return tiles_left > 0; }
     __device__ __forceinline__ int num_blocks() const {
         return min(TILE_BLOCKS, (group->num_keys - tile * TILE_KEYS + BLOCK_KEYS - 1) / BLOCK_KEYS);
     }
@@ -82,27 +82,28 @@ struct Walk {
 };
 
 // The blocks of those tiles, in their order: a context's are contiguous, also across heads.
-struct Source {
-    Walk walk;
+struct BlockStream {
+    TileIterator tiles;
     const Sketch* sketches;
     const u32* block;
     int blocks_left;  // in the group
 
-    __device__ __forceinline__ Source(const Walk& walk, const Sketch* sketches) : walk(walk), sketches(sketches), blocks_left(0) {
+    __device__ __forceinline__ BlockStream(const TileIterator& tiles, const Sketch* sketches)
+        : tiles(tiles), sketches(sketches), blocks_left(0) {
         enter_group();
     }
 
     __device__ __forceinline__ void enter_group() {
-        if (!walk.goes_on()) return;
-        const RowGroup& group = *walk.group;
-        const int in_group = min(walk.tiles_left, group.num_tiles * NUM_HEADS - (walk.head * group.num_tiles + walk.tile));
-        const int first = blocks_before(walk.head * group.num_tiles + walk.tile);
-        blocks_left = blocks_before(walk.head * group.num_tiles + walk.tile + in_group) - first;
+        if (!tiles.has_tile()) return;
+        const RowGroup& group = *tiles.group;
+        const int in_group = min(tiles.tiles_left, group.num_tiles * NUM_HEADS - (tiles.head * group.num_tiles + tiles.tile));
+        const int first = blocks_before(tiles.head * group.num_tiles + tiles.tile);
+        blocks_left = blocks_before(tiles.head * group.num_tiles + tiles.tile + in_group) - first;
         block = sketches[group.context_id].codes + static_cast<long long>(first) * (WORDS * BLOCK_KEYS);
-        walk.tiles_left -= in_group;
+        tiles.tiles_left -= in_group;
     }
     __device__ __forceinline__ int blocks_before(int tile) const {
-        const int num_tiles = walk.group->num_tiles, of_head = (walk.group->num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS;
+        const int num_tiles = tiles.group->num_tiles, of_head = (tiles.group->num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS;
         return tile / num_tiles * of_head + min(tile % num_tiles * TILE_BLOCKS, of_head);
     }
 
@@ -111,8 +112,8 @@ struct Source {
         if (blocks_left == 0) return nullptr;
         const u32* here = block;
         block += WORDS * BLOCK_KEYS;
-        if (--blocks_left == 0 && walk.goes_on()) {
-            walk.enter_next_group();
+        if (--blocks_left == 0 && tiles.has_tile()) {
+            tiles.enter_next_group();
             enter_group();
         }
         return here;
@@ -127,15 +128,16 @@ struct Ring {
     u32 parity;
 
     __device__ __forceinline__ Ring(uint4* stages, u64* barriers)
-        : stages(stages), place(kept(shared_address(stages))), arrived(kept(shared_address(barriers))), stage(0), parity(0) {
-        if (threadIdx.x % 32 < STAGES) make_barrier(barriers + threadIdx.x % 32, COPIERS);
-        barriers_are_made();
+        : stages(stages), place(keep_in_register(shared_address(stages))),
+          arrived(keep_in_register(shared_address(barriers))), stage(0), parity(0) {
+        if (threadIdx.x % 32 < STAGES) init_barrier(barriers + threadIdx.x % 32, ARRIVALS_PER_LOAD);
+        fence_barrier_init();
         __syncwarp();
     }
 
     // Start copying the next block into a stage. All lanes must have read what was in it.
-    __device__ __forceinline__ void fill(int to, Source& source) const {
-        const u32* block = source.next();
+    __device__ __forceinline__ void fill(int to, BlockStream& stream) const {
+        const u32* block = stream.next();
         if (block == nullptr) return;
         load_by_warp(
             1, BLOCK_PIECES * 16, arrived + 8 * to, [&](u32) { return place + to * (BLOCK_PIECES * 16); }, [&](u32) { return block; });

@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_keys(
     int* chosen = kv_indices + slot * max_top_k;
     for (long long i = wanted + blockIdx.x * THREADS + threadIdx.x; i < max_top_k; i += gridDim.x * THREADS) chosen[i] = -1;
     if (blockIdx.x == 0 && threadIdx.x == 0) valid_len[slot] = wanted;
-    if (wanted == 0 || choice.quota == ALONE) return;
+    if (wanted == 0 || choice.quota == CHOSEN_BY_ONE_BLOCK) return;
     __syncthreads();
     marks += slot * (max_keys / 32) + part.first_key / 32;
     u32 written = mark_candidates(choice, part, marks, group_scores, keys, &before);

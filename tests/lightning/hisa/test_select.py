@@ -104,7 +104,7 @@ def test_on_a_device_is_dsa_of_the_same_scores(order: Order, block_size: int) ->
     blocked = BlockedKeys.of_operands(operands, config.block_size)
     paged = replace(blocked, in_order=False)
     of_pages = score_pages(q, operands.weights, blocked.keys, blocked.pages, kv_lens)
-    of_keys = score_all(operands, kv_lens) if hopper.suits(operands) else of_pages
+    of_keys = score_all(operands, kv_lens) if hopper.supports(operands) else of_pages
     for own, scores in ((blocked, of_keys), (paged, of_pages)):
         for _ in range(3):
             got = hisa_top_k(q, operands.weights, own, kv_lens, 512, config, order=order)

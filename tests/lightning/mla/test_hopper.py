@@ -6,7 +6,7 @@ from torch import Tensor
 
 from csattn.lightning import sparse_mla_reference
 from csattn.lightning.mla import hopper
-from csattn.lightning.mla.hopper import attend_many, takes
+from csattn.lightning.mla.hopper import attend_many, supports
 from csattn.lightning.mla.rows import SelectedRows
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 
@@ -95,15 +95,15 @@ def test_takes_what_it_was_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(64, [1], 1, 64, torch.bfloat16)
     ckv, kpe, indices = case["ckv"], case["kpe"], case["indices"]
 
-    def taken(*arrays: object) -> bool:
-        return takes(SelectedRows(*arrays, indices, SCALE))  # type: ignore[arg-type]
+    def supported(*arrays: object) -> bool:
+        return supports(SelectedRows(*arrays, indices, SCALE))  # type: ignore[arg-type]
 
     q, q_pe = (case[name].expand(64, -1, -1).contiguous() for name in ("q_nope", "q_pe"))  # type: ignore[union-attr]
-    assert taken(q, q_pe, ckv, kpe)
-    assert taken(q, None, ckv, None)
-    assert not taken(q[:63], q_pe[:63], ckv, kpe), "few queries"
-    assert not taken(q[:, :32], q_pe[:, :32], ckv, kpe), "few heads"
-    assert not taken(q.float(), q_pe.float(), ckv, kpe), "float32"
-    assert not taken(q[..., :256], None, ckv[:, :256], None), "other widths"  # type: ignore[index]
+    assert supported(q, q_pe, ckv, kpe)
+    assert supported(q, None, ckv, None)
+    assert not supported(q[:63], q_pe[:63], ckv, kpe), "few queries"
+    assert not supported(q[:, :32], q_pe[:, :32], ckv, kpe), "few heads"
+    assert not supported(q.float(), q_pe.float(), ckv, kpe), "float32"
+    assert not supported(q[..., :256], None, ckv[:, :256], None), "other widths"  # type: ignore[index]
     uneven = torch.zeros(NUM_ROWS, 68, dtype=q.dtype, device=DEVICE)[:, :64]
-    assert not taken(q, q_pe, ckv, uneven), "rows that are not some 16 bytes apart"
+    assert not supported(q, q_pe, ckv, uneven), "rows that are not some 16 bytes apart"

@@ -21,10 +21,10 @@ from csattn.lightning.paged import hopper as paged_hopper
 from csattn.lightning.paged import triton_kernels
 from csattn.lightning.paged.cache import page_views
 from csattn.lightning.paged.triton_kernels import score_on_device
-from csattn.lightning.topk.grouped import GroupBests
+from csattn.lightning.topk.grouped import GroupMaxima
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
-from tests.lightning.topk.test_grouped import bests_by_definition
+from tests.lightning.topk.test_grouped import group_maxima_by_definition
 
 HEADS = 16
 
@@ -102,10 +102,10 @@ def on_hopper(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> N
     emulator.stand_in(monkeypatch, paged_hopper, multiprocessors=4)
 
 
-def make_bests(rows: int, max_pages: int, group_keys: int = 16) -> GroupBests:
+def make_group_maxima(rows: int, max_pages: int, group_keys: int = 16) -> GroupMaxima:
     """Of sevens."""
     sevens = torch.full((rows, 8 * max_pages), 7, dtype=torch.int32, device=DEVICE)
-    return GroupBests(sevens, group_keys, torch.full((rows, 20), 7, device=DEVICE))
+    return GroupMaxima(sevens, group_keys, torch.full((rows, 20), 7, device=DEVICE))
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -119,7 +119,7 @@ def test_of_a_cache_on_hopper_agree_with_the_definition() -> None:
     out = torch.full((len(q), 18 * 64), 7.0, device=DEVICE)
     keys = KeyPages.of_cache(cache.to(DEVICE))
     arrays = [x.to(DEVICE) for x in (q, weights)], [x.to(DEVICE) for x in (tables, lens)]
-    paged_hopper.score_on_hopper(*arrays[0], keys.values, *arrays[1], 100, out, make_bests(len(q), 18))
+    paged_hopper.score_on_hopper(*arrays[0], keys.values, *arrays[1], 100, out, make_group_maxima(len(q), 18))
     got = out.cpu()
     for row, kv_len in enumerate(kv_lens):
         if kv_len <= 100:
@@ -142,13 +142,13 @@ def test_groups_best_are_those_of_the_scores(group_keys: int) -> None:
     q, weights = make_queries(len(kv_lens), paged_hopper.HEADS)
     weights[1] = torch.nan
     lens = torch.tensor(kv_lens, dtype=torch.int32)
-    bests = make_bests(4, 18, group_keys)
+    group_maxima = make_group_maxima(4, 18, group_keys)
     out = torch.full((len(q), 18 * 64), 7.0, device=DEVICE)
     keys = KeyPages.of_cache(cache.to(DEVICE))
     arrays = [x.to(DEVICE) for x in (q, weights)], [x.to(DEVICE) for x in (tables, lens)]
-    paged_hopper.score_on_hopper(*arrays[0], keys.values, *arrays[1], 100, out, bests)
-    want, got = bests_by_definition(out.cpu(), lens, group_keys).keys, bests.keys.cpu()
-    assert (bests.slots == 0).all()
+    paged_hopper.score_on_hopper(*arrays[0], keys.values, *arrays[1], 100, out, group_maxima)
+    want, got = group_maxima_by_definition(out.cpu(), lens, group_keys).keys, group_maxima.keys.cpu()
+    assert (group_maxima.slots == 0).all()
     assert (got[3] == 7).all(), "a query of few keys is not scored"
     for row, kv_len in enumerate(kv_lens[:3]):
         span = max(64, 4 * group_keys)
@@ -162,10 +162,10 @@ def test_only_what_lies_as_in_a_cache_is_scored_by_hopper() -> None:
     cache, _ = make_cache([64], max_pages=1)
     q = make_queries(1, paged_hopper.HEADS)[0].to(DEVICE)
     keys, pages = KeyPages.of_cache(cache.to(DEVICE)), torch.zeros(1, 512, dtype=torch.int32, device=DEVICE)
-    assert paged_hopper.takes(q, keys.values, keys.scales, pages) == has_warpgroup_products(DEVICE)
-    assert not paged_hopper.takes(q, keys.values, keys.scales, pages[:, 1:])
-    assert not paged_hopper.takes(q[:, :32], keys.values, keys.scales, pages)
-    assert not paged_hopper.takes(q, keys.values, keys.scales.clone(), pages)
+    assert paged_hopper.supports(q, keys.values, keys.scales, pages) == has_warpgroup_products(DEVICE)
+    assert not paged_hopper.supports(q, keys.values, keys.scales, pages[:, 1:])
+    assert not paged_hopper.supports(q[:, :32], keys.values, keys.scales, pages)
+    assert not paged_hopper.supports(q, keys.values, keys.scales.clone(), pages)
 
 
 def test_of_several_tiles_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 
 HEADS, HEAD_DIM, NUM_KEYS = 64, 64, 600
-NO_BAR = 2**31 - 1  # an index of a bar that all keys reach
+NO_THRESHOLD = 2**31 - 1  # an index of a threshold that all keys reach
 SAMPLING = Sampling(step=2, wanted=9, capacity=160)
 
 
@@ -30,7 +30,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
     if DEVICE.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("this device has not what these kernels are written in")
     monkeypatch.setattr(contenders, "THREADS", 64)
-    monkeypatch.setattr(contenders, "THREADS_FOR_BARS", 64)
+    monkeypatch.setattr(contenders, "MIN_THRESHOLD_THREADS", 64)
     emulator.stand_in(monkeypatch, contenders, hopper, multiprocessors=2)
 
 
@@ -50,14 +50,14 @@ def choose(operands: Operands, k: int, lens: Tensor, sampling: Sampling = SAMPLI
     overflowed = torch.full((num_queries,), -1, dtype=torch.int32, device=DEVICE)
     lens = lens.to(DEVICE)
     made = Contenders(num_queries, len(operands.k), sampling, DEVICE)
-    made.choose(to_device(operands), lens, hopper.longest(lens, HEADS), indices, overflowed)
+    made.choose(to_device(operands), lens, hopper.tile_max_lens(lens, HEADS), indices, overflowed)
     return indices.cpu(), overflowed.cpu() > 0
 
 
 def all_scores(operands: Operands, lens: Tensor) -> Tensor:
     num_keys = len(operands.k)
     out = torch.zeros(len(operands.q), -(-num_keys // 64) * 64, device=DEVICE)
-    hopper.write_scores(to_device(operands), range(num_keys), hopper.longest(lens.to(DEVICE), HEADS), out)
+    hopper.write_scores(to_device(operands), range(num_keys), hopper.tile_max_lens(lens.to(DEVICE), HEADS), out)
     return out[:, :num_keys].cpu()
 
 
@@ -86,7 +86,7 @@ def test_lists_that_overflow_mark_their_query_and_no_other() -> None:
 
 
 def test_bars_that_too_few_reach_mark_their_query() -> None:
-    """All of the sample is better than what is not in it: the bar is the fourth best, of ten that are wanted."""
+    """All of the sample is better than what is not in it: the threshold is the fourth best, of ten that are wanted."""
     operands = made_operands("equal", 1)
     operands.k[::2, 0] = 2
     _, marked = choose(operands, 10, torch.tensor([600], dtype=torch.int32), Sampling(step=2, wanted=4, capacity=160))
@@ -120,27 +120,28 @@ def test_memory_of_earlier_queries_is_not_read() -> None:
         operands = made_operands("one bin", num_queries, 300)
         lens = causal_lens(num_queries, 300, first_position=270)
         rows, on_device = slice(0, num_queries), lens.to(DEVICE)
-        longest = hopper.longest(on_device, HEADS)
-        made.choose(to_device(operands), on_device, longest, out[rows], overflowed[rows].to(DEVICE))
+        tile_max_lens = hopper.tile_max_lens(on_device, HEADS)
+        made.choose(to_device(operands), on_device, tile_max_lens, out[rows], overflowed[rows].to(DEVICE))
         assert torch.equal(out[rows].cpu(), top_k_reference(score_keys(operands), 10, lens))
 
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_keys_below_the_bar_are_not_written(step: int) -> None:
-    """Of equal scores those after the bar's index are below it. Of whole blocks every step-th key is left out."""
+    """Of equal scores those after the threshold's index are below it. Of whole blocks every step-th key is left out."""
     operands = made_operands("few values", 2, 200)
     scores, lens = score_keys(operands), torch.tensor([200, 150], dtype=torch.int32)
-    bar_scores, bar_indices = torch.tensor([2.0 * HEADS, torch.nan]), torch.tensor([30, NO_BAR], dtype=torch.int32)
+    threshold_scores = torch.tensor([2.0 * HEADS, torch.nan])
+    threshold_indices = torch.tensor([30, NO_THRESHOLD], dtype=torch.int32)
     lists = torch.full((2, 200), -1, dtype=torch.int64, device=DEVICE)
     counts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    bar, on_device = (bar_scores.to(DEVICE), bar_indices.to(DEVICE)), lens.to(DEVICE)
-    longest = hopper.longest(on_device, HEADS)
-    hopper.list_contenders(to_device(operands), longest, on_device, step, *bar, lists, counts)
+    threshold, on_device = (threshold_scores.to(DEVICE), threshold_indices.to(DEVICE)), lens.to(DEVICE)
+    tile_max_lens = hopper.tile_max_lens(on_device, HEADS)
+    hopper.list_contenders(to_device(operands), tile_max_lens, on_device, step, *threshold, lists, counts)
     index = torch.arange(200)
     left_out = (index % 2 == 0) & (index < 128) if step == 2 else index < 0
     for row in range(2):
-        tied = (scores[row] == bar_scores[row]) & (index <= bar_indices[row])
-        reaches = (scores[row] > bar_scores[row]) | tied | (bar_indices[row] == NO_BAR)
+        tied = (scores[row] == threshold_scores[row]) & (index <= threshold_indices[row])
+        reaches = (scores[row] > threshold_scores[row]) | tied | (threshold_indices[row] == NO_THRESHOLD)
         want = index[reaches & (index < lens[row]) & ~left_out]
         entries = lists[row].cpu()[: counts[row]]
         assert sorted((entries & 0xFFFFFFFF).tolist()) == want.tolist()
@@ -150,7 +151,7 @@ def test_keys_below_the_bar_are_not_written(step: int) -> None:
 
 @pytest.mark.parametrize(("sample_len", "wanted"), [(96, 9), (96, 70), (1500, 100)])
 def test_a_bar_is_reached_by_about_as_many_as_are_wanted(sample_len: int, wanted: int) -> None:
-    """By an eighth more at most. They begin the list; where NaN would be the bar, nothing reaches it."""
+    """By an eighth more at most. They begin the list; where NaN would be the threshold, nothing reaches it."""
     values = torch.randn(6, sample_len)
     values[1] = values[1].round()
     values[2] = torch.tensor([0.0, -0.0])[torch.arange(sample_len) % 2]
@@ -160,18 +161,20 @@ def test_a_bar_is_reached_by_about_as_many_as_are_wanted(sample_len: int, wanted
     legal = torch.full((6,), 2 * sample_len, dtype=torch.int32)
     legal[5] = sample_len // 2 * 2 - 1
     rows = torch.cat((values, torch.empty_like(values)), dim=1).view(torch.int64).to(DEVICE)
-    counts, bar_indices = (torch.full((6,), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    bar_scores, sizes = torch.empty(6, device=DEVICE), map(np.uint32, (0, 1, 2, 2, wanted))
-    kernel, threads = contenders._bars_kernel(sample_len)
+    counts, threshold_indices = (torch.full((6,), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    threshold_scores, sizes = torch.empty(6, device=DEVICE), map(np.uint32, (0, 1, 2, 2, wanted))
+    kernel, threads = contenders._thresholds_kernel(sample_len)
     on_device = legal.to(DEVICE)
-    kernel.launch((6, 1, 1), threads, rows, on_device, on_device, counts, bar_scores, bar_indices, sample_len, *sizes)
+    kernel.launch(
+        (6, 1, 1), threads, rows, on_device, on_device, counts, threshold_scores, threshold_indices, sample_len, *sizes
+    )
     for row in range(6):
         seen = values[row, : sample_len // 2 if row == 5 else sample_len]
         places = torch.arange(len(seen))
-        bar, last = bar_scores[row].cpu(), int(bar_indices[row])
-        reach = places[(seen > bar) | ((seen == bar) & (2 * places <= last))]
+        threshold, last = threshold_scores[row].cpu(), int(threshold_indices[row])
+        reach = places[(seen > threshold) | ((seen == threshold) & (2 * places <= last))]
         if int((~seen.isnan()).sum()) < wanted:
-            assert counts[row] == 1 and bar == torch.inf and last == -1
+            assert counts[row] == 1 and threshold == torch.inf and last == -1
             continue
         assert counts[row] == len(reach) and wanted <= len(reach) <= wanted + wanted // 8
         entries = rows[row, : len(reach)].cpu()
@@ -198,8 +201,8 @@ def test_queries_that_are_marked_are_chosen_for_again(monkeypatch: pytest.Monkey
     operands.k[1::2, 0] = 2
     lens = torch.tensor([600, 40, 12, 600, 9, 100, 160, 0, 1], dtype=torch.int32)
     workspace_bytes = 5 * (8 * SAMPLING.capacity + 12)
-    _, unsure = stream.choose_from_contenders(operands, 10, lens, workspace_bytes)
-    assert unsure.tolist() == [0, 3]
+    _, overflowed_queries = stream.choose_from_contenders(operands, 10, lens, workspace_bytes)
+    assert overflowed_queries.tolist() == [0, 3]
     got = stream.choose_by_contenders(operands, 10, lens, workspace_bytes)
     assert torch.equal(got, top_k_reference(score_keys(operands), 10, lens))
 

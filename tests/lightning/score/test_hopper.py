@@ -43,10 +43,10 @@ def made_operands(kind: str, num_queries: int, num_keys: int, num_heads: int, dt
 
 def scored(operands: Operands, keys: range, lens: Tensor) -> Tensor:
     """[num_queries, len(keys) rounded up to whole tiles]; NaN where the kernel has not written."""
-    longest = hopper.longest(lens.to(DEVICE), operands.q.shape[1])
+    tile_max_lens = hopper.tile_max_lens(lens.to(DEVICE), operands.q.shape[1])
     width = -(-len(keys) // 64) * 64
     out = torch.full((len(operands.q), width + 3), torch.nan, device=DEVICE)
-    hopper.write_scores(operands, keys, longest, out)
+    hopper.write_scores(operands, keys, tile_max_lens, out)
     assert out[:, width:].isnan().all()
     return out[:, :width]
 
@@ -106,7 +106,7 @@ def test_choices_are_those_of_all_scores(kind: str) -> None:
     made = Contenders(6, 330, Sampling(step=2, wanted=9, capacity=100), DEVICE)
     indices = torch.full((6, k), -7, dtype=torch.int32, device=DEVICE)
     overflowed = torch.zeros(6, dtype=torch.int32, device=DEVICE)
-    made.choose(operands, lens, hopper.longest(lens, 64), indices, overflowed)
+    made.choose(operands, lens, hopper.tile_max_lens(lens, 64), indices, overflowed)
     marked = overflowed > 0
     assert torch.equal(indices[~marked], top_k_reference(score_keys(operands), k, lens)[~marked])
     assert not marked.any() or kind == "nan and inf"
@@ -115,7 +115,7 @@ def test_choices_are_those_of_all_scores(kind: str) -> None:
 
 def test_what_does_not_suit_is_scored_in_triton() -> None:
     for num_heads, dtype in ((63, torch.float16), (64, torch.float32)):
-        assert not hopper.suits(make_operands("random", 1, 1, num_heads, 128, dtype))
+        assert not hopper.supports(make_operands("random", 1, 1, num_heads, 128, dtype))
 
 
 @pytest.mark.skipif(NVCC is None, reason="this machine has no CUDA compiler")

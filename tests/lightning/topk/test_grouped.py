@@ -7,7 +7,7 @@ from torch import Tensor
 from csattn.lightning import top_k_reference
 from csattn.lightning.paged import hopper as paged_hopper
 from csattn.lightning.topk import grouped
-from csattn.lightning.topk.grouped import GroupBests, choose_listed
+from csattn.lightning.topk.grouped import GroupMaxima, select_from_lists
 from csattn.lightning.topk.reference import orderable
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
@@ -28,7 +28,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
             monkeypatch.setattr(grouped, name, value)
 
 
-def bests_by_definition(scores: Tensor, legal_len: Tensor, group_keys: int) -> GroupBests:
+def group_maxima_by_definition(scores: Tensor, legal_len: Tensor, group_keys: int) -> GroupMaxima:
     rows, length = scores.shape
     legal = torch.arange(length) < legal_len[:, None]
     keys = torch.where(legal, (orderable(scores).long() + 2**31).clamp(min=1), 0).view(rows, -1, 64)
@@ -40,21 +40,21 @@ def bests_by_definition(scores: Tensor, legal_len: Tensor, group_keys: int) -> G
         best = torch.cat((best, best.new_zeros(rows, missing, 4)), dim=1)
         best = best.view(rows, -1, group_pages, 4).amax(2)
     best = torch.where(best >= 2**31, best - 2**32, best).to(torch.int32).flatten(1)
-    return GroupBests(best, group_keys, torch.zeros(rows, grouped.SLOTS, dtype=torch.int64))
+    return GroupMaxima(best, group_keys, torch.zeros(rows, grouped.SLOTS, dtype=torch.int64))
 
 
 def choose(
     scores: Tensor,
     legal_len: Tensor,
-    bests: GroupBests,
+    group_maxima: GroupMaxima,
     k: int,
     pages: Tensor | None = None,
     next_rows: tuple[Tensor, ...] = (),
 ) -> Tensor:
-    bests = GroupBests(bests.keys.to(DEVICE), bests.group_keys, bests.slots.to(DEVICE))
+    group_maxima = GroupMaxima(group_maxima.keys.to(DEVICE), group_maxima.group_keys, group_maxima.slots.to(DEVICE))
     out = torch.full((len(scores), k), -7, dtype=torch.int32, device=DEVICE)
     arrays = [None if x is None else x.to(DEVICE) for x in (legal_len, pages)]
-    choose_listed(scores.to(DEVICE), bests, arrays[0], arrays[1], out, next_rows)  # type: ignore[arg-type]
+    select_from_lists(scores.to(DEVICE), group_maxima, arrays[0], arrays[1], out, next_rows)  # type: ignore[arg-type]
     return out.cpu()
 
 
@@ -71,7 +71,7 @@ def test_adversarial_scores(kind: str, group_keys: int) -> None:
     scores, lens = make_scores(kind, len(LENGTHS), 64 * MAX_PAGES), torch.tensor(LENGTHS, dtype=torch.int32)
     poison = torch.where(torch.arange(scores.shape[1]) % 2 == 0, torch.nan, -torch.nan)
     poisoned = torch.where(torch.arange(scores.shape[1]) < lens[:, None], scores, poison)
-    got = choose(poisoned, lens, bests_by_definition(scores, lens, group_keys), K)
+    got = choose(poisoned, lens, group_maxima_by_definition(scores, lens, group_keys), K)
     assert torch.equal(got, ascending(scores, K, lens))
 
 
@@ -79,10 +79,10 @@ def test_adversarial_scores(kind: str, group_keys: int) -> None:
 def test_places_are_looked_up_in_pages() -> None:
     scores, lens = torch.randn(2, 640), torch.tensor([611, 30], dtype=torch.int32)
     pages = torch.randperm(20).to(torch.int32).view(2, 10)
-    bests = bests_by_definition(scores, lens, 16)
+    group_maxima = group_maxima_by_definition(scores, lens, 16)
     at = ascending(scores, K, lens)
     want = pages.gather(1, at.clamp(min=0).long() // 64) * 64 + at % 64
-    assert torch.equal(choose(scores, lens, bests, K, pages), torch.where(at < 0, -1, want))
+    assert torch.equal(choose(scores, lens, group_maxima, K, pages), torch.where(at < 0, -1, want))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -91,17 +91,17 @@ def test_only_rows_that_exist_are_asked_for() -> None:
     pages = torch.tensor([[3, -1, 1, 2**24, 0, 4, 2, -7, 6, 5]], dtype=torch.int32)
     rows = torch.zeros(7 * 64, 48, device=DEVICE)
     next_rows = rows[:, :32], rows[:, 32:]
-    bests = bests_by_definition(scores, lens, 16)
-    want = choose(scores, lens, bests, K, pages)
-    assert torch.equal(choose(scores, lens, bests, K, pages, next_rows), want)
-    assert torch.equal(choose(scores, lens, bests, K, pages, (rows[:, 1:],)), want), "rows that begin anywhere"
+    group_maxima = group_maxima_by_definition(scores, lens, 16)
+    want = choose(scores, lens, group_maxima, K, pages)
+    assert torch.equal(choose(scores, lens, group_maxima, K, pages, next_rows), want)
+    assert torch.equal(choose(scores, lens, group_maxima, K, pages, (rows[:, 1:],)), want), "rows that begin anywhere"
 
 
 def test_groups_are_neither_few_nor_many() -> None:
     for max_pages in (512, 1023, 1024, 2047, 2048, 3000, 4096):
-        bests = GroupBests.make(torch.zeros(2, max_pages), 2048)
-        assert bests is not None
-        assert 4096 <= bests.keys.shape[1] <= 8192
-        assert paged_hopper.PAGES * 16 % bests.group_keys == 0, "a group is of one block"
+        group_maxima = GroupMaxima.make(torch.zeros(2, max_pages), 2048)
+        assert group_maxima is not None
+        assert 4096 <= group_maxima.keys.shape[1] <= 8192
+        assert paged_hopper.PAGES * 16 % group_maxima.group_keys == 0, "a group is of one block"
     for rows, max_pages, k in ((1, 511, 2048), (1, 4097, 2048), (1, 2048, 2049), (3, 2048, 2048), (0, 2048, 2048)):
-        assert GroupBests.make(torch.zeros(rows, max_pages), k) is None
+        assert GroupMaxima.make(torch.zeros(rows, max_pages), k) is None

@@ -359,8 +359,8 @@ template <class Work, class Begin, class Before, class Finish>
 __device__ __forceinline__ void for_tiles(uint4* memory, const Work& work, int num_units, Begin begin, Before before, Finish finish) {
     __shared__ u64 barriers[2][SUM_BUFFERS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_tiles = work.num_tiles();
-    if (threadIdx.x < 2 * SUM_BUFFERS) make_barrier(barriers[0] + threadIdx.x, threadIdx.x < SUM_BUFFERS ? MULTIPLIERS : FINISHERS);
-    barriers_are_made();
+    if (threadIdx.x < 2 * SUM_BUFFERS) init_barrier(barriers[0] + threadIdx.x, threadIdx.x < SUM_BUFFERS ? MULTIPLIERS : FINISHERS);
+    fence_barrier_init();
     __syncthreads();
     Stage* stages = reinterpret_cast<Stage*>(memory);
     Exchange exchange{reinterpret_cast<float*>(stages + MULTIPLIERS * STAGES), barriers[0], barriers[1], 0, 0};

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from numba.core.errors import TypingError
 
-from csattn.cpu import compile_turn
+from csattn.cpu import compile_lock
 from csattn.cpu.jit import exact_kernel
 
 KERNEL = """
@@ -61,18 +61,18 @@ def test_of_processes_that_begin_together_one_compiles(tmp_path: Path) -> None:
 
 def test_one_that_does_not_end_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compile_turn, "WAIT_S", 0.5)
-    monkeypatch.setattr(compile_turn, "_turn", compile_turn.CompileTurn())
+    monkeypatch.setattr(compile_lock, "WAIT_S", 0.5)
+    monkeypatch.setattr(compile_lock, "_compile_lock", compile_lock.CompileLock())
     with Path(__file__).open() as source:
         fcntl.flock(source, fcntl.LOCK_EX)
         since = time.monotonic()
         assert exact_kernel(doubled)(21) == 42
         assert time.monotonic() - since > 0.5
         assert exact_kernel(halved)(42) == 21
-        assert not compile_turn._turn._waits
+        assert not compile_lock._compile_lock._waits
 
 
-def test_the_turn_ends_with_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_ends_with_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     with pytest.raises(TypingError):
         exact_kernel(doubled)(object())
@@ -82,10 +82,10 @@ def test_the_turn_ends_with_the_kernel(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_cannot_be_locked_is_compiled_all_the_same(tmp_path: Path) -> None:
-    turn = compile_turn.CompileTurn()
-    with turn:
-        assert not turn.take(str(tmp_path / "archive.zip" / "kernel.py"))
-    assert not turn.take(__file__), "nothing is compiled"
+    lock = compile_lock.CompileLock()
+    with lock:
+        assert not lock.acquire(str(tmp_path / "archive.zip" / "kernel.py"))
+    assert not lock.acquire(__file__), "nothing is compiled"
 
 
 @pytest.mark.parametrize("fails", [False, True])

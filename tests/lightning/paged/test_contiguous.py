@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 
 from bench.lightning.awkward import KINDS, make_operands
 from csattn.lightning import FP8, Operands, causal_lens, choose_keys, score_all, score_keys, top_k_reference
-from csattn.lightning.paged.triton_kernels import score_side_by_side
+from csattn.lightning.paged.triton_kernels import score_contiguous
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -24,7 +24,7 @@ def to_device(operands: Operands) -> Operands:
 def scored(operands: Operands, keys: range, lens: Tensor) -> Tensor:
     """[num_queries, len(keys)]; NaN where a query may not look, and where the kernel has not written."""
     out = torch.full((len(operands.q), len(keys) + 3), torch.nan, device=DEVICE)
-    score_side_by_side(to_device(operands), keys, lens.to(DEVICE), out)
+    score_contiguous(to_device(operands), keys, lens.to(DEVICE), out)
     got = out.cpu()
     assert got[:, len(keys) :].isnan().all()
     assert got[:, : len(keys)][torch.arange(keys.start, keys.stop) >= lens[:, None]].isnan().all()
@@ -102,7 +102,7 @@ def test_choices_on_the_gpu(dtype: torch.dtype, kind: str, ratio: int) -> None:
     for tile in (None, (1000, 128), (37, 1000)):
         assert torch.equal(choose_keys(operands, 512, lens, tile=tile), best)
     by_triton = torch.full((1000, 3001), torch.nan, device=DEVICE)
-    score_side_by_side(operands, range(3001), lens, by_triton)
+    score_contiguous(operands, range(3001), lens, by_triton)
     if kind == "random":
         want, illegal = score_keys(operands), torch.arange(3001, device=DEVICE) >= lens[:, None]
         for got in (scores, by_triton):

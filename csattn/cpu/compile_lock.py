@@ -15,11 +15,11 @@ from typing import Any
 from numba.core.compiler_lock import global_compiler_lock
 
 WAIT_S = 60.0  # for another process, which may be stopped and never finish
-LOOK_S = 0.02
+POLL_S = 0.02
 
 
-class CompileTurn:
-    """This process's turn to compile. It locks at most one file at a time, so processes cannot deadlock.
+class CompileLock:
+    """A lock between processes that compile. Each locks at most one file at a time, so they cannot deadlock.
 
     Callers hold numba's compiler lock.
     """
@@ -38,7 +38,7 @@ class CompileTurn:
             os.close(self._locked)
             self._locked = None
 
-    def take(self, file: str) -> bool:
+    def acquire(self, file: str) -> bool:
         """Wait until no other process compiles a kernel of this source file; False if there was nothing to wait for."""
         if not self._depth or self._locked is not None or not self._waits:
             return False
@@ -61,33 +61,33 @@ class CompileTurn:
                 if time.monotonic() > until:
                     self._waits = False  # nor for any other kernel
                     return False
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
             except OSError:  # a file system without locks
                 return False
             else:
                 return True
 
 
-_turn = CompileTurn()
+_compile_lock = CompileLock()
 
 
-def compile_in_turn(kernel: Any, file: str) -> None:
-    """Have a numba kernel with a cache take turns when it is compiled. file: its source."""
+def compile_under_lock(kernel: Any, file: str) -> None:
+    """Have a numba kernel with a cache hold the lock while it is compiled. file: its source."""
     load, compile_one = kernel._cache.load_overload, kernel.compile
 
     def load_or_wait(*key: Any) -> Any:
         found = load(*key)
-        return load(*key) if found is None and _turn.take(file) else found
+        return load(*key) if found is None and _compile_lock.acquire(file) else found
 
-    def compile_alone(*signature: Any) -> Any:
-        with global_compiler_lock, _turn, _interrupts_heard():
+    def compile_locked(*signature: Any) -> Any:
+        with global_compiler_lock, _compile_lock, _interrupts_reraised():
             return compile_one(*signature)
 
-    kernel._cache.load_overload, kernel.compile = load_or_wait, compile_alone
+    kernel._cache.load_overload, kernel.compile = load_or_wait, compile_locked
 
 
 @contextmanager
-def _interrupts_heard() -> Iterator[None]:
+def _interrupts_reraised() -> Iterator[None]:
     """Make sure that Ctrl-C ends the block, at its end if not at once.
 
     LLVM calls back into Python, and an exception raised there is printed and lost.
@@ -98,14 +98,14 @@ def _interrupts_heard() -> Iterator[None]:
         return
     raised: list[BaseException] = []
 
-    def hear(number: int, frame: Any) -> None:
+    def handle(number: int, frame: Any) -> None:
         try:
             before(number, frame)
         except BaseException as error:
             raised.append(error)
             raise
 
-    signal.signal(signal.SIGINT, hear)
+    signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from csattn.search.plan import MAX_JOBS
 from csattn.search.run import LayerSearch
 from csattn.search.work import NUM_CALLS, begin, finish
 
-DONE, GIVEN_UP, UNSOUND = 0, 1, 2  # how a series ends
+DONE, GIVEN_UP, FAILED = 0, 1, 2  # how a series ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def run_series(
     give_up: NDArray[np.int64],
     number: int,  # of the search before this series: the next number is used first
 ) -> tuple[int, int]:
-    """Run the searches in their order; return DONE, GIVEN_UP or UNSOUND, and the last number that was used."""
+    """Run the searches in their order; return DONE, GIVEN_UP or FAILED, and the last number that was used."""
     for i in range(len(wanted)):
         num_chosen, value = choice_flags[i, 2], choice_flags[i, 1] + since
         chosen = array_at(choice_flags[i, 0], num_chosen, np.int64(0))
@@ -79,7 +79,7 @@ def run_series(
             num_open = min(MAX_JOBS, num_jobs[i] - first_job)
             begin(calls, of_search, progress, control, first_job, num_open, number)
             if not finish(calls, progress, control, num_open):
-                return UNSOUND, number
+                return FAILED, number
         for head in range(num_chosen):
             store_release(chosen, head, value)
     return DONE, number

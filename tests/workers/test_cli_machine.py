@@ -304,7 +304,7 @@ def test_help_tells_where_layers_are_searched_ahead(capsys, monkeypatch) -> None
     ahead = [placement for placement in ("cpu", "device", "hybrid", "host") if suited_lookahead(placement)]
     assert suited_lookahead("cpu", rows_on_disk=True) == 1
     told = in_process("generate", "--help", capsys=capsys).stdout
-    assert f"1 in {', '.join(ahead)} or with rows on disk, else 0" in told
+    assert f"1 in placement {', '.join(ahead)} or with rows on disk, else 0" in told
 
 
 def test_neither_loads_a_heavy_library() -> None:

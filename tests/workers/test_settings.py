@@ -268,7 +268,10 @@ def test_choices_are_those_of_the_code_that_takes_them() -> None:
     assert get_args(get_type_hints(EngineSettings)["placement"]) == ("cpu", *PLACEMENTS)
     assert set(get_args(get_type_hints(BuildSettings)["preset"])) == set(PRESET_NAMES)
     assert EngineSettings().slot_share == SLOT_SHARE
-    assert EngineSettings().tail_capacity is None and f"but {LEAST_OWN_ROWS}" in KEYS["engine.tail_capacity"].words
+    assert (
+        EngineSettings().tail_capacity is None
+        and f"but at least {LEAST_OWN_ROWS}" in KEYS["engine.tail_capacity"].words
+    )
 
 
 @given(st.sampled_from(sorted(KEYS)), st.data())

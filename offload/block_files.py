@@ -82,7 +82,7 @@ class BlockFiles:
             with suppress(OSError):
                 os.utime(path)
             return data[_HEAD.size : label_start].copy()  # not a view, which would hold on to the label
-        _log.warning("%s %s: it is removed, and made anew when it is wanted", path, fault)
+        _log.warning("%s %s: it is removed, and computed again when it is needed", path, fault)
         with suppress(OSError):
             path.unlink()
         self._sizes.pop(path, None)

@@ -101,7 +101,7 @@ def test_no_more_of_a_model_than_a_share_is_held(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_not_shared_out_is_refused() -> None:
-    with pytest.raises(ConfigError, match="3 devices cannot share 8 KV heads"):
+    with pytest.raises(ConfigError, match="3 devices cannot split 8 KV heads"):
         random_weights(few_layers("llama-3.1-8b"), CPU, share=Share(0, 3))
 
 

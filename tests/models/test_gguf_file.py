@@ -245,13 +245,13 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatc
     (tmp_path / "model.gguf").touch()
     (tmp_path / "file").touch()
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=r"cannot be written .* with CSATTN_CACHE"):
+    with pytest.raises(ModelError, match=r"cannot be written .* set CSATTN_CACHE to"):
         load_model(str(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize(
     ("free_bytes", "match"),
-    [(1 << 10, r"0\.00 GiB, and .* CSATTN_CACHE"), (None, r"No space left .*; make room in .* CSATTN_CACHE")],
+    [(1 << 10, r"0\.00 GiB, and .* CSATTN_CACHE"), (None, r"No space left .*; free some space in .* CSATTN_CACHE")],
 )
 def test_a_cache_without_room_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, match: str

@@ -180,7 +180,7 @@ def test_a_scale_beyond_its_type_is_refused(name: str, value: float) -> None:
 
 @pytest.mark.parametrize("text", ["q5_1", "", "k=q8_0", "k=q8_0,v=", "q8_0,q4_0", "k=q8_0,v=q4_0,k=fp8", "v=fp8,x=fp8"])
 def test_other_names_are_refused(text: str) -> None:
-    with pytest.raises(CodecError, match=r"choose from|write one for both"):
+    with pytest.raises(CodecError, match=r"choose from|give one for both"):
         KvFormat.parse(text)
 
 

@@ -154,7 +154,7 @@ def test_a_context_decodes_within_a_host_budget(capsys, artifact: Path) -> None:
     within = last_line(in_process(*asked, "--host-budget", "2MiB", capsys=capsys))
     assert within["full"]["token_ids"] == last_line(in_process(*asked, capsys=capsys))["full"]["token_ids"]
     for wrong, sentence in (
-        (["1 potato"], "is no size; give a number of bytes"),
+        (["1 potato"], "is not a size; give a number of bytes"),
         (["1kB"], "a host budget of 1,000 bytes is too small for this context"),
         (["1MiB", "--selector", "exact"], "reads all keys from host memory"),
         (["1MiB", "--kv-codec", "fp8"], "a host budget keeps rows as the artifact has them"),
@@ -172,7 +172,7 @@ ASKED = "generate", "{artifact}", "--prompt", "x"
     ("arguments", "words"),
     [
         ((*ASKED, "--selector", "best"), "unknown selector 'best'; choose one of csattn"),
-        ((*ASKED, "--selector", "h2o", "--rest", "moments"), "goes with the selectors csattn and exact"),
+        ((*ASKED, "--selector", "h2o", "--rest", "moments"), "works only with the selectors csattn and exact"),
         ((*ASKED, "--selector", "h2o", "--host-budget", "1MiB"), "reads all keys from host memory"),
         ((*ASKED, "--kv-codec", "fp8", "--host-budget", "1MiB"), "a host budget keeps rows as the artifact has them"),
         ((*ASKED, "--weights", "int3"), "weights can be rounded to fp8 or int4, not to 'int3'"),
@@ -189,7 +189,7 @@ ASKED = "generate", "{artifact}", "--prompt", "x"
         (("eval", "--text", "{place}/text.txt", "--lookahead", ""), "give --lookahead 0, 1 or 0,1"),
         (
             ("eval", "--text", "{place}/text.txt", "--presets", "", "--selectors", "exact,quest", "--rest", "sketch"),
-            "rest sketch goes with the selectors csattn and exact; quest works as it was published",
+            "rest sketch works only with the selectors csattn and exact, and quest works as it was published",
         ),
         (("build", "--context", "-"), "standard input holds no text"),
     ],
@@ -503,7 +503,7 @@ def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: st
         (["generate", "{artifact}", "--prompt", "x", "--keep", "0"], 1, "keep must lie in (0, 1]"),
         (["generate", "{artifact}", "--prompt", "x", "--keep", "1.5"], 1, "keep must lie in (0, 1]"),
         (["generate", "{artifact}", "--prompt", "x", "--selector", "best"], 1, "unknown selector"),
-        (["generate", "{artifact}", "--prompt", "x", "--selector", "h2o", "--rest", "moments"], 1, "goes with"),
+        (["generate", "{artifact}", "--prompt", "x", "--selector", "h2o", "--rest", "moments"], 1, "works only with"),
         (["generate", "{artifact}", "--prompt", "x", "--rest", "codes"], 1, "rest must be one of sketch, moments"),
         (
             [

@@ -213,7 +213,7 @@ def test_attending_to_the_rest_comes_nearer_to_full_attention(wide, selector, re
 @pytest.mark.parametrize(
     ("preset_name", "selector", "rest", "sentence"),
     [
-        ("default", "quest", "moments", "rest moments goes with the selectors csattn and exact; quest"),
+        ("default", "quest", "moments", "rest moments works only with the selectors csattn and exact, and quest"),
         ("lists", "csattn", "sketch", "rest sketch needs an index that is a sketch"),
     ],
 )
@@ -523,7 +523,7 @@ def test_what_a_placement_cannot_do_is_refused(store, options, sentence) -> None
     [
         ({"config": {"keep": 0.02}}, r"config is a csattn.config.SearchConfig, got \{'keep': 0.02\}"),
         ({"config": {}}, "config is a csattn.config.SearchConfig"),
-        ({"kv_format": "q9"}, "'q9' is no format of keys or values; choose from float32"),
+        ({"kv_format": "q9"}, "'q9' is not a format of keys or values; choose from float32"),
         ({"kv_format": 8}, "a KV format is a name as q8_0, or k=q8_0,v=q4_0, got 8"),
         ({"num_slots": 0}, "num_slots must be at least 1, got 0"),
         ({"num_slots": "2"}, "num_slots must be a whole number, got '2'"),

@@ -118,7 +118,7 @@ def test_an_artifact_is_one_or_a_place(given) -> None:
         ({"num_devices": "2"}, "num_devices must be a whole number, got '2'"),
         (
             {"host_budget_bytes": "much"},
-            "host_budget_bytes: 'much' is no size; give a number of bytes or one with a unit",
+            "host_budget_bytes: 'much' is not a size; give a number of bytes, or one with a unit",
         ),
         ({"host_budget_bytes": 1.5}, "host_budget_bytes must be a whole number, got 1.5"),
     ],

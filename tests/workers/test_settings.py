@@ -130,8 +130,11 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         ("[search]\nrest = 'codes'", ["search.rest", "is 'codes', wanted one of sketch, moments, none"]),
         ("[engine]\nplacement = 'gpu'", ["is 'gpu', wanted one of cpu, device, hybrid, host"]),
         ("[engine]\nslot_share = 0.0", ["engine.slot_share must be greater than 0"]),
-        ("[engine]\nkv_codec = 'q9'", ["engine.kv_codec", "'q9' is no format of keys or values; choose from float32"]),
-        ("[engine]\nkv_codec = 'v=fp8'", ["engine.kv_codec", "write one for both, as q8_0, or each"]),
+        (
+            "[engine]\nkv_codec = 'q9'",
+            ["engine.kv_codec", "'q9' is not a format of keys or values; choose from float32"],
+        ),
+        ("[engine]\nkv_codec = 'v=fp8'", ["engine.kv_codec", "give one for both, such as q8_0, or one for each"]),
         ("[server]\nallowed_origins = 'https://a'", ["server.allowed_origins", "wanted a list of texts"]),
         ("[server]\nallowed_origins = [5]", ["server.allowed_origins", "wanted a list of texts"]),
         ("[server]\nallowed_origins = ['a.org']", ["server.allowed_origins has 'a.org', wanted * or", "line 2"]),

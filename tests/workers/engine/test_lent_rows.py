@@ -149,6 +149,6 @@ def test_what_tokens_attended_to_is_not_told(artifact: Artifact) -> None:
 def test_a_geometry_that_makes_no_sense(rows_of: tuple[int, ...]) -> None:
     sizes = dict.fromkeys(("num_layers", "num_q_heads", "num_kv_heads"), 3) | {"head_dim": 8}
     sizes |= dict.fromkeys(("hidden_size", "vocab_size", "max_positions"), 9)
-    with pytest.raises(ConfigError, match="rows of layers before them"):
+    with pytest.raises(ConfigError, match="rows of earlier layers"):
         ModelGeometry(**sizes, reaches=(0, 4, 4), rows_of=rows_of)
     ModelGeometry(**sizes, reaches=(0, 4, 4), rows_of=(0, 1, 1))

@@ -53,7 +53,7 @@ def test_a_rest_that_the_selector_has_not_is_refused_before_the_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(making, "load_model", lambda *_, **__: pytest.fail("a model is loaded"))
     settings = Settings(engine=EngineSettings(selector="quest"), search=SearchConfig(rest="sketch"))
-    with pytest.raises(ConfigError, match="rest sketch goes with the selectors csattn and exact"):
+    with pytest.raises(ConfigError, match="rest sketch works only with the selectors csattn and exact"):
         make_backend(settings, Threads())
 
 

@@ -305,7 +305,10 @@ def test_an_empty_text_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("Once.", "an index needs at least 256"), ("Lamps burn. " * 200, "1024 positions, one at least for the question")],
+    [
+        ("Once.", "an index needs at least 256"),
+        ("Lamps burn. " * 200, "1024 positions, of which the question needs at least one"),
+    ],
 )
 def test_a_text_that_can_never_be_a_context_is_refused_at_once(tmp_path: Path, text: str, why: str) -> None:
     async def main() -> None:

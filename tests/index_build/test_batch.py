@@ -307,7 +307,10 @@ def test_sigterm_tells_what_is_built_and_that_the_rest_goes_on(place, tmp_path, 
     finally:
         signal.signal(signal.SIGTERM, before)
     printed = capsys.readouterr()
-    assert ended.value.code == 143 and "interrupted; a build goes on where it stopped when run again" in printed.err
+    assert (
+        ended.value.code == 143
+        and "interrupted; a build continues where it stopped when it is run again" in printed.err
+    )
     assert "0.txt" in printed.out and "1.txt" not in printed.out and "1 built; " in printed.out
 
 

@@ -175,7 +175,10 @@ DAMAGED = {
         lambda state: state.update({f"{OF_EXPERT}.scale": state[f"{OF_EXPERT}.scale"][:, :3].contiguous()}),
         r"scales of shape \(256, 3\) where \(256, 4\) were expected",
     ),
-    "scales alone": (lambda state: state.pop(f"{OF_EXPERT}.weight"), f"has {OF_EXPERT}.scale but not their weights"),
+    "scales alone": (
+        lambda state: state.pop(f"{OF_EXPERT}.weight"),
+        f"has the scales {OF_EXPERT}.scale but not their weights",
+    ),
     "a layer's part alone": (
         lambda state: [state.pop(f"{OF_LINEAR}.{part}") for part in ("weight", "scale")],
         r"lacks model.layers.2.self_attn.o_a_proj.weight, which its config wants",

@@ -76,7 +76,7 @@ def write_gguf(
         ({"llama__attention__sliding_window": 37}, "attend through a window of 37 rows .* is not read from GGUF"),
         (
             {"family": "phi3", "phi3__rope__dimension_count": 12},
-            r"positions turn 12 of a head's 16 dimensions \(rope.dimension_count\)",
+            r"RoPE rotates 12 of a head's 16 dimensions \(rope.dimension_count\)",
         ),
         ({"llama__attention__sliding_window": 512, "llama__rope__dimension_count": 16, "tensors": EMBEDDING}, "lacks"),
         (

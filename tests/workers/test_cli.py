@@ -222,7 +222,10 @@ def test_rows_are_kept_in_the_format_that_is_asked_for(capsys, place: Path, arti
     refused = in_process(*asked, "--placement", "gpu", capsys=capsys)
     assert refused.returncode == 1 and "unknown placement 'gpu'; choose one of cpu, device" in refused.stderr
     refused = in_process(*asked, "--selector", "exact", "--placement", "hybrid", capsys=capsys)
-    assert refused.returncode == 1 and "a GPU decodes with csattn or full, or exact where" in refused.stderr
+    assert (
+        refused.returncode == 1
+        and "a GPU decodes with csattn or full, or with exact in placement device" in refused.stderr
+    )
     of_text = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 300, "--eval-len", 20
     done = in_process(
         *of_text, "--presets", "", "--selectors", "full", "--kv-codec", "k=fp8,v=float16", "--json", capsys=capsys
@@ -283,7 +286,7 @@ def test_eval_with_all_rows_read_has_no_rest(capsys, place: Path) -> None:
 @pytest.mark.parametrize("asked", [("build", "--context", "x", "--store"), ("gc", "--store"), ("demo", "--out")])
 def test_an_empty_place_is_not_the_current_directory(capsys, asked: tuple[str, ...]) -> None:
     refused = in_process(*asked, "", capsys=capsys)
-    assert refused.returncode == 2 and "a place is named by its path, got an empty one" in refused.stderr
+    assert refused.returncode == 2 and "the path is empty; give one" in refused.stderr
 
 
 def test_eval_stretches_the_model_to_longer_texts(capsys, place: Path) -> None:
@@ -336,7 +339,7 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
     work = place / "store" / f".building-{'0' * 16}"
     work.mkdir()
     shown = in_process("ls", "--store", place / "store", "--json", capsys=capsys)
-    told = f"unfinished: {work.name}; the same build goes on with it, `csattn gc` removes it"
+    told = f"unfinished: {work.name}; the same build continues it, `csattn gc` removes it"
     assert last_line(shown)["unfinished"] == [str(work)] and told in shown.stderr.splitlines()
     lock = BuildLock(work.with_name(f"{work.name}.lock")).acquire()
     shown = in_process("ls", "--store", place / "store", "--json", capsys=capsys)
@@ -413,7 +416,7 @@ def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, 
     inspected = in_process("inspect", built, capsys=capsys).stdout
     assert "rounded to int4" in inspected and "float32" in inspected
     plain = last_line(told := in_process("inspect", artifact, "--json", capsys=capsys))
-    assert (plain["weights"], plain["notes"]["weights"]) == ("none", "none") and "as they are" in told.stdout
+    assert (plain["weights"], plain["notes"]["weights"]) == ("none", "none") and "as published" in told.stdout
     refused = in_process("generate", built, "--prompt", "x", "--weights", "fp8", capsys=capsys)
     assert refused.returncode == 1 and "weights rounded to int4 (add --weights int4" in refused.stderr
     assert last_line(in_process("generate", built, "--prompt", "x", "--json", capsys=capsys))
@@ -525,7 +528,7 @@ def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: st
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model", "--selectors", "best"], 1, "choose from"),
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model"], 1, "longer text"),
         (["verify", "{place}"], 1, "artifact"),
-        (["ls", "--store", "s3:/bucket"], 2, "a URL has two slashes behind its colon, got s3:/bucket"),
+        (["ls", "--store", "s3:/bucket"], 2, "a URL has two slashes after its colon, got s3:/bucket"),
         (["frobnicate"], 2, "No such command"),
         (["build", "--keep", "3"], 2, "--keep belongs to generate, eval and serve; `csattn build --help` lists"),
         (["verify", "{artifact}", "--set", "a=b"], 2, "--set belongs to serve and config show; `csattn verify --help`"),

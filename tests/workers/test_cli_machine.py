@@ -255,7 +255,7 @@ def test_an_interrupt_is_no_success(capsys, monkeypatch) -> None:
     [
         (np, "Unable to allocate"),
         (torch, "you tried to allocate 4611686018427387904 bytes"),
-        (MemoryError(), "nothing says how much"),
+        (MemoryError(), "how much was requested is unknown"),
         (RuntimeError("unable to mmap 538 bytes from file <model>: Cannot allocate memory (12)"), "unable to mmap 538"),
         (RuntimeError("CUDA out of memory. Tried to allocate 9.31 GiB.\nGPU 0 has ..."), "Tried to allocate 9.31 GiB"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),

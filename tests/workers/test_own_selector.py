@@ -125,7 +125,7 @@ def test_a_service_of_its_process_knows_it_and_one_on_ray_refuses_it(example, tm
     assert settings.engine.selector == "newest"
     said = {"model": "m", "messages": [{"role": "user", "content": "Why?"}], "selector": "newest"}
     assert [ask.selector for ask in read_chat(said, "id", "m", settings.limits).asks] == ["newest"]
-    with pytest.raises(ConfigError, match="newest was registered in this process alone; serve in it, with --local"):
+    with pytest.raises(ConfigError, match="newest was registered only in this process; serve from it, with --local"):
         app(["serve", "--selector", "newest", "--store", f"{tmp_path}"], standalone_mode=False)
 
 

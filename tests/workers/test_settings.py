@@ -196,7 +196,9 @@ def test_an_environment_that_says_nonsense_is_refused(environment: dict[str, str
 @pytest.mark.parametrize("url", ["s3://bucket/store", "memory://", "file:///data/store", "gs:/bucket"])
 def test_a_store_behind_a_url_is_refused_wherever_it_is_named(tmp_path: Path, url: str) -> None:
     file = written(tmp_path / "c.toml", f"[store]\npath = '{url}'")
-    wanted = re.escape(f"store.path must be a directory, for a service writes into its store, got the URL {url[:2]}")
+    wanted = re.escape(
+        f"store.path must be a directory, because a service writes into its store, got the URL {url[:2]}"
+    )
     for sources, origin in [
         ((file, {}, {}), "c.toml"),
         ((None, {"CSATTN_STORE_PATH": url}, {}), "environment"),

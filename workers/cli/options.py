@@ -13,14 +13,14 @@ from csattn.checks import require_model_name
 def _place(text: Any) -> Path | str:
     """Parse a directory or URL. An empty text is refused: it comes from a shell variable that is not set."""
     if re.match("[a-z][a-z0-9+]+:/(?!/)", str(text)):
-        raise ValueError(f"a URL has two slashes behind its colon, got {text}; give ./{text} if it is a directory")
+        raise ValueError(f"a URL has two slashes after its colon, got {text}; give ./{text} if it is a directory")
     return text if "://" in str(text) else directory(text)
 
 
 def directory(text: Any) -> Path:
     """Parse a directory; an empty text is refused."""
     if not str(text).strip():
-        raise ValueError("a place is named by its path, got an empty one; give one, or leave it out")
+        raise ValueError("the path is empty; give one, or leave the option out")
     return Path(os.path.expanduser(text))  # a shell leaves `--store=~/x` as it is
 
 
@@ -40,7 +40,7 @@ Dtype = Annotated[str, typer.Option(help="Dtype of the model and of the KV cache
 WEIGHTS_HELP = "Round linear layers and experts to fp8 or int4."
 Weights = Annotated[
     str | None,
-    typer.Option(help=WEIGHTS_HELP, show_default="not rounded"),
+    typer.Option(help=WEIGHTS_HELP, show_default="as published"),
 ]
 Store = Annotated[
     Any, typer.Option(parser=_place, metavar="PLACE", help="Directory or URL (s3://, ...) that holds artifacts.")

@@ -71,7 +71,7 @@ def _weights(weights: str | None) -> str:
     """Return `Manifest.weights` in words."""
     if weights is None:
         return "unknown"
-    return "as they are" if weights == AS_THEY_ARE else f"rounded to {weights}"
+    return "as published" if weights == AS_THEY_ARE else f"rounded to {weights}"
 
 
 def _described(config: IndexConfig) -> str:
@@ -148,7 +148,7 @@ def listing(store: Path | str) -> dict[str, Any]:
         if work in building:
             err.print(f"being built: {work.name}")
         else:
-            told = f"unfinished: {work.name}; the same build goes on with it, `csattn gc` removes it"
+            told = f"unfinished: {work.name}; the same build continues it, `csattn gc` removes it"
             err.print(told, soft_wrap=True)
     return {
         "store": str(store),
@@ -236,5 +236,5 @@ def _clean_kept(store: Path) -> int:
     gone = before.num_bytes - after.num_bytes
     out.print(f"removed {size(gone)} of prompts and turns from {store / DIRECTORY}")
     if after.num_bytes:
-        err.print(f"{_told(store, after)}, which is in use, or may not be removed", soft_wrap=True)
+        err.print(f"{_told(store, after)}, which are in use or cannot be removed", soft_wrap=True)
     return gone

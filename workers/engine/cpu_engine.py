@@ -188,7 +188,7 @@ class CpuEngine:
     def observe(self, slot: int, observer: Observer) -> None:
         """From now on, that sees every step of the request, layer by layer."""
         request = self.request(slot)
-        require_plain_rows(self._model.shape, "a look at what is attended to")
+        require_plain_rows(self._model.shape, "a record of what is attended to")
         request.observer = observer
 
     def close_slot(self, slot: int) -> None:

@@ -206,8 +206,8 @@ class GpuEngine:
         placed = self._placing.ready()
         if not chooses and selector != "full" and placed.shape.attends_all and config.keep < 1:
             raise ConfigError(
-                f"keep is {config.keep}, but over lists this GPU was set to keep all rows, which is full attention; "
-                "leave it out, or start another engine"
+                f"keep is {config.keep}, but over lists this engine was started to keep all rows, which is full "
+                "attention; leave it out, or start another engine"
             )
         placed.rows.open(slot)
         placed.begin_request(slot, place)
@@ -246,7 +246,7 @@ class GpuEngine:
         are rows over a context that has slots for no more of them at once.
         """
         if watch is not None:
-            require_plain_rows(self.model.spec, "a look at what is attended to")
+            require_plain_rows(self.model.spec, "a record of what is attended to")
             require_watch(watch, len(rows), self.num_layers)
         lens = self._tail_lens(rows)  # also of a step that is made as two: none of it is done if all of it cannot be
         for slot in {row.slot for row in rows}:
@@ -455,7 +455,7 @@ class GpuEngine:
         if selector != "full" and not fits:
             raise ConfigError(
                 f"keep is {config.keep} and lookahead {config.lookahead}, but steps on a GPU are captured with up to "
-                f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the others out"
+                f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the other options out"
             )
 
     def _place(self, context_id: int) -> int:
@@ -476,8 +476,9 @@ def require_selector(selector: str, placement: str, kv_format: KvFormat | None) 
     there = GPU_SELECTORS if placement == "device" and kv_format is None else everywhere
     if selector not in there:
         raise ConfigError(
-            f"selector is {selector!r}, but a GPU decodes with {' or '.join(everywhere)}, or exact where it has all "
-            "keys as they were built: in placement device, without a KV codec; choose one of them, or decode on the CPU"
+            f"selector is {selector!r}, but a GPU decodes with {' or '.join(everywhere)}, or with exact in placement "
+            "device without a KV codec, where it has all keys as they were built; choose one of them, or decode on "
+            "the CPU"
         )
 
 

@@ -58,7 +58,9 @@ class SplitEngine:
         **options: Any,  # of `GpuEngine`, but for a searcher; the processes share out num_threads
     ) -> None:
         if options.pop("searcher", None) is not None:
-            raise ConfigError("search workers serve one device; leave them out: threads of each process search then")
+            raise ConfigError(
+                "search workers support only one device; leave them out, and threads of each process search"
+            )
         require_device()
         require_shares(step_model(loaded).spec, num_devices)
         require_shares_of_few_bits(weights_of(loaded.model), num_devices)
@@ -171,7 +173,7 @@ class SplitEngine:
         """What is done inside, the others do meanwhile: all of them, or none."""
         answers, own = self._followers.ask(name, *arguments), None
         try:
-            with ends_within(LOAD_S, "the devices have not loaded together what they began"):
+            with ends_within(LOAD_S, "the devices did not finish loading together in time"):
                 yield
         except EXPECTED as error:
             own = error

@@ -153,7 +153,7 @@ class SpreadBackend:
                 for worker, held in cold(self._workers):
                     self._tell_beside(worker, "drop", held)
             except Exception:
-                _log.exception("a beat to the workers failed; the next one follows")
+                _log.exception("a heartbeat to the workers failed; the next one follows")
             await asyncio.sleep(BEAT_S)
 
     async def _hear(self, worker: "RayWorker") -> None:

@@ -105,7 +105,7 @@ class ServerSettings(_Part):
 
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                wanted = "* or an address in small letters and without a path, such as https://chat.example.org"
+                wanted = "* or an address in lower case and without a path, such as https://chat.example.org"
                 raise ConfigError(f"allowed_origins has {origin[:60]!r}, wanted {wanted}")
 
     def admits(self, key: str | None) -> bool:
@@ -282,8 +282,9 @@ class StoreSettings(_Part):
         if url := _URL.match(str(self.path)):
             rest = str(self.path)[url.end() :]
             raise ConfigError(
-                f"path must be a directory, for a service writes into its store, got the URL {url[1]}://{rest}; name a "
-                "directory, and copy artifacts into it that lie elsewhere (docs/many-contexts.md says who reads URLs)"
+                f"path must be a directory, because a service writes into its store, got the URL {url[1]}://{rest}; "
+                "name a directory, and copy artifacts from elsewhere into it (docs/many-contexts.md says who reads "
+                "URLs)"
             )
 
 

@@ -141,7 +141,7 @@ def test_other_selectors_choose_from_them(artifact: Artifact, selector: str) -> 
 
 
 def test_what_tokens_attended_to_is_not_told(artifact: Artifact) -> None:
-    with pytest.raises(ConfigError, match="some of whose layers attend to rows of others"):
+    with pytest.raises(ConfigError, match="some of whose layers share the rows of others"):
         said(artifact, "h2o")
 
 

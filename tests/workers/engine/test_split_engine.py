@@ -355,7 +355,7 @@ def test_what_cannot_be_shared_out_is_a_sentence() -> None:
         SplitEngine(loaded(), CONFIG, "hybrid", 3, **OPTIONS)
     with pytest.raises(ConfigError, match="norms over all heads together, which are not shared out"):
         SplitEngine(loaded("olmoe"), CONFIG, "hybrid", 2, **OPTIONS)
-    with pytest.raises(ConfigError, match="search workers serve one device"):
+    with pytest.raises(ConfigError, match="search workers support only one device"):
         SplitEngine(loaded(), CONFIG, "hybrid", 2, searcher=object(), **OPTIONS)
     with pytest.raises(ConfigError, match=r"2 devices cannot split this model's weights of 8 or 4 bits: .*; 1 can"):
         SplitEngine(rounded, CONFIG, "hybrid", 2, **OPTIONS)

@@ -65,11 +65,11 @@ def test_a_selector_that_no_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = Settings(engine=EngineSettings(num_devices=2))
-    with pytest.raises(ConfigError, match="2 devices are GPUs, and the placement is cpu; choose one device"):
+    with pytest.raises(ConfigError, match="2 GPUs were given, and the placement is cpu; choose one device"):
         make_backend(on_cpu, Threads())
     monkeypatch.setattr(making, "require_device", lambda: None)
     too_many = Settings(engine=EngineSettings(placement="hybrid", num_devices=99))
-    with pytest.raises(NoDeviceError, match="99 devices are asked for, and this process sees"):
+    with pytest.raises(NoDeviceError, match="99 devices were requested, and this process sees"):
         make_backend(too_many, Threads())
 
 
@@ -84,7 +84,7 @@ def test_search_workers_for_several_devices_are_refused(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("engine", "search", "message"),
     [
-        ({"placement": "cpu"}, {}, "not for placement cpu and selector csattn;"),
+        ({"placement": "cpu"}, {}, "not with placement cpu and selector csattn;"),
         ({"placement": "device"}, {"lookahead": 1}, "but lookahead is 1"),
     ],
 )

@@ -129,7 +129,7 @@ def test_contexts_make_room_for_what_is_prepared(built: Path, monkeypatch) -> No
 def test_what_cannot_be_prepared_is_the_requests_fault(built: Path) -> None:
     async def main() -> None:
         async with backend_of(built, ESTIMATING) as backend:
-            with pytest.raises(BadRequestError, match="rest moments goes with"):
+            with pytest.raises(BadRequestError, match="rest moments works only with"):
                 await answer(backend, QUEST)
 
     asyncio.run(main())

@@ -49,7 +49,7 @@ class DiskFile:
             done += count
             if count == 0 or (self.direct and done < wanted and done % BLOCK_BYTES):
                 raise DiskError(
-                    f"{self._path} ends at byte {offset + done:,} and should go on to {offset + wanted:,}: it was "
+                    f"{self._path} ends at byte {offset + done:,} and should extend to {offset + wanted:,}: it was "
                     "shortened while it was in use; build it again"
                 )
 

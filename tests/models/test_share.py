@@ -32,7 +32,7 @@ from workers.model.torch_ops import TorchOps
 
 REFUSED = {
     "experts with separate norms": {"gemma4_text, experts"},
-    "layers that attend to rows of others": {"gemma4_text, inputs"},
+    "layers that share the rows of other layers": {"gemma4_text, inputs"},
     "layers of latents": {"deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu"},
     "layers of linear attention": {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"},
     "norms over all heads together": {"minimax_m2", "olmo2", "olmo3", "olmoe"},

@@ -464,7 +464,7 @@ def test_what_services_have_kept_is_listed_and_removed_on_request(capsys, tmp_pa
     assert removed == there["context_bytes"] + 2048 and not any(kept().values())
     assert "gc --kept" not in in_process("ls", "--store", tmp_path, capsys=capsys).stdout
     refused = in_process("gc", "--store", "memory://s", "--kept", capsys=capsys)
-    assert refused.returncode == 1 and "services keep nothing behind a URL" in refused.stderr
+    assert refused.returncode == 1 and "services keep nothing in a store at a URL" in refused.stderr
 
 
 @pytest.mark.parametrize("verb", ["ls", "gc"])

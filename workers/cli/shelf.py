@@ -210,7 +210,9 @@ def clean(store: Path | str, cache_bytes: int | None, with_kept: bool) -> dict[s
     Builds for a store behind a URL run in the local cache, so what they have left is there.
     """
     if with_kept and is_url(store):
-        raise ConfigError(f"services keep nothing behind a URL, got {store}; leave --kept out, or give a directory")
+        raise ConfigError(
+            f"services keep nothing in a store at a URL, got {store}; leave --kept out, or give a directory"
+        )
     place = cache_store() if is_url(store) else Path(store)
     if not is_url(store):
         require_store(place)

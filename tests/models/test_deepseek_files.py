@@ -181,7 +181,7 @@ DAMAGED = {
     ),
     "a layer's part alone": (
         lambda state: [state.pop(f"{OF_LINEAR}.{part}") for part in ("weight", "scale")],
-        r"lacks model.layers.2.self_attn.o_a_proj.weight, which its config wants",
+        r"lacks model.layers.2.self_attn.o_a_proj.weight, which its config requires",
     ),
 }
 

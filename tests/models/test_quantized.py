@@ -500,7 +500,7 @@ def test_what_cannot_be_decoded_is_refused_by_name(config, match, plain: Path, t
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
-        (lambda state: state.pop(f"{MODULE}.weight"), f"lacks {MODULE}.weight, which its config wants"),
+        (lambda state: state.pop(f"{MODULE}.weight"), f"lacks {MODULE}.weight, which its config requires"),
         (
             lambda state: state.update({"model.more": torch.ones(2)}),
             "has model.more, which a model with its config does not have",

@@ -353,7 +353,7 @@ def test_what_cannot_be_shared_out_is_a_sentence() -> None:
     linear.quantized = QuantizedWeight.rounded(linear.weight.data, "fp8")
     with pytest.raises(ConfigError, match=r"3 devices cannot split 2 KV heads .* 1 or 2 can"):
         SplitEngine(loaded(), CONFIG, "hybrid", 3, **OPTIONS)
-    with pytest.raises(ConfigError, match="norms over all heads together, which are not shared out"):
+    with pytest.raises(ConfigError, match="norms over all heads together, which csattn cannot split"):
         SplitEngine(loaded("olmoe"), CONFIG, "hybrid", 2, **OPTIONS)
     with pytest.raises(ConfigError, match="search workers support only one device"):
         SplitEngine(loaded(), CONFIG, "hybrid", 2, searcher=object(), **OPTIONS)

@@ -449,7 +449,7 @@ def test_groups_that_do_not_divide_the_inputs_are_as_long_as_the_config_says(gro
     save_file({f"m.{name}": part for name, part in parts.items()}, tmp_path / "model.safetensors")
     config = compressed("pack-quantized", num_bits=4, group_size=group_size, symmetric=True)
     if group_size > 64:
-        with pytest.raises(ModelError, match="m has 2 groups where 64 inputs are 1 of 96"):
+        with pytest.raises(ModelError, match="m has 2 groups where 64 inputs need 1 of 96"):
             read_state(tmp_path, config, torch.float32)
         return
     weight = read_state(tmp_path, config, torch.float32)[0]["m.weight"]

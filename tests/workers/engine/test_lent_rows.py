@@ -131,7 +131,7 @@ def test_where_all_layers_see_everything(tmp_path: Path) -> None:
     with torch.no_grad():
         want = model.model(ids).logits[0, -3:]
     np.testing.assert_allclose(np.stack(got.logits), want.numpy(), rtol=0, atol=1e-3)
-    with pytest.raises(ConfigError, match="cannot be given other places"):
+    with pytest.raises(ConfigError, match="cannot be moved to other positions"):
         StreamSession(model, StreamConfig())
 
 

@@ -485,7 +485,7 @@ def test_a_gguf_file_is_looked_at_and_not_converted(tmp_path: Path, monkeypatch:
     file = str(write_gguf(tmp_path / "model.gguf"))
     needed = conversion_bytes(read_config(file), 2)
     finding = examine_model(file, machine())[0]
-    assert "converted once" in finding.text and f"meanwhile {gib(needed)} of memory." in finding.text
+    assert "converted once" in finding.text and f"and, while it runs, {gib(needed)} of memory." in finding.text
     assert finding.status == "ok" and not (tmp_path / "models").exists()
     little = {"available_bytes": needed + SPARE_BYTES - 1, "total_bytes": GIB, "locked_limit_bytes": 0}
     finding = examine_model(file, machine(probed={"memory": little}))[0]

@@ -154,7 +154,7 @@ def _too_long(context_len: int, question_len: int, max_positions: int, tail_capa
         asked, fewer = f"the prompt has {question_len:,}", "shorten it"
         if context_len:
             asked, fewer = f"context and question have {context_len:,} and {question_len:,}", "ask a shorter question"
-        return f"{asked} tokens, and the model takes {max_positions:,} in total, with the answer; {fewer}"
+        return f"{asked} tokens, and the model takes {max_positions:,} in all, with the answer; {fewer}"
     asked, fewer = ("question", "ask a shorter one") if context_len else ("prompt", "shorten it")
     return (
         f"the {asked} has {question_len:,} tokens, and this service has room for {tail_capacity + 1:,} of {asked} and "

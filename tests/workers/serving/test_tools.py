@@ -309,8 +309,8 @@ def test_refusals_come_before_any_work(store: Path) -> None:
         async with backend_of(model, store, engine) as backend:
             for asked, words in (
                 (ask("hermes", schema={"uniqueItems": True}), "uniqueItems"),
-                (ask("hermes", prompt=(1, 100_000)), "token 100000"),
-                (ask("hermes", logit_bias=((100_000, 1.0),)), "token 100000"),
+                (ask("hermes", prompt=(1, 100_000)), "token id 100000"),
+                (ask("hermes", logit_bias=((100_000, 1.0),)), "token id 100000"),
                 (ask("hermes", stop_token_ids=(5, 100_000)), "stop_token_ids has the token id 100000"),
             ):
                 with pytest.raises(BadRequestError, match=words):

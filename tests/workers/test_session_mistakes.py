@@ -218,7 +218,7 @@ def test_what_a_cache_does_and_a_request_does_not_is_refused(session, method, se
     ("ids", "sentence"),
     [
         (None, "got a value of type NoneType"),
-        ([[1, 2]], "got a value of type list; give what `session.ask` gives"),
+        ([[1, 2]], "got a value of type list; give what `session.ask` returns"),
         (torch.tensor([1, 2, 3]), r"\[1, num_tokens\], got torch.int64 of shape \(3,\)"),
         (torch.tensor([[1.5, 2.0]]), r"got torch.float32 of shape \(1, 2\)"),
     ],

@@ -100,7 +100,7 @@ def test_numbers_that_it_does_not_read_are_refused_before_the_model_is_loaded(
     monkeypatch.setattr(making, "load_model", lambda *_, **__: pytest.fail("a model is loaded"))
     engine = EngineSettings(placement="device", all_where_faster=True)
     settings = Settings(engine=engine, model=ModelSettings(name=str(save(tmp_path))))
-    with pytest.raises(ConfigError, match=r"4 over 2 heads of 16 in torch\.float32 here"):
+    with pytest.raises(ConfigError, match=r"this model has 4 over 2 heads of 16 in torch\.float32;"):
         make_backend(settings, Threads())
 
 

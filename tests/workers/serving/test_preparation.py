@@ -119,7 +119,9 @@ def test_contexts_make_room_for_what_is_prepared(built: Path, monkeypatch) -> No
             assert await answer(backend, QUEST) == want
             assert list(engine._contexts) == [0, 2]
             monkeypatch.setattr(budget, "host_memory_bytes", lambda: 0)
-            with pytest.raises(OverloadedError, match=r"in use, and there is no room for more .the data that sparq computes"):
+            with pytest.raises(
+                OverloadedError, match=r"in use, and there is no room for more .the data that sparq computes"
+            ):
                 await answer(backend, ask("heron", selector="sparq"))
             assert list(engine._contexts) == [0]
 

@@ -120,7 +120,7 @@ def test_an_evaluation_without_a_successor_is_refused(store) -> None:
     assert everything.kl < 1e-6
     for other in (ids[:2], ids[::-1]):
         baseline = full_attention(loaded(), artifact_of(store), other)
-        with pytest.raises(ConfigError, match=f"are of {len(other)} other tokens than these 9; give what"):
+        with pytest.raises(ConfigError, match=f"are for {len(other)} other tokens than these 9; give the result of"):
             measure(loaded(), artifact_of(store), SearchConfig(), "csattn", ids, baseline)
     with pytest.raises(ConfigError, match="token ids must be whole numbers"):
         full_attention(loaded(), artifact_of(store), [0.5, 1.5])

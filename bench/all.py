@@ -106,13 +106,15 @@ def run(name: str, command: list[str], out: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a directory, a .gguf file, a hub id [default: the installed SmolLM2-135M]")
+    parser.add_argument("--model", help="model directory, .gguf file or hub id [default: the installed SmolLM2-135M]")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
         "--placement", choices=("cpu", *PLACEMENTS), default="hybrid" if torch.cuda.is_available() else "cpu"
     )
-    parser.add_argument("--only", default="", help="parts, comma-separated")
-    parser.add_argument("--quick", action="store_true", help="minutes instead of hours, and no figure to keep")
+    parser.add_argument("--only", default="", help="parts to run, comma-separated [default: all]")
+    parser.add_argument(
+        "--quick", action="store_true", help="take minutes instead of hours, with figures that are not worth keeping"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -131,13 +131,17 @@ def run(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", nargs="+", type=int, default=[8191], help="tokens")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[8191], help="lengths of contexts, in tokens")
     parser.add_argument("--preset", default="default")
-    parser.add_argument("--model", help="[default: the installed SmolLM2-135M]")
+    parser.add_argument("--model", help="model directory, .gguf file or hub id [default: the installed SmolLM2-135M]")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--shape", help="made-up queries and keys, or with --prefill weights, of this shape")
-    parser.add_argument("--layers", type=int, help="[default: the shape's own]")
-    parser.add_argument("--prefill", action="store_true", help="build an artifact of a random model of the shape")
+    parser.add_argument(
+        "--shape", help="use made-up queries and keys of this model shape; with --prefill, random weights"
+    )
+    parser.add_argument("--layers", type=int, help="layers of the shape to use [default: all]")
+    parser.add_argument(
+        "--prefill", action="store_true", help="build an artifact with a model of the shape and random weights"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.shape and not given.prefill:

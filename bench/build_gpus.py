@@ -75,7 +75,7 @@ def run(jobs: list[Job], store: Path, num_gpus: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, help="[default: the shape's own]")
+    parser.add_argument("--layers", type=int, help="layers of the shape to use [default: all]")
     parser.add_argument("--contexts", type=int, default=16)
     parser.add_argument("--context-len", type=int, default=65536)
     parser.add_argument("--json", type=Path)

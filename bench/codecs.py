@@ -189,14 +189,14 @@ def table(cases: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", default="speech,code", help="comma-separated, or empty")
+    parser.add_argument("--texts", default="speech,code", help="texts, comma-separated; may be empty")
     parser.add_argument("--model")
     parser.add_argument("--context-len", type=int, default=4096)
     parser.add_argument("--eval-len", type=int, default=256)
     parser.add_argument("--keep", type=float, default=KEEP)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
-    parser.add_argument("--no-speed", action="store_true", help="quality alone")
-    parser.add_argument("--json", type=Path, help="cases that are there already are not measured again")
+    parser.add_argument("--no-speed", action="store_true", help="measure quality only")
+    parser.add_argument("--json", type=Path, help="file for the figures; cases already in it are not measured again")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     shape = {"heads": HEADS, "group_size": GROUP_SIZE, "head_dim": HEAD_DIM, "rows": NUM_ROWS, "keep": KEEP}

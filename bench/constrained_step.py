@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--model", default="demo", help="demo, or a shape")
+    parser.add_argument("--model", default="demo", help="demo, or a model shape with random weights")
     parser.add_argument("--placement", default="cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -202,20 +202,30 @@ def _far(context_len: int, num_left: int, num_rows: int, config: SearchConfig) -
 
 def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", default="novel", help=f"{', '.join(TEXTS)}, or a file")
+    parser.add_argument("--text", default="novel", help=f"text: {', '.join(TEXTS)}, or a file")
     parser.add_argument("--context-len", type=token_count, default="6000")
-    parser.add_argument("--own-len", type=token_count, default="2150", help="of question and answer together")
-    parser.add_argument("--eval-len", type=token_count, default="256", help="the last tokens, which are judged")
+    parser.add_argument("--own-len", type=token_count, default="2150", help="tokens of question and answer together")
+    parser.add_argument("--eval-len", type=token_count, default="256", help="last tokens of these, which are evaluated")
     parser.add_argument("--keep", type=float, default=SearchConfig().keep)
-    parser.add_argument("--lookahead", action="store_true", help="choose a layer ahead")
-    parser.add_argument("--shape", help="random weights of that shape, as llama-3.1-8b: steps are only timed")
-    parser.add_argument("--layers", type=int, help="of a shape: so many only")
+    parser.add_argument("--lookahead", action="store_true", help="search one layer ahead")
+    parser.add_argument(
+        "--shape", help="time a model of this shape, such as llama-3.1-8b, with random weights; quality is not measured"
+    )
+    parser.add_argument("--layers", type=int, help="layers of the shape to use [default: all]")
     parser.add_argument("--placement", default="cpu", choices=("cpu", *PLACEMENTS))
-    parser.add_argument("--own-on-host", action="store_true", help="hybrid: the first of the request's own rows, too")
-    parser.add_argument("--segment-len", type=int, help="own rows that share a transform, if not as served")
-    parser.add_argument("--stretch", type=float, default=1.0, help="times the model's positions (YaRN)")
-    parser.add_argument("--without-exact", action="store_true", help="exact Top-K takes several times as long")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of full and exact")
+    parser.add_argument(
+        "--own-on-host", action="store_true", help="in hybrid, also keep the request's first rows in host memory"
+    )
+    parser.add_argument("--segment-len", type=int, help="own rows that share a transform [default: as in a service]")
+    parser.add_argument("--stretch", type=float, default=1.0, help="factor by which YaRN extends the model's positions")
+    parser.add_argument(
+        "--without-exact", action="store_true", help="leave out exact Top-K, which takes several times as long"
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="device for full attention and exact Top-K",
+    )
     parser.add_argument("--model")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)

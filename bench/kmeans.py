@@ -76,10 +76,10 @@ def measure(queries: Tensor, config: ListConfig, threads: Executor) -> list[dict
 def parser() -> argparse.ArgumentParser:
     parsed = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parsed.add_argument("--recording", type=Path, default=default_path())
-    parsed.add_argument("--layers", type=int, default=2, help="recorded ones, from the first")
-    parsed.add_argument("--points", type=int, default=131072, help="of each problem")
+    parsed.add_argument("--layers", type=int, default=2, help="recorded layers to use, from the first")
+    parsed.add_argument("--points", type=int, default=131072, help="points of each problem")
     parsed.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the batched program"
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the batched program"
     )
     parsed.add_argument("--json", type=Path)
     return parsed

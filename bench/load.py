@@ -395,14 +395,25 @@ def register(service: Service, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--url", help="of a server")
+    parser.add_argument("--url", help="address of a running server")
     parser.add_argument("--key", default=os.environ.get("CSATTN_SERVER_API_KEYS", "none"), help="API key")
-    parser.add_argument("--model", help="its name; not needed where the service lists one")
-    parser.add_argument("--pid", type=int, action="append", help="a process of the server; its children count too")
-    parser.add_argument("--store", type=Path, help="of a service that is started for this: see `serve`")
-    parser.add_argument("--alone-first", action="store_true", help="what comes alone is what must come among others")
-    parser.add_argument("--named", action="store_true", help="documents are contexts, and asked for by name")
-    parser.add_argument("serve", nargs="*", help="behind --: options of `csattn serve`")
+    parser.add_argument("--model", help="name of the model; not needed if the server lists only one")
+    parser.add_argument(
+        "--pid",
+        type=int,
+        action="append",
+        help="process of the server whose memory and reads are reported, with its children; may be repeated",
+    )
+    parser.add_argument(
+        "--store", type=Path, help="store of a service that is started for this run with the options after --"
+    )
+    parser.add_argument(
+        "--alone-first",
+        action="store_true",
+        help="first send requests alone; the answers must be the same among others",
+    )
+    parser.add_argument("--named", action="store_true", help="register documents as contexts, and request them by name")
+    parser.add_argument("serve", nargs="*", help="options of `csattn serve`, after --")
     options = parser.parse_args()
     end_as_interrupted()
     if (options.url is None) == (options.store is None):
@@ -423,15 +434,17 @@ def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--contexts", type=int, default=8)
     parser.add_argument("--context-chars", type=int, default=8000)
     parser.add_argument("--sessions", type=int, default=40)
-    parser.add_argument("--per-minute", type=float, default=30.0, help="sessions that begin")
-    parser.add_argument("--clients", type=int, help="sessions at the same time, at most; others begin later")
-    parser.add_argument("--for-s", type=float, help="no session begins later; else all do")
-    parser.add_argument("--turns", type=float, default=4, help="of a session, on average")
-    parser.add_argument("--think-s", type=float, default=3.0, help="before a turn, on average")
+    parser.add_argument("--per-minute", type=float, default=30.0, help="sessions that begin per minute")
+    parser.add_argument("--clients", type=int, help="most sessions at the same time; others begin later")
+    parser.add_argument(
+        "--for-s", type=float, help="time in seconds after which no session begins [default: all begin]"
+    )
+    parser.add_argument("--turns", type=float, default=4, help="average turns of a session")
+    parser.add_argument("--think-s", type=float, default=3.0, help="average seconds before a turn")
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--zipf", type=float, default=1.1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--selector", help="of all requests; not given: the service's")
+    parser.add_argument("--selector", help="selector of all requests [default: the service's]")
     parser.add_argument("--json", type=Path)
     parser.set_defaults(may_lose=False, **defaults)
 

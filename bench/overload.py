@@ -126,12 +126,12 @@ async def open_loop(client: Client, rate: float, seconds: float, rng: random.Ran
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on-ray", action="store_true", help="[default: in one process]")
-    parser.add_argument("--model", help="as csattn serve has it")
-    parser.add_argument("--store", type=Path, help="where the context is kept; else a scratch directory")
-    parser.add_argument("--running", type=int, default=4, help="requests that run at once")
+    parser.add_argument("--on-ray", action="store_true", help="run the service on Ray [default: in one process]")
+    parser.add_argument("--model", help="model directory, .gguf file or hub id, as csattn serve takes it")
+    parser.add_argument("--store", type=Path, help="store that keeps the context [default: a temporary directory]")
+    parser.add_argument("--running", type=int, default=4, help="requests that are decoded at the same time")
     parser.add_argument("--queued", type=int, default=0, help="requests that may wait")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each part")
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration of each part")
     parser.add_argument("--context-chars", type=int, default=8000)
     parser.add_argument("--num-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)

@@ -176,7 +176,7 @@ def run(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    parser.add_argument("--texts", help="of these texts only")
+    parser.add_argument("--texts", help="use only these texts")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", type=Path)
     run(parser.parse_args())

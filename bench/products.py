@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--rows", default="1,4,16,32")
     parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument("--seconds", type=float, default=0.1, help="of measuring, per figure")
+    parser.add_argument("--seconds", type=float, default=0.1, help="time to measure each figure")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--texts", default="speech,code")
     parser.add_argument("--weights", default="fp8,int4")
-    parser.add_argument("--len", type=int, default=2048, help="tokens of a text")
+    parser.add_argument("--len", type=int, default=2048, help="tokens of each text")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     loaded, cases = load_model(arguments.model), []

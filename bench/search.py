@@ -213,10 +213,12 @@ def print_search(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the result there, too")
-    parser.add_argument("--quick", action="store_true", help="two sizes, short runs")
-    parser.add_argument("--layer", action="store_true", help="one layer of an 8B model on all cores: `search_layer.py`")
-    parser.add_argument("--threads", type=int, nargs="+", help="thread counts; powers of two and all cores unless said")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--quick", action="store_true", help="measure two sizes, in short runs")
+    parser.add_argument(
+        "--layer", action="store_true", help="measure one layer of an 8B model on all cores (search_layer.py)"
+    )
+    parser.add_argument("--threads", type=int, nargs="+", help="thread counts [default: powers of two, and all cores]")
     args = parser.parse_args()
     sizes = [8192, 131_072] if args.quick else [8192, 32_768, 131_072, 524_288, 1_048_576]
     seconds = 0.3 if args.quick else 1.0

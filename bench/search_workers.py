@@ -193,8 +193,8 @@ def main(json_path: Path | None, context_len: int, worker_counts: list[int], sec
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to keep the result")
-    parser.add_argument("--quick", action="store_true", help="a short run")
+    parser.add_argument("--json", type=Path, help="file for the result")
+    parser.add_argument("--quick", action="store_true", help="make a short run")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()

@@ -42,13 +42,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,2,4,8,16")
     parser.add_argument(
-        "--question", default="16,64", help="rows of one request in a step, of which the last asks what follows, or all"
+        "--question",
+        default="16,64",
+        help="rows of a step that all belong to one request's question; either its last row or all of them give logits",
     )
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--contexts", type=int, default=len(STARTS))
-    parser.add_argument("--model", help="[default: the demo model]")
+    parser.add_argument("--model", help="model directory, .gguf file or hub id [default: the demo model]")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--weights", help="what linear layers are rounded to: int4 or fp8")
+    parser.add_argument("--weights", help="format that linear layers are rounded to: int4 or fp8")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--store", type=Path, default=Path("~/.cache/csattn/bench").expanduser())
     parser.add_argument("--json", type=Path)

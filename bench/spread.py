@@ -260,15 +260,21 @@ def measure(options: argparse.Namespace, place: Path) -> dict[str, Any]:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, named=True)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2], help="several: one after the other")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        nargs="+",
+        default=[2],
+        help="attention workers; several numbers are measured one after the other",
+    )
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--every-s", type=float, default=15.0, help="something is killed; 0: nothing is")
-    parser.add_argument("--least-kills", type=int, default=0, help="the trace is replayed again until then")
-    parser.add_argument("--model", default="tiny", help="tiny, demo, or a shape, as llama-3.1-8b")
-    parser.add_argument("--layers", type=int, help="of a shape: so many only")
-    parser.add_argument("--device", default="cpu", help="that builds the contexts")
-    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, of the service")
-    parser.add_argument("--budget-contexts", type=int, default=0, help="that a worker has room for; 0: for all")
+    parser.add_argument("--every-s", type=float, default=15.0, help="seconds between kills; 0: kill nothing")
+    parser.add_argument("--least-kills", type=int, default=0, help="replay the trace until there were this many kills")
+    parser.add_argument("--model", default="tiny", help="tiny, demo, or a model shape such as llama-3.1-8b")
+    parser.add_argument("--layers", type=int, help="layers of the shape to use [default: all]")
+    parser.add_argument("--device", default="cpu", help="device that builds the contexts")
+    parser.add_argument("--set", action="append", default=[], help="setting of the service, KEY=VALUE; may be repeated")
+    parser.add_argument("--budget-contexts", type=int, default=0, help="contexts that a worker has room for; 0: all")
     parser.set_defaults(may_lose=True)
     return parser
 

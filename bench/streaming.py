@@ -170,8 +170,8 @@ def definition(loaded: LoadedModel, ids: Tensor, config: StreamConfig) -> Tensor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, help="of the memory test [200000], or of the novel [600]")
-    parser.add_argument("--policy", choices=MEMORY_CONFIGS, help="of the memory test [both]")
+    parser.add_argument("--tokens", type=int, help="tokens of the memory test [200000] or of the novel [600]")
+    parser.add_argument("--policy", choices=MEMORY_CONFIGS, help="policy of the memory test [both]")
     parser.add_argument("--perplexity", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -192,8 +192,8 @@ def kv_bytes(artifact: Artifact) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context-len", type=int, default=6000)
-    parser.add_argument("--share", type=float, default=0.25, help="of the KV, as host budget")
-    parser.add_argument("--artifact", type=Path, help="of the demo model in bfloat16 over the same text")
+    parser.add_argument("--share", type=float, default=0.25, help="host budget, as a share of the KV")
+    parser.add_argument("--artifact", type=Path, help="artifact of the demo model in bfloat16 over the same text")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)

@@ -29,12 +29,16 @@ ABOUT: dict[str, About] = {
     ),
     "exact": About("the true top-k, by reading every key", "", True),
     "quest": About("bounds of pages of 16 keys", "Quest, arXiv:2406.10774", True),
-    "sparq": About("a quarter of the components, mean value for the rest", "SparQ, arXiv:2312.04985", True),
+    "sparq": About(
+        "a quarter of the query's components, and the mean value for the rest", "SparQ, arXiv:2312.04985", True
+    ),
     "pqcache": About("product-quantised keys", "PQCache, arXiv:2407.12820", True),
-    "magicpig": About("hashed samples with weights, however many", "MagicPIG, arXiv:2410.16179", False),
-    "h2o": About("what has received most attention so far", "H2O, arXiv:2306.14048", True),
-    "window": About("sinks and recent rows alone", "StreamingLLM, arXiv:2309.17453", False),
-    "full": About("everything", "", False),
+    "magicpig": About(
+        "rows sampled by hashing, as many as it finds, with weights", "MagicPIG, arXiv:2410.16179", False
+    ),
+    "h2o": About("the rows that have received the most attention so far", "H2O, arXiv:2306.14048", True),
+    "window": About("only sinks and recent rows", "StreamingLLM, arXiv:2309.17453", False),
+    "full": About("all rows", "", False),
 }
 
 

@@ -13,5 +13,5 @@ class Share:
     def of(self, num: int, first: int = 0) -> slice:
         """Return this device's slice of `num` consecutive items, divided equally; `first` is the index of the first."""
         each, left = divmod(num, self.num_devices)
-        assert not left, f"{num} cannot be shared out among {self.num_devices} devices"
+        assert not left, f"{num} cannot be divided among {self.num_devices} devices"
         return slice(first + self.rank * each, first + (self.rank + 1) * each)

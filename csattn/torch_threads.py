@@ -24,8 +24,8 @@ def require_threads() -> None:
         return
     if _pid_with_threads not in (None, os.getpid()):
         raise ConfigError(
-            "this process was forked from one that has built, and torch's threads did not come along: start it by "
-            'multiprocessing.get_context("spawn"), or call torch.set_num_threads(1) in it first'
+            "this process was forked from one that has built a context, and torch's threads do not survive a fork: "
+            'start it with multiprocessing.get_context("spawn"), or call torch.set_num_threads(1) in it first'
         )
     _pid_with_threads = os.getpid()
 

@@ -199,7 +199,7 @@ def build_job(
     def wait() -> None:
         if not may_wait:
             raise BuiltElsewhereError
-        on_state(BuildState(context_len, 0.0, 0.0, "waiting for another builder of it"))
+        on_state(BuildState(context_len, 0.0, 0.0, "waiting for another process that builds it"))
 
     report = build_plan(loaded, plan, store, on_progress=show, on_wait=wait, num_threads=num_threads, **options)
     num_built = 0 if report.reused else plan.spec.model.num_layers - report.resumed_at

@@ -292,4 +292,4 @@ def _fault_of(array: Tensor, limit: float) -> str | None:
     largest = float(torch.maximum(-least, most))
     if not isfinite(largest):
         return "NaN or infinity"
-    return None if largest <= limit else f"numbers to {largest:.1e}, more than the {limit:.1e} that an index takes,"
+    return None if largest <= limit else f"numbers up to {largest:.1e}, above the {limit:.1e} that an index takes,"

@@ -19,7 +19,10 @@ def kmeans_version(config: IndexConfig) -> dict[str, Any]:
     if not isinstance(config, ListConfig) or config.kmeans == "torch":
         return {}
     if KMEANS_ON_CPU == "torch":
-        raise ConfigError("k-means by FAISS is not for macOS, where its OpenMP and torch's crash; use --kmeans torch")
+        raise ConfigError(
+            "k-means by FAISS is not available on macOS, where its OpenMP and torch's crash together; use --kmeans "
+            "torch"
+        )
     if find_spec("faiss") is None:
         raise ConfigError(
             "k-means by FAISS needs faiss, which is not installed; install faiss-cpu, or use --kmeans torch"

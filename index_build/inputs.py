@@ -19,15 +19,15 @@ from csattn.errors import ConfigError, ContextError
 DEVICES = ("auto", "cpu", "cuda")
 # magic bytes of files that are not text, and what to do with them
 _DOCUMENTS = {
-    b"%PDF-": "it is a PDF: take the text out of it, by pdftotext",
+    b"%PDF-": "it is a PDF: extract its text, for example with pdftotext",
     b"PK\x03\x04": "it is a ZIP archive, as DOCX, ODT and EPUB are: save it as plain text in UTF-8",
-    b"\xd0\xcf\x11\xe0": "it is a document of an older Office: save it as plain text in UTF-8",
+    b"\xd0\xcf\x11\xe0": "it is a document of an older version of Office: save it as plain text in UTF-8",
     b"{\\rtf": "it is RTF: save it as plain text in UTF-8",
     b"\x89PNG": "it is an image: write its text into a file in UTF-8",
     b"\xff\xd8\xff": "it is an image: write its text into a file in UTF-8",
     b"\x1f\x8b": "it is compressed by gzip: decompress it by gunzip",
-    b"GGUF\x02\0": "it is a model, for --model: write a text into a file in UTF-8",
-    b"GGUF\x03\0": "it is a model, for --model: write a text into a file in UTF-8",
+    b"GGUF\x02\0": "it is a model, as --model takes it: give a text file in UTF-8",
+    b"GGUF\x03\0": "it is a model, as --model takes it: give a text file in UTF-8",
 }
 _TO_KANJI = b"\x1b$B", b"\x1b$@"  # of ISO-2022-JP, all of whose bytes are ASCII
 
@@ -45,11 +45,11 @@ def read_text(context: str) -> str:
         raise ContextError(f"cannot read {name}: {error.strerror}; give a text file, or - for stdin") from error
     except UnicodeDecodeError as error:
         raise ContextError(
-            f"{name} is not UTF-8 text (byte {error.start}); {_conversion(data, is_utf8=False)}, and give what comes"
+            f"{name} is not UTF-8 text (byte {error.start}); {_conversion(data, is_utf8=False)}, and give the result"
         ) from error
     is_document = data.removeprefix(BOM_UTF8).startswith(tuple(_DOCUMENTS))
     if is_document or "\0" in text or any(mark in data for mark in _TO_KANJI):  # valid UTF-8, but not text
-        raise ContextError(f"{name} is no plain text; {_conversion(data, is_utf8=True)}, and give what comes")
+        raise ContextError(f"{name} is not plain text; {_conversion(data, is_utf8=True)}, and give the result")
     if not text.strip():
         raise ContextError(f"{name} holds no text; give a text that is not empty")
     return text
@@ -63,7 +63,7 @@ def _conversion(data: bytes, *, is_utf8: bool) -> str:
     if (byte_order := _utf16_order(data)) is not None:
         return f"if it is UTF-16, as Windows writes, convert it: iconv -f UTF-16{byte_order} -t UTF-8 FILE"
     if is_utf8 and b"\0" not in data:
-        return "it is ISO-2022-JP, as mail has it: iconv -f ISO-2022-JP -t UTF-8 FILE"
+        return "it is ISO-2022-JP, as used in mail: convert it: iconv -f ISO-2022-JP -t UTF-8 FILE"
     if is_utf8:
         return f"it has a NUL at byte {data.index(0)}; remove it: tr -d '\\0' < FILE"
     known = "GB18030, BIG5, SHIFT_JIS, EUC-KR, CP1252, ..."
@@ -83,7 +83,7 @@ def read_tokens(path: Path) -> NDArray[np.int32]:
     try:
         ids = json.loads(path.read_bytes())
         if not isinstance(ids, list) or not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
-            raise ValueError("it is no list of tokens' numbers")
+            raise ValueError("it is not a list of token ids")
     except OSError as error:
         raise ContextError(f"cannot read {path}: {error.strerror}; give a file of token ids") from error
     except (ValueError, RecursionError) as error:

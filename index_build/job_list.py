@@ -56,7 +56,7 @@ def read_jobs(path: Path, defaults: BuildOptions = _DEFAULTS) -> list[Job]:
         except (ConfigError, ContextError) as fault:
             faults.append(f"line {number}: {fault}")
     if faults:
-        raise ConfigError("\n  ".join([f"{path} has {_lines(len(faults))} to mend; nothing was built:", *faults]))
+        raise ConfigError("\n  ".join([f"{path} has {_lines(len(faults))} to correct; nothing was built:", *faults]))
     if not jobs:
         raise ConfigError(f'{path} holds no jobs; write one line like {{"context": "handbook.txt"}} per context')
     return jobs
@@ -91,7 +91,7 @@ def _read_job(line: str, number: int, base: Path, defaults: BuildOptions) -> Job
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     given = dict(pairs)
     if len(given) != len(pairs):
-        raise ConfigError("a name is there twice; write one object per line, and each name once")
+        raise ConfigError("a name appears twice; write one object per line, and each name once")
     return given
 
 

@@ -175,11 +175,11 @@ class _Dispatch:
         room, now = self._needs.room(_nodes(self._ray)), time.monotonic()
         self._had_room = now if room else self._had_room
         if now - self._had_room > NO_ROOM_S:
-            self._give_up(f"the cluster had no node for it for {NO_ROOM_S:.0f} s")
+            self._give_up(f"the cluster had no node with room for it for {NO_ROOM_S:.0f} s")
         num_builds = sum(self._builds[idx].built is None for idx in self._running.values())
         self._builders.update(min(room, num_builds + len(self._waiting)))
         if self._builders.start_error:
-            self._give_up(f"processes that build die as they start, last of {self._builders.start_error}")
+            self._give_up(f"build processes die as they start; the last one: {self._builders.start_error}")
         while self._waiting and self._builders.has_idle:
             self._start(self._waiting.pop(0))
 
@@ -215,7 +215,7 @@ class _Dispatch:
         elif died:
             build.losses[build.first_share] += 1
             if build.losses[build.first_share] >= MAX_ATTEMPTS:
-                self._fail(job_idx, f"its worker died {MAX_ATTEMPTS} times, last of {sentence(value)}")
+                self._fail(job_idx, f"its worker died {MAX_ATTEMPTS} times; the last time: {sentence(value)}")
                 return
             build.num_restarts += 1
             if build.built is not None:

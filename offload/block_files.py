@@ -84,7 +84,7 @@ class BlockFiles:
             with suppress(OSError):
                 os.utime(path)
             return data[_HEAD.size : label_start].copy()  # a view would keep the label in memory
-        _log.warning("%s %s: it is removed, and made anew when it is wanted", path, fault)
+        _log.warning("%s %s: it is removed, and computed again when it is needed", path, fault)
         with suppress(OSError):
             path.unlink()
         self._sizes.pop(path, None)

@@ -71,8 +71,8 @@ def _require(place: str, parts: Sequence[tuple[str, int]], available_bytes: int)
         return
     name, biggest_bytes = max(parts, key=lambda part: part[1])
     raise MemoryPlanError(
-        f"the plan needs {_amount(needed_bytes)} of {place} and {_amount(available_bytes)} is available; "
-        f"the biggest part is {name} with {_amount(biggest_bytes)}: {_REMEDIES}"
+        f"the plan needs {_amount(needed_bytes)} of {place} and {_amount(available_bytes)} is available; the largest "
+        f"part is {name} with {_amount(biggest_bytes)}: {_REMEDIES}"
     )
 
 

@@ -51,8 +51,8 @@ class DiskFile:
             done += count
             if count == 0 or (self.direct and done < wanted and done % BLOCK_BYTES):
                 raise DiskError(
-                    f"{self._path} ends at byte {offset + done:,} and should go on to {offset + wanted:,}: it was "
-                    "shortened while it was in use; make it again"
+                    f"{self._path} ends at byte {offset + done:,} and should extend to {offset + wanted:,}: it was "
+                    "shortened while it was in use; build it again"
                 )
 
     def close(self) -> None:

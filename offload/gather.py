@@ -48,7 +48,7 @@ class RowGather:
         if row_bytes <= 0 or row_bytes % PIECE_BYTES:
             raise OffloadError(
                 f"rows of {row_bytes} bytes cannot be gathered: a row has to be a multiple of {PIECE_BYTES} bytes; "
-                f"choose a head_dim and dtype of which that holds, or a placement without a gather"
+                "choose a head_dim and dtype for which it is, or a placement without a gather"
             )
         self.row_bytes = row_bytes
         self._max_lists = max_lists

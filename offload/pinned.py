@@ -79,7 +79,7 @@ class PinnedRows:
         for how, read_only in (("in place", False), ("in place, read only", True)):
             try:
                 if any(layer.data_ptr() % _PAGE for layer in self.layers):
-                    raise PinningError("they share a page with something else, which could no longer be copied")
+                    raise PinningError("they share a page with other data, which could then no longer be copied")
                 self._chunks = register_all(self.layers, read_only)
                 return how
             except PinningError as error:
@@ -94,7 +94,7 @@ class PinnedRows:
             limit = locked_limit_bytes()
             return str(error) + (f"; `ulimit -l` allows {limit:,} bytes" if limit < needed else "")
         self.layers = copies
-        return "a copy, for the rows themselves could not be"
+        return "a copy, because the rows themselves could not be pinned"
 
 
 def _register_all(

@@ -121,8 +121,8 @@ def _start_readers() -> ThreadPoolExecutor:
         if not isinstance(error, RuntimeError):
             raise
         raise DiskError(
-            f"the system starts no more threads, and {_NUM_READERS} read a context from its files ({error}); end other "
-            "programs, or raise the limit of threads (`ulimit -u`, or the container's)"
+            f"the system cannot start more threads, and reading a context from its files needs {_NUM_READERS} "
+            f"({error}); end other programs, or raise the limit of threads (`ulimit -u`, or the container's)"
         ) from error
     return readers
 
@@ -181,5 +181,5 @@ def _require_size(layer: FileSpan) -> None:
     size_bytes, wanted = layer.path.stat().st_size, layer.offset + layer.num_bytes
     if size_bytes < wanted:
         raise DiskError(
-            f"{layer.path} has {size_bytes:,} bytes and its rows need {wanted:,}: it is truncated; make it again"
+            f"{layer.path} has {size_bytes:,} bytes and its rows need {wanted:,}: it is truncated; build it again"
         )

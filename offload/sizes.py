@@ -14,5 +14,5 @@ def parse_size(text: str) -> int:
     found = _SIZE.fullmatch(text.strip().lower())
     num_bytes = float(found[1]) * _UNITS[found[2]] if found and found[2] in _UNITS else 0.0
     if not 1 <= num_bytes < 2**63:
-        raise TierError(f"{text!r} is no size; give a number of bytes or one with a unit, 64MiB or 1.5GB say")
+        raise TierError(f"{text!r} is not a size; give a number of bytes, or one with a unit, such as 64MiB or 1.5GB")
     return int(num_bytes)

@@ -43,14 +43,14 @@ class SlotCacheShape:
         assert min(self.num_layers, self.num_contexts, self.context_capacity, self.num_slots, self.max_top_k) > 0
         if self.num_slots > max_slots():
             raise OffloadError(
-                f"a slot cache of {self.num_slots:,} rows per KV head was asked for; its kernel keeps track of up to "
+                f"a slot cache of {self.num_slots:,} rows per KV head was requested; its kernel supports up to "
                 f"{max_slots():,} on this GPU: choose a smaller slot cache"
             )
         num_ids = self.max_batch * self.num_index_heads * self.max_top_k
         if num_ids >= _MOST_IDS:
             raise OffloadError(
                 f"a step of {self.max_batch} requests that choose {self.max_top_k:,} rows each for "
-                f"{self.num_index_heads} heads has {num_ids:,} rows to look up, and a slot cache numbers fewer than "
+                f"{self.num_index_heads} heads has {num_ids:,} rows to look up, and a slot cache supports fewer than "
                 f"{_MOST_IDS:,}: decode fewer requests in a step, or choose fewer rows"
             )
 

@@ -74,7 +74,7 @@ class TieredStore:
             return torch.empty(num_kv_heads, 0, 2, head_dim, dtype=self._dtype)
         if (rows.start, rows.stop) not in self._resident_ranges:
             raise TierError(
-                f"rows {rows.start} to {rows.stop} are not among those that stay in host memory; what reads them all "
+                f"rows {rows.start} to {rows.stop} do not stay in host memory, and a selector that reads all rows "
                 "cannot run within a host budget: choose another selector, or leave the budget out"
             )
         place = layer_idx, rows.start, rows.stop

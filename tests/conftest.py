@@ -51,7 +51,7 @@ WAITING = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--as-ampere", action="store_true", help="take the GPU for an older and smaller one")
+    parser.addoption("--as-ampere", action="store_true", help="treat the GPU as an older and smaller one")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -95,11 +95,13 @@ def require_room_for_weights(name: str | None, dtype: str, weights: str | None =
 
 
 def _require_room_for_copies(config: Any, size: WeightBytes, dtype: str, is_converted: bool) -> None:
-    remedy = "end other programs, or take a smaller model"
+    remedy = "end other programs, or use a smaller model"
     if is_converted and dtype == "float32":
-        remedy += "; in bfloat16 it takes less: --dtype bfloat16, of a service build.dtype"
+        remedy += "; in bfloat16 it takes less: --dtype bfloat16, for a service build.dtype"
     elif are_copied(config, dtype) and not are_copied(config, "bfloat16"):
-        remedy += "; in bfloat16, as its files have it, it is mapped: --dtype bfloat16, of a service build.dtype"
+        remedy += (
+            "; in bfloat16, the dtype of its files, it is memory-mapped: --dtype bfloat16, for a service build.dtype"
+        )
     what = f"the model, its weights {'converted' if is_converted else 'copied'} to {dtype},"
     needed = size.decoded + size.quantized - (size.mapped if dtype == "bfloat16" else 0)
     if is_converted:
@@ -117,10 +119,10 @@ def _warn_if_larger_than_memory(needed: int, can_be_rounded: bool) -> None:
     """Warn of memory-mapped weights that exceed free memory: they load, but decoding on a CPU would be slow."""
     if needed <= (free := host_memory_bytes()):
         return
-    remedy = "keep them in 4 bits (weights int4, dtype bfloat16)" if can_be_rounded else "take a smaller model"
+    remedy = "keep them in 4 bits (weights int4, dtype bfloat16)" if can_be_rounded else "use a smaller model"
     _log.warning(
-        f"the model's weights take {gib(needed)} and {gib(free)} of memory is free: what has no room there is read "
-        f"from the disk whenever it is needed, on a CPU for each token; {remedy}"
+        f"the model's weights take {gib(needed)} and {gib(free)} of memory is free: weights that do not fit are read "
+        f"from the disk whenever they are needed, on a CPU for each token; {remedy}"
     )
 
 

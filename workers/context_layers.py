@@ -47,13 +47,13 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
 
     if STATE in loaded.geometry.reaches:
         raise ConfigError(
-            f"what tokens of the context attended to is asked for, which {loaded.name}, a model with linear attention, "
-            "does not tell; choose another selector than h2o"
+            f"selector h2o needs the attention of the context's own tokens, which {loaded.name}, a model with linear "
+            "attention, does not give; choose another selector"
         )
     if loaded.geometry.rows_of:
         raise ConfigError(
-            f"what tokens of the context attended to is asked for, which {loaded.name}, some of whose layers attend to "
-            "rows of others, does not tell; choose another selector than h2o"
+            f"selector h2o needs the attention of the context's own tokens, which {loaded.name}, some of whose layers "
+            "share the rows of others, does not give; choose another selector"
         )
     geometry, context_len = loaded.geometry, artifact.spec.context_len
     chunk_len = max(1, min(_CHUNK_LEN, _CHUNK_LOGITS // (geometry.num_q_heads * context_len)))

@@ -88,8 +88,8 @@ def measure(
     ids = _with_successors(loaded, token_ids)
     if not np.array_equal(ids, baseline.token_ids):
         raise ConfigError(
-            f"full attention's predictions are of {len(baseline.token_ids)} other tokens than these {len(ids)}; give "
-            "what `full_attention` says of the same ones"
+            f"full attention's predictions are for {len(baseline.token_ids)} other tokens than these {len(ids)}; give "
+            "the result of `full_attention` for the same tokens"
         )
     num_tokens = len(ids) - 1
     probe = AttentionProbe(artifact, every=-(-num_tokens // _MAX_OBSERVED))
@@ -127,7 +127,7 @@ def _with_successors(loaded: LoadedModel, token_ids: NDArray[np.integer[Any]] | 
     require_loaded(loaded)
     ids = ids_of(token_ids)
     if len(ids) < 2:
-        raise ConfigError(f"each token is judged by the one after it, and there are {len(ids)}; give two or more")
+        raise ConfigError(f"each token is evaluated on the one after it, got {len(ids)}; give two or more")
     require_tokens(ids.tolist(), loaded.geometry.vocab_size)  # also the last one, which is never fed
     return ids.astype(np.int32)
 

@@ -87,7 +87,7 @@ def _draw_profile(
     axes.plot(picture.answer_at, 1.07, "v", color=_BLUE, markersize=10, clip_on=False, transform=place)
     is_left = picture.answer_at < context_len / 2
     axes.annotate(
-        "the answer stands here", (picture.answer_at, 1.07), xycoords=place, fontsize=11, va="center", color=_BLUE,
+        "the answer is here", (picture.answer_at, 1.07), xycoords=place, fontsize=11, va="center", color=_BLUE,
         ha="left" if is_left else "right", xytext=(9 if is_left else -9, 0), textcoords="offset points",
     )  # fmt: skip
     axes.set_xlim(0, context_len)
@@ -110,7 +110,7 @@ def _draw_map(axes: Any, picture: AttentionPicture, context_len: int, is_first: 
         extent=(0, context_len, num_layers, 0),
     )  # fmt: skip
     axes.axvline(picture.answer_at, color=_BLUE, linewidth=1.4)
-    axes.set_xlabel("place in the document (tokens)", fontsize=12, labelpad=22)
+    axes.set_xlabel("position in the document (tokens)", fontsize=12, labelpad=22)
     shown = range(0, num_layers, max(1, num_layers // 6))
     axes.set_yticks([layer + 0.5 for layer in shown], [str(layer + 1) for layer in shown] if is_first else [])
     # no number where the line to the window's label goes down

@@ -43,17 +43,17 @@ class RequestCache(AttendingCache):
         """
         same = self._num_of_context(token_ids)
         if same < self._context_len:
-            how = f"and from position {same} on they are not the context's" if same else "without it before them"
+            how = f"which differ from the context's at position {same}" if same else "without the context's before them"
             raise ConfigError(
                 f"{len(token_ids)} token ids were given to a request of a context of {self._context_len}, {how}; give "
-                "a whole sequence, as `session.ask` and `continue_with` do: the context's ids as they are, and then "
+                "a whole sequence, as `session.ask` and `continue_with` do: the context's ids, unchanged, and then "
                 "the question's"
             )
         old, new = token_ids[self._context_len : self.decoded.kv_len], token_ids[self.decoded.kv_len :]
         if old != self.decoded.token_ids or not new:
             raise ConfigError(
                 f"these {len(token_ids)} token ids do not follow a request of {self.decoded.kv_len}: it has been "
-                "decoded already; ask again for a new one, or go on with all the tokens that it has"
+                "decoded already; ask again for a new one, or continue with all the tokens that it has"
             )
         return new
 
@@ -69,7 +69,7 @@ class RequestCache(AttendingCache):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Called by `copy` and `pickle`."""
-        raise ConfigError(f"a request cannot be copied, for its rows are its session's; {_ASK_AGAIN}")
+        raise ConfigError(f"a request cannot be copied, because its session owns its rows; {_ASK_AGAIN}")
 
     @property
     def count(self) -> StepCount:
@@ -96,7 +96,7 @@ class RequestCache(AttendingCache):
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-_ASK_AGAIN = "ask again in its session: questions about one context share what they begin with"
+_ASK_AGAIN = "ask again in its session: all its questions share the context's rows"
 
 
 class _DecodedTokens:

@@ -115,8 +115,8 @@ class Session:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Called by `copy` and `pickle`."""
         raise ConfigError(
-            "a session is neither copied nor sent to another process, for its threads and memory are this one's; open "
-            "one there, over the same artifact"
+            "a session cannot be copied or sent to another process, because its threads and memory belong to this "
+            "one; open one there, over the same artifact"
         )
 
     def ask(self, question: str, observer: Observer | None = None) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Session:
         if wanted > room:
             remedy = f"pass max_new_tokens of at most {room}" if room else "ask a shorter question"
             raise ContextError(
-                f"{wanted} new tokens were asked for, and behind these {prompt_len} of context and question there is "
+                f"{wanted} new tokens were requested, and after these {prompt_len} of context and question there is "
                 f"room for {room}; {remedy}{self._or_more_room}"
             )
 
@@ -227,7 +227,7 @@ class Session:
         if num_tokens > room:
             raise ContextError(
                 f"a request would have {num_tokens} tokens of its own, question and answer, and there is room for "
-                f"{room} behind this context; pass max_new_tokens of at most what `session.room_for` tells, or ask a "
+                f"{room} after this context; pass max_new_tokens of at most what `session.room_for` returns, or ask a "
                 f"shorter question{self._or_more_room}"
             )
 
@@ -248,6 +248,6 @@ class Session:
             if self._unused:
                 return self._unused[0]
         raise ConfigError(
-            f"this session has {self._num_slots} requests, as many as it has slots; let one go (a notebook "
-            "keeps those that a cell has shown, until `%reset -f out`), or open the session with more num_slots"
+            f"this session has {self._num_slots} requests, as many as it has slots; release one (a notebook keeps "
+            "those that a cell has shown, until `%reset -f out`), or open the session with more num_slots"
         )

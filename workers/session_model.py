@@ -82,7 +82,8 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
     for name in _ASSISTED:
         if options.get(name):
             raise ConfigError(
-                f"a request is decoded token by token and takes none back, as assisted decoding would; leave out {name}"
+                "a request is decoded token by token and cannot take tokens back, as assisted decoding would; "
+                f"leave out {name}"
             )
     _require_cached(options)
     asked, default = in_call.get("cache_implementation"), getattr(defaults, "cache_implementation", None)
@@ -120,7 +121,7 @@ def _sequences(ids: Any) -> Tensor:
         return ids
     raise ConfigError(
         f"a request takes token ids, a tensor of whole numbers [1, num_tokens], got {_kind_of(ids)}; give what "
-        "`session.ask` gives, or ids like it"
+        "`session.ask` returns, or ids of that form"
     )
 
 
@@ -135,7 +136,7 @@ def _require_mask_of_all(cache: RequestCache, mask: Any, num_ids: int) -> None:
     if mask is None:
         return
     if not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
-        raise ConfigError("a request of a session attends to all of its tokens; leave out padding, and what masks it")
+        raise ConfigError("a request of a session attends to all of its tokens; leave out padding and its mask")
     kv_len = cache.get_seq_length()
     if mask.shape[0] != 1 or mask.shape[1] not in (num_ids, kv_len + num_ids):
         raise ConfigError(
@@ -193,7 +194,7 @@ def _wanted(keep: Any, num_tokens: int) -> Tensor:
             return numbers[keep.cpu()]
     got = keep.tolist() if isinstance(keep, Tensor) else repr(keep)
     raise ConfigError(
-        f"logits_to_keep must be a whole number, the last so many, or a tensor of numbers below {num_tokens} in one "
+        f"logits_to_keep must be a whole number (of last tokens) or a tensor of numbers below {num_tokens} in one "
         f"row, got {got}; leave it out for all"
     )
 
@@ -215,7 +216,7 @@ def _new_ids(cache: RequestCache, ids: list[int], mask: Tensor | None, positions
         if not is_whole and first != kv_len:
             raise ConfigError(
                 f"tokens at positions from {first} on do not follow a request of {kv_len}: it has been decoded "
-                "already; ask again for a new one, or go on with all the tokens that it has"
+                "already; ask again for a new one, or continue with all the tokens that it has"
             )
     return cache.new_among(ids) if is_whole else ids
 

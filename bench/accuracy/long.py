@@ -212,21 +212,30 @@ def token_count(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--texts", default="novel,speech,code,dialogue,spanish", help=f"{', '.join(TEXTS)}, odd, or files"
+        "--texts", default="novel,speech,code,dialogue,spanish", help=f"texts: {', '.join(TEXTS)}, odd, or files"
     )
-    parser.add_argument("--contenders", default="all", help="names and groups: " + ", ".join(_groups()))
+    parser.add_argument(
+        "--contenders", default="all", help="methods to compare, by names and groups: " + ", ".join(_groups())
+    )
     parser.add_argument("--keep", type=shares, default="0.005,0.01,0.02,0.05")
-    parser.add_argument("--context-len", type=token_count, default="7680", help="7680, or 32K; less where a text ends")
+    parser.add_argument(
+        "--context-len",
+        type=token_count,
+        default="7680",
+        help="tokens of context, such as 7680 or 32K; fewer if the text is shorter",
+    )
     parser.add_argument("--eval-len", type=int, default=256)
-    parser.add_argument("--stretch", type=float, default=1.0, help="times the model's positions (YaRN)")
+    parser.add_argument("--stretch", type=float, default=1.0, help="factor by which YaRN extends the model's positions")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--gate", action="store_true", help="first compare with the product's own path")
+    parser.add_argument("--gate", action="store_true", help="first compare with the product's own code path")
     parser.add_argument("--model")
-    parser.add_argument("--json", type=Path, help="keeps the figures; what it holds is not measured again")
+    parser.add_argument("--json", type=Path, help="file for the figures; figures already in it are not measured again")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--record", type=Path, help="only save real rows of the first text for bench.decode (.npz)")
-    parser.add_argument("--layers", type=_numbers, default="3,13,24", help="that --record saves")
-    parser.add_argument("--show", type=Path, nargs="+", help="only show what these files hold, put together")
+    parser.add_argument(
+        "--record", type=Path, help="only save real rows of the first text to this file (.npz), for bench.decode"
+    )
+    parser.add_argument("--layers", type=_numbers, default="3,13,24", help="layers that --record saves")
+    parser.add_argument("--show", type=Path, nargs="+", help="only show what these files hold together")
 
 
 def _numbers(text: str) -> list[int]:

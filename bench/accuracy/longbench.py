@@ -118,14 +118,25 @@ def table(cases: list[Case]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="LongBench's .jsonl files")
     parser.add_argument("--prompts", type=Path, required=True, help="LongBench's config/dataset2prompt.json")
-    parser.add_argument("--question", choices=SET_UPS, default="sparse", help="dense: in the prefill, the easy set-up")
-    parser.add_argument("--selectors", default="default", help="or all; full attention is always asked")
+    parser.add_argument(
+        "--question",
+        choices=SET_UPS,
+        default="sparse",
+        help="sparse, or dense: the question is part of the prefill, which is easier",
+    )
+    parser.add_argument(
+        "--selectors", default="default", help="selectors and presets, or all; full attention is always measured"
+    )
     parser.add_argument("--keep", type=shares, default=str(SearchConfig().keep))
-    parser.add_argument("--items", type=int, help="of each file, the first so many only")
-    parser.add_argument("--max-length", type=int, help="tokens of a prompt [default: the model's positions less 692]")
+    parser.add_argument("--items", type=int, help="use only the first so many items of each file")
+    parser.add_argument(
+        "--max-length", type=int, help="most tokens of a prompt [default: the model's positions less 692]"
+    )
     parser.add_argument("--model")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", type=Path, help="keeps the answers; what it holds is not asked again")
+    parser.add_argument(
+        "--json", type=Path, help="file for the answers; questions whose answers are in it are not asked again"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -61,11 +61,11 @@ def mass_errors(layer: ContextLayer, step: Step, index: SketchIndex, reading: Re
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--texts", default="novel,speech,spanish", help=f"{', '.join(TEXTS)}, or files")
+    parser.add_argument("--texts", default="novel,speech,spanish", help=f"texts: {', '.join(TEXTS)}, or files")
     parser.add_argument("--context-len", type=int, default=4096)
     parser.add_argument("--eval-len", type=int, default=96)
     parser.add_argument("--model")
-    parser.add_argument("--json", type=Path, help="keeps the figures")
+    parser.add_argument("--json", type=Path, help="file for the figures")
 
 
 def run(arguments: argparse.Namespace) -> None:

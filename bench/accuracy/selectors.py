@@ -99,14 +99,16 @@ def _block(title: str, rows: list[Case]) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--texts", default="novel,code,dialogue,spanish", help=f"{', '.join(TEXTS)}, or files")
-    parser.add_argument("--selectors", default="all", help="selectors and presets: default+rest=none, lists, ...")
+    parser.add_argument("--texts", default="novel,code,dialogue,spanish", help=f"texts: {', '.join(TEXTS)}, or files")
+    parser.add_argument(
+        "--selectors", default="all", help="selectors and presets, such as default+rest=none or lists, or all"
+    )
     parser.add_argument("--keep", type=shares, default="0.05,0.02")
     parser.add_argument("--context-len", type=int, default=7680)
     parser.add_argument("--eval-len", type=int, default=256)
     parser.add_argument("--model")
-    parser.add_argument("--store", type=Path, default=STORE, help="keeps the contexts")
-    parser.add_argument("--json", type=Path, help="keeps the figures; what it holds is not measured again")
+    parser.add_argument("--store", type=Path, default=STORE, help="store that keeps the contexts")
+    parser.add_argument("--json", type=Path, help="file for the figures; figures already in it are not measured again")
 
 
 def run(arguments: argparse.Namespace) -> None:

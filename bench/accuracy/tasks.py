@@ -113,18 +113,35 @@ def _lengths(text: str) -> list[int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--lengths", type=_lengths, default="1024,2048,4096,7680", help="tokens of context")
-    parser.add_argument("--depths", type=int, default=5, help="places where an answer stands, from first to last")
-    parser.add_argument("--samples", type=int, default=3, help="contexts per task, length (and depth)")
-    parser.add_argument("--question", choices=SET_UPS, default="sparse", help="dense: in the prefill, the easy set-up")
-    parser.add_argument("--selectors", default="default,exact,window", help="or all; full attention is always asked")
+    parser.add_argument(
+        "--lengths", type=_lengths, default="1024,2048,4096,7680", help="lengths of contexts, in tokens"
+    )
+    parser.add_argument(
+        "--depths", type=int, default=5, help="number of depths at which an answer is placed, from first to last"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=3, help="contexts per task and length, and per depth where depth varies"
+    )
+    parser.add_argument(
+        "--question",
+        choices=SET_UPS,
+        default="sparse",
+        help="sparse, or dense: the question is part of the prefill, which is easier",
+    )
+    parser.add_argument(
+        "--selectors",
+        default="default,exact,window",
+        help="selectors and presets, or all; full attention is always measured",
+    )
     parser.add_argument("--keep", type=shares, default=str(SearchConfig().keep))
     parser.add_argument("--model")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cpu", help="cuda: a GPU's engine answers")
-    parser.add_argument("--stretch", type=float, default=1.0, help="times the model's positions (YaRN)")
-    parser.add_argument("--json", type=Path, help="keeps the answers; what it holds is not asked again")
-    parser.add_argument("--plot", type=Path, help="a directory for heat maps of depth and length")
+    parser.add_argument("--device", default="cpu", help="cuda: answer with the engine on a GPU")
+    parser.add_argument("--stretch", type=float, default=1.0, help="factor by which YaRN extends the model's positions")
+    parser.add_argument(
+        "--json", type=Path, help="file for the answers; questions whose answers are in it are not asked again"
+    )
+    parser.add_argument("--plot", type=Path, help="directory for heat maps of depth and length")
     parser.add_argument("--show", action="store_true", help="only show what --json holds")
 
 

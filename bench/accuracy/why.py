@@ -181,16 +181,18 @@ def _require_full(context: RealContext) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--texts", default="novel,speech,code,spanish", help=f"{', '.join(TEXTS)}, or files")
-    parser.add_argument("--ways", default="all", help="names and groups (exact, letter, path), separated by ';'")
+    parser.add_argument("--texts", default="novel,speech,code,spanish", help=f"texts: {', '.join(TEXTS)}, or files")
+    parser.add_argument(
+        "--ways", default="all", help="ways to choose rows, by names and groups (exact, letter, path), separated by ';'"
+    )
     parser.add_argument("--keep", type=shares, default=str(SearchConfig().keep))
     parser.add_argument("--context-len", type=int, default=4096)
     parser.add_argument("--eval-len", type=int, default=96)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
+    parser.add_argument("--seconds", type=float, default=1e9, help="time after which no further measurement begins")
     parser.add_argument("--model")
-    parser.add_argument("--json", type=Path, help="keeps the figures; what it holds is not measured again")
+    parser.add_argument("--json", type=Path, help="file for the figures; figures already in it are not measured again")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--show", action="store_true", help="measure nothing")
+    parser.add_argument("--show", action="store_true", help="only show what --json holds; measure nothing")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -34,10 +34,10 @@ VARIANTS = "full,streamed,window,default,lists"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    record = commands.add_parser("record", help="run the demo model and keep what the benchmarks need")
+    record = commands.add_parser("record", help="run the demo model and save the rows that the benchmarks need")
     op = commands.add_parser("op", help="measure one layer's attention")
     e2e = commands.add_parser("e2e", help="measure whole steps")
-    show = commands.add_parser("show", help="tables of result files")
+    show = commands.add_parser("show", help="show tables of result files")
     for command in (record, op, e2e):
         command.add_argument("--recording", type=Path, default=default_path())
     for command in (op, e2e):
@@ -45,19 +45,30 @@ def main() -> None:
         command.add_argument("--contexts", type=numbers, default=numbers(CONTEXT_LENS))
         command.add_argument("--batches", type=numbers, default=[1, 4, 8])
         command.add_argument("--variants", type=_names, default=_names(VARIANTS))
-        command.add_argument("--shape", default="llama-3.1-8b", help="of bench.shapes; of whole steps several")
+        command.add_argument("--shape", default="llama-3.1-8b", help="model shape of bench.shapes; e2e takes several")
         command.add_argument("--keep", type=float, default=SearchConfig().keep)
-        command.add_argument("--seconds", type=float, default=0.3, help="of measuring, per figure")
+        command.add_argument("--seconds", type=float, default=0.3, help="time to measure each figure")
         command.add_argument("--shared", action="store_true", help="all requests of a batch continue the same context")
     e2e.add_argument("--placements", type=_names, default=_names("device,hybrid,host"))
-    e2e.add_argument("--weights", type=_names, default=["bf16"], help="bf16,fp8,int4; mxfp4: of experts alone")
-    e2e.add_argument("--steps", type=int, default=192, help="that are timed of each case")
-    e2e.add_argument("--search-period", type=int, default=1, help="tokens from one search of a request to the next")
-    e2e.add_argument("--kv-codec", help="keeps the contexts' rows of streamed and of ours so: q8_0, say")
-    e2e.add_argument("--slots", type=float, help=f"of a context's rows, on the device in hybrid and host [{SLOTS}]")
-    e2e.add_argument("--device-gb", type=float, help="all that may be allocated on the device, as if it had no more")
-    e2e.add_argument("--as-ampere", action="store_true", help="take the GPU for an older and smaller one")
-    e2e.add_argument("--schedules", type=_names, default=list(SCHEDULES), help="of ours [default: %(default)s]")
+    e2e.add_argument(
+        "--weights", type=_names, default=["bf16"], help="formats of weights: bf16, fp8, int4; mxfp4 for experts only"
+    )
+    e2e.add_argument("--steps", type=int, default=192, help="timed steps per case")
+    e2e.add_argument("--search-period", type=int, default=1, help="tokens from one search of a request to its next")
+    e2e.add_argument("--kv-codec", help="format of the contexts' rows, such as q8_0, in csattn's and streamed variants")
+    e2e.add_argument(
+        "--slots", type=float, help=f"share of a context's rows cached on the device in hybrid and host [{SLOTS}]"
+    )
+    e2e.add_argument(
+        "--device-gb", type=float, help="limit on all allocations on the device, as if it had no more memory"
+    )
+    e2e.add_argument("--as-ampere", action="store_true", help="treat the GPU as an older and smaller one")
+    e2e.add_argument(
+        "--schedules",
+        type=_names,
+        default=list(SCHEDULES),
+        help="schedules of csattn's variants [default: %(default)s]",
+    )
     show.add_argument("files", type=Path, nargs="+")
     show.add_argument("--out", type=Path)
     show.add_argument("--markdown", type=Path)

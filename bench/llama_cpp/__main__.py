@@ -36,10 +36,10 @@ NUM_STEPS, WARM_UP = 48, 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", required=True, help="of the environment with llama-cpp-python")
+    parser.add_argument("--python", required=True, help="Python of the environment that has llama-cpp-python")
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--contexts", default="4096,16384", help="tokens")
-    parser.add_argument("--weights", default="fp8,int4", help="formats, or as-they-are")
+    parser.add_argument("--contexts", default="4096,16384", help="lengths of contexts, in tokens")
+    parser.add_argument("--weights", default="fp8,int4", help="formats that csattn rounds weights to, or as-they-are")
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -133,22 +133,34 @@ def shares_of_cpus(processes: int) -> "Queue[list[int]]":
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lm-eval", required=True, help="the Python of its environment")
+    parser.add_argument("--lm-eval", required=True, help="Python of the environment that has lm-eval")
     parser.add_argument(
-        "--lm-eval-path", help="its PYTHONPATH, if not this one's; a folder `site-packages`, for dill's sake"
+        "--lm-eval-path",
+        help="PYTHONPATH of that environment, if it differs; a folder named `site-packages`, which dill requires",
     )
-    parser.add_argument("--model", type=Path, help="a directory or a GGUF file [default: the demo model]")
+    parser.add_argument("--model", type=Path, help="model directory or .gguf file [default: the demo model]")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192])
-    parser.add_argument("--variants", nargs="+", default=[], help="besides full attention; else all: 'default, 2%%'")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=[],
+        help="variants besides full attention, such as 'default, 2%%' [default: all]",
+    )
     parser.add_argument("--limit", type=int, default=50, help="samples of each task and length")
-    parser.add_argument("--parts", type=int, default=1, help="that a task's samples are divided into")
-    parser.add_argument("--processes", type=int, default=1, help="parts that are judged at the same time")
-    parser.add_argument("--placement", default="cpu", help="of full attention and the default")
+    parser.add_argument("--parts", type=int, default=1, help="number of parts that a task's samples are divided into")
+    parser.add_argument("--processes", type=int, default=1, help="parts that are evaluated at the same time")
+    parser.add_argument("--placement", default="cpu", help="placement of full attention and of the preset default")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, of the services")
-    parser.add_argument("--store", type=Path, help="where a part's contexts are until it is judged; else a scratch one")
-    parser.add_argument("--seconds", type=float, help="after which runs are given up")
+    parser.add_argument(
+        "--set", action="append", default=[], help="setting of the services, KEY=VALUE; may be repeated"
+    )
+    parser.add_argument(
+        "--store",
+        type=Path,
+        help="store that keeps a part's contexts until it is evaluated [default: a temporary directory]",
+    )
+    parser.add_argument("--seconds", type=float, help="time after which runs are stopped")
     parser.add_argument("--outcomes", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

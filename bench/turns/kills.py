@@ -207,8 +207,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", help="a directory; the demo model unless given")
-    parser.add_argument("--longest-s", type=float, default=LONGEST_S, help="that a process lives once it has begun")
+    parser.add_argument("--model", help="model directory [default: the demo model]")
+    parser.add_argument(
+        "--longest-s", type=float, default=LONGEST_S, help="most seconds that a process lives once it has begun"
+    )
     parser.add_argument("--lives", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -171,8 +171,8 @@ def store_errors(action: str, place: Path, needed_bytes: int | None = None) -> I
         sizes = [] if needed_bytes is None else [f"{_readable(needed_bytes)} needed"]
         sizes += [] if available is None else [f"{_readable(available)} available"]
         raise StoreFullError(
-            f"cannot {action}: {cause} ({', '.join(sizes)}); nothing was published. "
-            "Free some space or choose another store with --store; a build goes on where it stopped"
+            f"cannot {action}: {cause} ({', '.join(sizes)}); nothing was published. Free some space or choose another "
+            "store with --store; a build continues where it stopped"
         ) from error
 
 

@@ -33,8 +33,8 @@ def find_artifact(store: Path, prefix: str) -> Path:
     is_one = prefix in entries and (store / prefix / MANIFEST_FILE).is_file()
     if is_one and not any(name.startswith(prefix) for name in names):
         raise ArtifactNotFoundError(
-            f"there is no artifact {prefix!r} in {store}: directories there have their artifact's id for a name, 16 "
-            f"digits from 0 to f; `csattn inspect {store / prefix}` tells which: give it that name"
+            f"there is no artifact {prefix!r} in {store}: an artifact's directory is named by its id, 16 hexadecimal "
+            f"digits; `csattn inspect {store / prefix}` shows the id: rename the directory to it"
         )
     return store / choose_artifact(names, store, prefix)
 

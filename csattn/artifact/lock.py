@@ -98,9 +98,9 @@ class BuildLock:
                 raise
             except OSError as error:
                 raise ArtifactError(
-                    f"cannot lock {self._path}: {error.strerror}; its file system has no locks (flock), by which "
-                    "builders keep out of each other's way: name another place (--store, CSATTN_CACHE), or mount it "
-                    "with locks"
+                    f"cannot lock {self._path}: {error.strerror}; its file system does not support locks (flock), "
+                    "which builders need to exclude each other: choose another place (--store, CSATTN_CACHE), or "
+                    "mount it with locks"
                 ) from error
             finally:
                 if descriptor >= 0:

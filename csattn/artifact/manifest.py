@@ -55,32 +55,40 @@ class ModelGeometry:
                 raise ConfigError(f"{name} of a model must be a positive integer, got {value!r}")
         has_state = STATE in self.reaches
         if len(self.state) != 5 * has_state or any(type(x) is not int or x < 1 for x in self.state):
-            raise ConfigError(f"a state has five positive sizes, where a layer has one, got {self.state}")
+            raise ConfigError(
+                f"a state of linear attention has five positive sizes, and only where a layer has one, got {self.state}"
+            )
         if self.reaches and (len(self.reaches) != self.num_layers or not {0, ALL, COMPRESSED} & set(self.reaches)):
-            raise ConfigError(f"of {self.num_layers} layers one at least sees all of a context, got {self.reaches}")
+            raise ConfigError(
+                f"at least one of {self.num_layers} layers must attend to the whole context, got {self.reaches}"
+            )
         if any(type(reach) is not int or reach < COMPRESSED for reach in self.reaches):
-            raise ConfigError(f"a layer sees some rows or all of a context, got {self.reaches}")
+            raise ConfigError(f"a layer attends to some rows or all rows of a context, got {self.reaches}")
         self._check_compressed()
         if self.local_heads and (
             len(self.local_heads) != 2 or any(type(x) is not int or x < 1 for x in self.local_heads)
         ):
-            raise ConfigError(f"heads of local layers are so many, and so wide, got {self.local_heads}")
+            raise ConfigError(
+                f"heads of local layers are given by their number and their width, got {self.local_heads}"
+            )
         if self.rows_of and (
             len(self.rows_of) != self.num_layers
             or any(type(at) is not int or not 0 <= at <= i for i, at in enumerate(self.rows_of))
             or any(self.rows_of[at] != at or self._reach(at) != self._reach(i) for i, at in enumerate(self.rows_of))
         ):
-            raise ConfigError(f"layers attend to rows of layers before them that see as far, got {self.rows_of}")
+            raise ConfigError(
+                f"layers may only share rows of earlier layers with the same attention span, got {self.rows_of}"
+            )
         for num_kv_heads in (self.num_kv_heads, *self.local_heads[:1]):
             if self.num_q_heads % num_kv_heads:
                 raise ConfigError(
-                    f"{self.num_q_heads} query heads cannot share {num_kv_heads} KV heads in equal groups"
+                    f"{self.num_q_heads} query heads cannot be divided into equal groups over {num_kv_heads} KV heads"
                 )
 
     def _check_compressed(self) -> None:
         has_some = COMPRESSED in self.reaches
         if has_some and set(self.reaches) != {COMPRESSED}:
-            raise ConfigError(f"all layers have compressed rows, or none has, got {self.reaches}")
+            raise ConfigError(f"either all layers have compressed rows or none, got {self.reaches}")
         wanted = 1 + 3 * self.num_layers if has_some else 0
         are_sizes = all(type(x) is int and x >= 0 for x in self.compressed) and all(self.compressed[:1])
         layers = [self.compressed[i : i + 3] for i in range(1, len(self.compressed), 3)]

@@ -175,9 +175,9 @@ class Artifact:
     def _weights_then(self) -> str:
         """Say how the weights of the model that built it were loaded, as part of a sentence."""
         if (rounding := self.manifest.weights) is None:
-            return "its weights rounded as they were then"
+            return "its weights rounded in the same way"
         if rounding == NOT_ROUNDED:
-            return "its weights as they are (leave out --weights, in Python weights=)"
+            return "its weights not rounded (leave out --weights, in Python weights=)"
         return f"its weights rounded to {rounding} (add --weights {rounding}, in Python weights={rounding!r})"
 
     def require_tokenizer(self, tokenizer_hash: str) -> None:
@@ -243,18 +243,21 @@ def open_artifact(
     except OSError as error:
         if error.errno in _NO_ROOM:
             raise ArtifactRoomError(
-                f"there is no room to map the artifact {path} beside what this process has open and mapped: "
+                f"the artifact {path} cannot be mapped in addition to what this process has open and mapped: "
                 f"{error.strerror}; close other artifacts, or raise `ulimit -n`, `ulimit -v` or vm.max_map_count"
             ) from error
         raise ArtifactError(
             f"cannot read the artifact {path}: {error.strerror or error}; check its permissions and its disk"
         ) from error
     if hash_token_ids(artifact.token_ids) != manifest.spec.token_ids_sha256:
-        raise ArtifactCorruptError(f"{path / TOKENS_FILE} holds other tokens than it should; {repair_advice(path)}")
+        raise ArtifactCorruptError(
+            f"{path / TOKENS_FILE} does not hold the tokens that the manifest describes; {repair_advice(path)}"
+        )
     vocab_size = manifest.spec.model.vocab_size
     if not 0 <= artifact.token_ids.min() <= artifact.token_ids.max() < vocab_size:
         raise ArtifactCorruptError(
-            f"{path / TOKENS_FILE} holds tokens that a model of {vocab_size} has not; {repair_advice(path)}"
+            f"{path / TOKENS_FILE} holds token ids outside of the model's vocabulary of {vocab_size}; "
+            f"{repair_advice(path)}"
         )
     if verify == "full":
         artifact.require_sound()

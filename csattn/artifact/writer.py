@@ -77,7 +77,7 @@ class ArtifactWriter:
             if self._is_published():  # the builder we waited for did it
                 self._discard_work()
             else:
-                with store_errors(f"go on building in {self.work.path}", self._store):
+                with store_errors(f"continue the build in {self.work.path}", self._store):
                     self._resume()
         except BaseException:
             self._release()

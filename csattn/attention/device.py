@@ -221,8 +221,8 @@ def require_supported(
         )
     if head_dim % 16 or not 16 <= head_dim <= MAX_HEAD_DIM:
         raise ConfigError(
-            f"head_dim is {head_dim}, but attention on the device takes multiples of 16 up to {MAX_HEAD_DIM}; "
-            "attend on the CPU"
+            f"head_dim is {head_dim}, but attention on the device takes multiples of 16 up to {MAX_HEAD_DIM}; decode "
+            "on the CPU"
         )
     if dtype not in ELEMENTS:
         raise ConfigError(f"attention on the device takes {', '.join(map(str, ELEMENTS))}, not {dtype}; cast the KV")
@@ -232,5 +232,5 @@ def _require_no_larger(coding: RowCoding | None, plain_bytes: int) -> None:
     if coding is not None and coding.row_bytes > plain_bytes:
         raise ConfigError(
             f"a row coded as k={coding.k}, v={coding.v} takes {coding.row_bytes} bytes and a plain one {plain_bytes}; "
-            "choose a format of fewer bytes, or keep rows as they are"
+            "choose a format with fewer bytes, or none"
         )

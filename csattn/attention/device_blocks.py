@@ -110,6 +110,6 @@ def num_shares(group_size: int, head_dim: int, dtype: torch.dtype, rest: RestKin
         if group_size % shares == 0 and _Unit.of(group_size // shares, head_dim, dtype, rest).block_shape:
             return shares
     raise ConfigError(
-        f"a block on this GPU has no memory for a head of {head_dim} dimensions in {dtype} beside what estimates the "
-        "rest; choose bfloat16, or decode on the CPU"
+        f"a thread block on this GPU has too little shared memory for a head of {head_dim} dimensions in {dtype} and "
+        "the estimate of the rest; choose bfloat16, or decode on the CPU"
     )

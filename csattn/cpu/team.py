@@ -220,8 +220,10 @@ class HelperThreads:
 def _check_cpus(cpus: Sequence[int], num_wanted: int) -> None:
     """Raise ValueError if threads cannot be pinned to these CPUs."""
     if not hasattr(os, "sched_setaffinity"):
-        raise ValueError("threads cannot keep to CPUs on this system; leave `cpus` out")
+        raise ValueError("threads cannot be bound to CPUs on this system; leave `cpus` out")
     if len(cpus) != num_wanted:
-        raise ValueError(f"got {len(cpus)} CPUs for {num_wanted} threads; name one for each but the calling one")
+        raise ValueError(
+            f"got {len(cpus)} CPUs for {num_wanted} threads; name one for each thread except the calling one"
+        )
     if not set(cpus) <= os.sched_getaffinity(0):
         raise ValueError(f"this process may not use all of the CPUs {list(cpus)}; name some it may use")

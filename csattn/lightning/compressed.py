@@ -115,7 +115,7 @@ class CompressedWeights:
         require_array("inv_freq", self.inv_freq, ("num_pairs",), torch.float32, like=like)
         if self.rows is None:
             if self.indexer is not None:
-                raise ConfigError("there is an indexer, and no compressed rows that it could choose; leave it out")
+                raise ConfigError("there is an indexer, but there are no compressed rows to choose from; leave it out")
             return
         self._check_rows("rows", self.rows)
         require_at_least("head_dim", head_dim, self.rows.compressor.head_dim, self.rows.compressor.head_dim)

@@ -40,14 +40,14 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
         case "deepseek_v4":
             if config.n_shared_experts != 1:
                 raise ModelError(
-                    f"this model's tokens share {config.n_shared_experts} experts (n_shared_experts), and csattn "
-                    "computes one; use a model with that"
+                    f"this model has {config.n_shared_experts} shared experts (n_shared_experts), and csattn computes "
+                    "only one; use a model that has one"
                 )
             if config.scoring_func != "sqrtsoftplus" or not config.norm_topk_prob:
                 raise ModelError(
-                    f"this model chooses experts in a way of its own (scoring_func {config.scoring_func!r}, "
-                    f"norm_topk_prob {config.norm_topk_prob}), and csattn by 'sqrtsoftplus' with shares normed; use a "
-                    "model with these"
+                    f"this model routes tokens to experts in another way (scoring_func {config.scoring_func!r}, "
+                    f"norm_topk_prob {config.norm_topk_prob}) than csattn, which uses 'sqrtsoftplus' and normalises "
+                    "the weights; use a model with these"
                 )
             by_token = config.mlp_layer_types[layer_idx] == "hash_moe"
             chosen = {"has_choice_bias": not by_token, "by_token": by_token}
@@ -65,9 +65,7 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
         case "gpt_oss":
             # older transformers lack these fields
             if (getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)) != (1.702, 7.0):
-                raise ModelError(
-                    "this model's experts are clamped in a way of their own, which csattn does not compute"
-                )
+                raise ModelError("this model's experts are clamped in a way that csattn does not compute")
             return (ExpertsSpec(**routed | {"activation": "clamped"}, scores="softmax_of_chosen", bias=True),)
         case "granitemoe":
             return (ExpertsSpec(**routed, scores="softmax_of_chosen"),)
@@ -87,8 +85,9 @@ def _require_groups(groups: tuple[int, int], num_experts: int, num_chosen: int) 
     is_whole = num_groups == 1 or (num_groups > 1 and size > 1 and size * num_groups == num_experts)
     if not is_whole or not 1 <= num_kept <= num_groups or size * num_kept < num_chosen:
         raise ModelError(
-            f"this model chooses {num_chosen} of {num_experts} experts, of {num_kept} of {num_groups} groups (n_group, "
-            "topk_group), which cannot be; groups are alike, have two experts or more, and as many as are chosen"
+            f"this model chooses {num_chosen} of {num_experts} experts, of {num_kept} of {num_groups} groups "
+            "(n_group, topk_group), which is impossible; groups must be of equal size, have at least two experts, "
+            "and hold at least as many as are chosen"
         )
 
 

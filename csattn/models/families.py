@@ -36,15 +36,15 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
 }
 _NORM_BIASES = "its norms have biases"
-_NORMS_AFTER_ROPE = "it norms queries and keys behind RoPE"
+_NORMS_AFTER_ROPE = "it normalises queries and keys after RoPE"
 _CONVOLUTIONS = "most of its layers are convolutions"
 _STATE_SPACE = "it has layers with state spaces (Mamba)"
 # families that users may try, and why they are refused
 _REFUSED = {
-    "apertus": "its MLPs have an activation with weights of its own",
+    "apertus": "its MLPs have an activation with trained weights",
     "falcon_h1": _STATE_SPACE,
-    "gemma3": "it sees images besides; load its text model, a gemma3_text",
-    "gemma4": "it sees images besides; load its text model, a gemma4_text",
+    "gemma3": "it also reads images; load its text model, a gemma3_text",
+    "gemma4": "it also reads images; load its text model, a gemma4_text",
     "granitemoehybrid": _STATE_SPACE,
     "hunyuan_v1_dense": _NORMS_AFTER_ROPE,
     "hunyuan_v1_moe": _NORMS_AFTER_ROPE,
@@ -53,9 +53,9 @@ _REFUSED = {
     "lfm2_moe": _CONVOLUTIONS,
     "nemotron": _NORM_BIASES,
     "nemotron_h": _STATE_SPACE,
-    "qwen3_5": "it sees images besides; load its text model, a qwen3_5_text",
-    "qwen3_5_moe": "it sees images besides; load its text model, a qwen3_5_moe_text",
-    "llama4": "it sees images besides; load its text model, a llama4_text",
+    "qwen3_5": "it also reads images; load its text model, a qwen3_5_text",
+    "qwen3_5_moe": "it also reads images; load its text model, a qwen3_5_moe_text",
+    "llama4": "it also reads images; load its text model, a llama4_text",
     "olmo": "its norms have no weights",
     "phi": _NORM_BIASES,
     "stablelm": _NORM_BIASES,
@@ -233,7 +233,7 @@ FAMILIES = {
 def unsupported(family: str | None) -> ModelError:
     """Return the error for a family that is not supported. family: `model_type` in configs."""
     why = f": {_REFUSED[family]}" if family in _REFUSED else ""
-    return ModelError(f"model family {family!r} is not supported{why}; csattn reproduces {', '.join(FAMILIES)}")
+    return ModelError(f"model family {family!r} is not supported{why}; csattn supports {', '.join(FAMILIES)}")
 
 
 def describe(config: Any) -> ModelSpec:
@@ -353,7 +353,8 @@ def stretch_positions(config: Any, factor: float) -> None:
         raise ModelError(f"a model's positions can be stretched by a factor of 1 to {_MAX_STRETCH:g}, got {factor}")
     if "" not in rope_parameters(config):
         raise ModelError(
-            "this model's layers turn positions differently, so they cannot be stretched; load it as it is"
+            "this model's layers have different RoPE parameters, so its positions cannot be stretched; load it "
+            "unstretched"
         )
     rope = dict(config.rope_parameters or {})
     if rope.get("rope_type", "default") != "default":
@@ -376,25 +377,31 @@ def _require_reproduced(config: Any, family: Family) -> None:
         _require_compressed(config)
     if all(_reach(config, family, layer_idx) for layer_idx in layers):
         raise ModelError(
-            "every layer of this model attends through a sliding window, so nothing of a long context can be read that "
-            "lies before it; use a model with full attention in some layers (for Mistral, v0.2 or later)"
+            "every layer of this model attends through a sliding window, so nothing of a long context can be read "
+            "beyond it; use a model with full attention in some layers (for Mistral, v0.2 or later)"
         )
     if getattr(config, "hidden_size_per_layer_input", 0) and config.vocab_size_per_layer_input < config.vocab_size:
-        raise ModelError("this model's layers have embeddings of some tokens alone, and csattn reads those of all")
+        raise ModelError(
+            "this model's layers have embeddings of only some tokens, and csattn needs them for all tokens"
+        )
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
-        raise ModelError("this model attends to later tokens too, csattn to earlier ones; use one that generates text")
+        raise ModelError(
+            "this model attends to later tokens too, which csattn does not; use a model that generates text"
+        )
     if family.interleaved_indexer is not None and getattr(config, "indexer_types", ["full"])[0] != "full":
-        raise ModelError("this model's first layer attends to what a layer before it has chosen, and there is none")
+        raise ModelError("this model's first layer reuses the choice of an earlier layer, and there is none")
     if getattr(config, "clip_qkv", None) is not None:
         raise ModelError("this model clips queries, keys and values, which csattn does not; use one that does not")
     if not getattr(config, "use_post_norm", True):
-        raise ModelError("this model has no norms behind attention and MLP, and csattn wants them in its family")
+        raise ModelError("this model has no norms after attention and MLP, which csattn expects in its family")
     if config.model_type == "cohere" and config.use_qk_norm:
-        raise ModelError("this model norms each head's queries and keys by weights of its own, which csattn does not")
+        raise ModelError(
+            "this model normalises each head's queries and keys with separate weights, which csattn does not"
+        )
     if config.model_type == "ernie4_5_moe" and not (config.moe_norm_min or 0.0) <= _MAX_NORM_MIN:  # NaN is refused too
         raise ModelError(
-            f"this model divides experts' shares by no less than {config.moe_norm_min} (moe_norm_min), csattn by their "
-            f"sum; use one whose moe_norm_min is {_MAX_NORM_MIN:g} at most"
+            f"this model divides routing weights by at least {config.moe_norm_min} (moe_norm_min), csattn by their "
+            f"sum; use a model whose moe_norm_min is at most {_MAX_NORM_MIN:g}"
         )
 
 
@@ -411,11 +418,13 @@ _LAYER_TYPES = {"full_attention", "indexed_attention", "linear_attention", *_REA
 
 def _delta(config: Any) -> DeltaSpec:
     if not hasattr(config, "linear_num_value_heads"):
-        raise ModelError("this model has linear attention of a kind that csattn does not compute; it has gated deltas")
+        raise ModelError(
+            "this model has linear attention of a kind that csattn does not compute; csattn computes gated delta rules"
+        )
     if config.hidden_act != "silu":
         raise ModelError(
-            f"this model's linear attention has the activation {config.hidden_act!r} behind its convolution, and "
-            "csattn computes silu alone; use a model with that"
+            f"this model's linear attention has the activation {config.hidden_act!r} after its convolution, and "
+            "csattn computes only silu; use a model with silu"
         )
     return DeltaSpec(
         num_k_heads=config.linear_num_key_heads,
@@ -476,7 +485,7 @@ def _require_compressed(config: Any) -> None:
     for name in ("sliding_window", "index_topk", "hc_mult", "hc_sinkhorn_iters"):
         if (value := getattr(config, name)) < 1:
             raise ModelError(
-                f"this model's config has {name} {value}, and csattn wants 1 at least; take its published one"
+                f"this model's config has {name} {value}, and csattn needs at least 1; use its published config"
             )
     if config.head_dim % _ROW_UNIT:
         raise ModelError(
@@ -523,8 +532,8 @@ def _heads(config: Any, family: Family) -> tuple[tuple[int, int], tuple[int, int
         found[is_local].add((of_layer.num_key_value_heads, of_layer.head_dim))
     if max(map(len, found.values())) > 1:
         raise ModelError(
-            "layers of this model that see as far have different heads, which csattn does not compute; it has one kind "
-            "in layers that attend to everything, and one in the others"
+            "layers of this model with the same attention span have different heads, which csattn does not compute; "
+            "it computes one kind of heads in layers with full attention, and one in the others"
         )
     (heads,), (local,) = found[False], found[True] or found[False]
     return heads, None if local == heads else local
@@ -538,7 +547,7 @@ def _rows_of(config: Any, layer_idx: int) -> int | None:
         return None
     kv_sources = [i for i in range(first) if layer_type(config, i) == kind]
     if not kv_sources:
-        raise ModelError(f"layers of this model attend to rows of others, and no {kind} layer before them has any")
+        raise ModelError(f"layers of this model share the rows of an earlier {kind} layer, and there is none")
     return kv_sources[-1]
 
 
@@ -604,6 +613,6 @@ def _activation(config: Any, family: Family) -> Activation:
     if (name, config.swiglu_limit) != ("silu", 10.0):
         raise ModelError(
             f"this model's MLPs have {name!r} of gates limited to {config.swiglu_limit:g} (swiglu_limit), and csattn "
-            "computes silu of gates limited to 10 alone; use a model with that"
+            "computes silu of gates limited to 10 only; use a model with that"
         )
     return "limited"

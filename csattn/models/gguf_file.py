@@ -55,8 +55,8 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
         scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=_SCRATCH))
     except OSError as error:
         raise ModelError(
-            f"{gguf} is converted once into {target.parent}, which cannot be written ({error.strerror}); name a "
-            "directory that can be with CSATTN_CACHE"
+            f"{gguf} is converted once into {target.parent}, which cannot be written ({error.strerror}); set "
+            "CSATTN_CACHE to a directory that can be written"
         ) from error
     try:
         with _cached_reader(), redirect_stderr(io.StringIO()):  # hides a progress bar of transformers
@@ -78,7 +78,7 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
         why = first_line(error).replace(f"{gguf}", "it")
         remedy = "give a whole .gguf file, or a directory"
         if "os error" in why:  # safetensors writes
-            remedy = f"make room in {target.parent}, or name another directory with CSATTN_CACHE"
+            remedy = f"free some space in {target.parent}, or set CSATTN_CACHE to another directory"
         raise ModelError(f"{gguf} could not be converted: {why}; {remedy}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -182,8 +182,8 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
     if free is not None and free < needed:
         raise ModelError(
             f"it is converted once, to {str(dtype).removeprefix('torch.')}: {needed / 2**30:.2f} GiB, and "
-            f"{target.parent} has {free / 2**30:.2f} GiB free; make room there, or name another directory with "
-            "CSATTN_CACHE"
+            f"{target.parent} has {free / 2**30:.2f} GiB free; free some space there, or set CSATTN_CACHE to another "
+            "directory"
         )
     # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
     with ResultsToFiles(Tensor.to) if is_converted_on_disk(needed) else nullcontext():
@@ -246,9 +246,7 @@ def _require_fields_read(gguf: Path, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     of_all = rope_parameters(config).get("")  # with several RoPEs, the file's number is of some layers only
     if num_rotated and of_all and num_rotated != int(head_dim * of_all.get("partial_rotary_factor", 1.0)):
-        raise _not_read(
-            f"positions turn {num_rotated} of a head's {head_dim} dimensions (rope.dimension_count), a field"
-        )
+        raise _not_read(f"RoPE rotates {num_rotated} of a head's {head_dim} dimensions (rope.dimension_count), a field")
 
 
 def _scale_positions(config: Any, factors: Tensor) -> None:

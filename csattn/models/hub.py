@@ -23,8 +23,8 @@ def hub_source(hub_id: str) -> str:
             return str(snapshot_download(hub_id, local_files_only=True))
         except LocalEntryNotFoundError:
             raise ModelError(
-                f"{hub_id} could not be loaded: it was not fetched before, and the hub cannot be asked for it "
-                f"({first_line(error)}); connect this machine to it, or fetch the model where there is a network and "
+                f"{hub_id} could not be loaded: it has not been downloaded before, and the hub cannot be reached "
+                f"({first_line(error)}); connect this machine to the network, or download the model elsewhere and "
                 "give its directory"
             ) from error
     return hub_id

@@ -252,8 +252,8 @@ def _require_dtype(config: Any, dtype: str) -> None:
     """Refuse, before weights are loaded, a dtype that `transformers` would give to only some of them."""
     if config.model_type == "deepseek_v4" and dtype == "float16":
         raise ModelError(
-            "it would have weights in float32 among those in float16, and neither csattn nor transformers multiplies "
-            "these together; load it in bfloat16 or float32"
+            "some of its weights would be in float32 and the others in float16, and neither csattn nor transformers "
+            "multiplies the two; load it in bfloat16 or float32"
         )
 
 
@@ -266,8 +266,8 @@ def _load_tokenizer(source: str) -> Any:
         raise
     except Exception as error:  # for damaged or missing files, libraries raise errors of any class
         raise ModelError(
-            f"its tokenizer could not be read: {first_line(error)}; put tokenizer.json and tokenizer_config.json there,"
-            " or install sentencepiece where it has a tokenizer.model alone (a checkpoint's own code is not run)"
+            f"its tokenizer could not be read: {first_line(error)}; put tokenizer.json and tokenizer_config.json "
+            "there or, if it has only a tokenizer.model, install sentencepiece (a checkpoint's own code is not run)"
         ) from error
 
 
@@ -331,7 +331,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
             folder = folder if folder.is_dir() else Path(fetched(source))
             if weights is not None:
                 raise ModelError(
-                    f"its weights are in few bits as published; load it without rounding them to {weights}"
+                    f"its weights are already published in 8 or 4 bits; load it without rounding them to {weights}"
                 )
             is_deepseek = config.model_type == "deepseek_v4"
             named = named_if_text if is_part or is_deepseek else str
@@ -387,7 +387,7 @@ def _resolve(name: str, dtype: torch.dtype) -> str:
             raise ModelError(
                 f"{path} has an adapter (adapter_config.json), {_MERGE}, save that with its tokenizer, and give its "
                 "directory"
-                + ("; or delete adapter_config.json, if the weights there have it in them already" if is_whole else "")
+                + ("; or delete adapter_config.json, if the weights there already include it" if is_whole else "")
             )
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json; give a directory saved by transformers, or a .gguf file")
@@ -469,7 +469,9 @@ def _fingerprint(model: Any) -> str:
     buffers = ((name, x) for name, x in model.named_buffers() if name.endswith(weight_buffers))
     for name, parameter in (*model.named_parameters(), *buffers):
         if parameter.is_meta:
-            raise ModelError(f"weights are not in memory, {name} for one: they are offloaded; load the model whole")
+            raise ModelError(
+                f"some weights, such as {name}, are not in memory but offloaded; load the whole model into memory"
+            )
         flat = parameter.detach().reshape(-1)
         sample = flat[:: _step(parameter.shape)].float().cpu().numpy()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())

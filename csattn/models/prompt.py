@@ -35,7 +35,7 @@ def choose_wrapping(tokenizer: Any, chat: bool = True) -> Wrapping:
         same_start = second.startswith(before + _PROBE)
         if same_start and after.startswith(separator) and _PROBE not in after:
             return wrapping
-        fault = "does not write the context as it is, once, before the question, each time alike"
+        fault = "does not write the unchanged context exactly once before the question, in the same way each time"
     raise ModelError(
         f"the model's chat template {fault}, so a prefilled context cannot be shared; build with --no-chat"
     )
@@ -57,8 +57,8 @@ def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int
         question_ids(tokenizer, ids, "?", wrapping)
     except ArtifactMismatchError as error:
         raise ModelError(
-            "the model's tokenizer cuts this context differently when a question follows it, so a prefilled context "
-            "cannot be shared; build with --no-chat"
+            "the model's tokenizer splits this context differently when a question follows it, so a prefilled "
+            "context cannot be shared; build with --no-chat"
         ) from error
     return ids
 
@@ -75,15 +75,15 @@ def require_indexable(token_ids: NDArray[np.int32], config: IndexConfig, loaded:
     shortest = max(MIN_CONTEXT_LEN, config.num_centroids) if isinstance(config, ListConfig) else MIN_CONTEXT_LEN
     if context_len < shortest:
         raise ContextError(
-            f"the context has {context_len} tokens, an index needs at least {shortest}; "
-            "a context this short is better put into the prompt"
+            f"the context has {context_len} tokens, an index needs at least {shortest}; put a context this short into "
+            "the prompt instead"
         )
     if context_len >= model.max_positions:
         raise _too_long(str(context_len), loaded)
     if (greatest := int(token_ids.max())) >= model.vocab_size:
         raise ContextError(
-            f"the context has the token {greatest}, and the model's embedding has those below {model.vocab_size}; "
-            "make its tokens with the tokenizer that the model was saved with"
+            f"the context has the token id {greatest}, and the model's embedding has ids below {model.vocab_size}; "
+            "tokenize it with the tokenizer that the model was saved with"
         )
 
 
@@ -103,8 +103,8 @@ def require_not_far_too_long(text: str, loaded: LoadedModel) -> None:
 
 def _too_long(num_tokens: str, loaded: LoadedModel) -> ContextError:
     return ContextError(
-        f"the context has {num_tokens} tokens and {loaded.name} has {loaded.geometry.max_positions} positions, "
-        "one at least for the question; shorten the context or use a model with more positions"
+        f"the context has {num_tokens} tokens and {loaded.name} has {loaded.geometry.max_positions} positions, of "
+        "which the question needs at least one; shorten the context or use a model with more positions"
     )
 
 

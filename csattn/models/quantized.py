@@ -59,35 +59,37 @@ class Quantization:
         method = str(config.get("quant_method"))
         if method not in METHODS:
             raise ModelError(
-                f"its weights are quantized by {method!r}, of which nothing here can read weights; "
-                f"take a checkpoint in {', '.join(METHODS)}, or in 16 bits"
+                f"its weights are quantized by {method!r}, which csattn cannot read; use a checkpoint in "
+                f"{', '.join(METHODS)}, or in 16 bits"
             )
         if config.get("transform_config"):
             raise ModelError(
-                "its weights are rotated (transform_config), which is not undone here; take a checkpoint without it"
+                "its weights are rotated (transform_config), which csattn does not undo; use a checkpoint "
+                "without rotation"
             )
         expert_dtype = (method == "fp8" and config.get("expert_dtype")) or "fp8"  # other methods keep DeepSeek's field
         if expert_dtype not in _EXPERT_DTYPES:
             raise ModelError(
-                f"its experts are in {expert_dtype!r} (expert_dtype), of which nothing here can read weights; take a "
-                f"checkpoint with experts in {' or '.join(_EXPERT_DTYPES)}, or in 16 bits"
+                f"its experts are in {expert_dtype!r} (expert_dtype), which csattn cannot read; use a checkpoint with "
+                f"experts in {' or '.join(_EXPERT_DTYPES)}, or in 16 bits"
             )
         of_weights = config
         if method == "compressed-tensors":
             groups = list((config.get("config_groups") or {}).values())
             if len({json.dumps(group.get("weights"), sort_keys=True) for group in groups}) != 1:
                 raise ModelError(
-                    "its layers are quantized in several ways, of which one is read; take another checkpoint"
+                    "its layers are quantized in several ways, and csattn reads only one; use another checkpoint"
                 )
             of_weights = groups[0]["weights"] or {}
         if method == "awq" and str(config.get("version", "gemm")).lower() != "gemm":
             raise ModelError(
-                f"its AWQ weights are laid out as {config['version']!r}; take a checkpoint of version 'gemm'"
+                f"its AWQ weights are laid out as {config['version']!r}; use a checkpoint of version 'gemm'"
             )
         num_bits = int(of_weights.get("num_bits", of_weights.get("bits", 8)))
         if _WORD_BITS % num_bits:
             raise ModelError(
-                f"its weights have {num_bits} bits, which do not divide a word; take one of 2, 4 or 8 bits"
+                f"its weights have {num_bits} bits, which do not fill a word evenly; use a checkpoint with 2, 4 "
+                "or 8 bits"
             )
         group_size = int(of_weights.get("group_size") or -1)
         block = config.get("weight_block_size") or of_weights.get("block_structure")
@@ -227,11 +229,11 @@ def _decoded(
         )
     tensor = files.read(name)
     if tensor.dtype == torch.float8_e8m0fnu:
-        raise ModelError(f"the checkpoint has {name} and not the weights that these scales are of; fetch it whole")
+        raise ModelError(f"the checkpoint has the scales {name} but not their weights; download all of it")
     if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
         raise ModelError(
-            f"its {name} is in {str(tensor.dtype).removeprefix('torch.')}, whose scales are not read; take "
-            "a checkpoint in float8_e4m3fn or int8"
+            f"its {name} is in {str(tensor.dtype).removeprefix('torch.')}, a format that csattn does not read; use a "
+            "checkpoint in float8_e4m3fn or int8"
         )
     return name, tensor, None
 
@@ -302,12 +304,12 @@ class _Tensors:
         self._file_of: dict[str, Any] = {}
         paths = _files_of(folder)
         if not paths:
-            raise ModelError(f"{folder} has no safetensors files, of which alone quantized weights are read")
+            raise ModelError(f"{folder} has no safetensors files, and quantized weights are read only from these")
         for path in paths:
             try:
                 file = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise ModelError(f"{path} cannot be read as safetensors ({error}); fetch it again") from error
+                raise ModelError(f"{path} cannot be read as safetensors ({error}); download it again") from error
             self._file_of |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
 
     @property
@@ -333,11 +335,11 @@ class _Tensors:
         if name is None:
             raise ModelError(
                 f"the checkpoint has no scales of {module}.weight ({', '.join(_SCALES)}), without which it cannot be "
-                "decoded; fetch it whole"
+                "decoded; download all of it"
             )
         scale = self.read(name)
         if scale.float().isnan().any():
-            raise ModelError(f"{name} has scales that are NaN, and all have to be numbers; fetch the checkpoint again")
+            raise ModelError(f"{name} has scales that are NaN; download the checkpoint again")
         return scale
 
 
@@ -366,7 +368,7 @@ def _require_scales(module: str, weight: Tensor, scale: Tensor, expected: tuple[
     if tuple(scale.shape) != expected:
         raise ModelError(
             f"{module}'s weights of shape {tuple(weight.shape)} have scales of shape {tuple(scale.shape)} where "
-            f"{expected} were expected; the checkpoint is damaged, or its quantization_config is another's"
+            f"{expected} were expected; the checkpoint is damaged, or its quantization_config belongs to another"
         )
 
 
@@ -395,7 +397,7 @@ def _gptq(files: _Tensors, module: str, quantization: Quantization) -> _Matrix:
 def _awq(files: _Tensors, module: str, quantization: Quantization) -> _Matrix:
     """Read AWQ: [num_in, num_out], packed along outputs."""
     if quantization.num_bits != 4:
-        raise ModelError(f"its AWQ weights have {quantization.num_bits} bits; take a checkpoint of 4")
+        raise ModelError(f"its AWQ weights have {quantization.num_bits} bits; use a checkpoint with 4 bits")
     scales = files.read(f"{module}.scales").float()  # [groups, num_out]
     numbers, zeros = (_unpack_awq(files.read(f"{module}.{part}")) for part in ("qweight", "qzeros"))
     groups = _groups_of(files, f"{module}.g_idx", len(numbers), len(scales), quantization)
@@ -466,7 +468,7 @@ def _groups_of(files: _Tensors, name: str, num_in: int, num_groups: int, quantiz
     size = quantization.group_size or -(-num_in // num_groups)  # a config may leave it out
     if (wanted := -(-num_in // size)) != num_groups:
         raise ModelError(
-            f"{name.rpartition('.')[0]} has {num_groups} groups where {num_in} inputs are {wanted} of {size}; "
-            "the checkpoint is damaged, or its quantization_config is another's"
+            f"{name.rpartition('.')[0]} has {num_groups} groups where {num_in} inputs need {wanted} of {size}; the "
+            "checkpoint is damaged, or its quantization_config belongs to another"
         )
     return torch.arange(num_in) // size

@@ -23,14 +23,14 @@ def require_shares(spec: ModelSpec, num_devices: int) -> None:
         return
     fault = next((fault for layer in spec.layers if (fault := _fault(layer))), None)
     if fault is not None:
-        raise ConfigError(f"the model has {fault}, which are not shared out among devices; choose one device")
+        raise ConfigError(f"the model has {fault}, which csattn cannot split over several devices; choose one device")
     if num_devices not in (fitting := _fitting(spec)):
         counts, what = " and ".join(map(str, sorted(_shared(spec)))), "KV heads"
         if spec.compressed:
             what = "groups of heads"
         raise ConfigError(
-            f"{num_devices} devices cannot share {counts} {what} and the columns of the model's MLPs "
-            f"and experts in equal parts; {' or '.join(map(str, fitting))} can"
+            f"{num_devices} devices cannot split {counts} {what} and the columns of the model's MLPs and experts "
+            f"equally; {' or '.join(map(str, fitting))} can"
         )
 
 
@@ -43,9 +43,9 @@ def require_shares_of_quantized(weights: ModelWeights, num_devices: int) -> None
     fitting = [n for n in _fitting(weights.spec) if all(matrix.has_input_parts(n) for matrix in matrices)]
     if num_devices not in fitting:
         raise ConfigError(
-            f"{num_devices} devices cannot share this model's weights of 8 or 4 bits: each takes whole groups of a "
-            "matrix's inputs, and none that are in an order of their own (act-order); "
-            f"{' or '.join(map(str, fitting))} can, and more may with weights of 16 bits"
+            f"{num_devices} devices cannot split this model's weights of 8 or 4 bits: each device needs whole groups "
+            f"of a matrix's inputs, in their original order (no act-order); {' or '.join(map(str, fitting))} can, and "
+            "more may with weights of 16 bits"
         )
 
 
@@ -75,10 +75,10 @@ def _fault(layer: LayerSpec) -> str | None:
     if layer.latent is not None:
         return "layers of latents"
     if layer.attention.rows_of is not None:
-        return "layers that attend to rows of others"
+        return "layers that share the rows of other layers"
     if layer.attention.qk_norm == "projection":
         return "norms over all heads together"
-    return "experts with norms of their own" if any(of.has_own_norms for of in layer.experts) else None
+    return "experts with separate norms" if any(of.has_own_norms for of in layer.experts) else None
 
 
 def share_of_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:

@@ -46,10 +46,12 @@ def require_whole(found: dict[str, Any], is_part: bool) -> None:
     """
     mismatched = {name: (tuple(there), tuple(wanted)) for name, there, wanted in found["mismatched_keys"]}
     for name, (there, wanted) in sorted(mismatched.items()):
-        raise ModelError(f"its {name} has shape {there} where its config wants {wanted}; the two are not of one model")
+        raise ModelError(
+            f"its {name} has shape {there} where its config wants {wanted}; the two belong to different models"
+        )
     for kind, what in (
-        ("missing_keys", "lacks {}, which its config wants; a part of the checkpoint has not been fetched"),
-        ("unexpected_keys", "has {}, for which a model of its config has no place; it was saved from another model"),
+        ("missing_keys", "lacks {}, which its config requires; part of the checkpoint has not been downloaded"),
+        ("unexpected_keys", "has {}, which a model with its config does not have; it was saved from another model"),
     ):
         names = sorted(set(found[kind]) - set(mismatched))
         if names := [name for name in names if not (is_part and NOT_TEXT.match(name))]:

@@ -23,7 +23,7 @@ def estimate_rest(
     Where all are chosen, out is zero and lse is -inf. `reference.estimate_rest` is the definition.
     """
     num_index_heads = num_chosen.shape[1]
-    assert q.shape[1] % num_index_heads == 0, f"{q.shape[1]} query heads cannot be shared out to {num_index_heads}"
+    assert q.shape[1] % num_index_heads == 0, f"{q.shape[1]} query heads cannot be divided among {num_index_heads}"
     out, lse = np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32)
     _estimate(readonly(q), readonly(moments.table), num_chosen, num_rows, softmax_scale, out, lse)
     return out, lse

@@ -114,7 +114,7 @@ class LayerSearch:
         num_tokens, num_q_heads, head_dim = self.q.shape
         heads, of_sketch = self.index.num_heads, isinstance(self.index, SketchIndex)
         assert self.q.dtype == np.float32, f"q must be float32, got {self.q.dtype}"
-        assert num_q_heads % heads == 0, f"{num_q_heads} query heads cannot be shared out to {heads} index heads"
+        assert num_q_heads % heads == 0, f"{num_q_heads} query heads cannot be divided among {heads} index heads"
         assert head_dim == self.index.key_mean.shape[-1], f"q has head_dim {head_dim}, the index another"
         wanted = num_tokens, heads
         kv_indices, valid_len = self.out.kv_indices, self.out.valid_len
@@ -125,7 +125,7 @@ class LayerSearch:
             ("valid_len", valid_len, np.int32),
         ]
         if self.out.rest is not None:
-            assert of_sketch, "lists tell nothing of rows that are not chosen"
+            assert of_sketch, "lists cannot estimate the rows that are not chosen"
             rest_shape = num_tokens, num_q_heads, head_dim + 2
             assert self.out.rest.shape == rest_shape, f"out.rest has shape {self.out.rest.shape}, wanted {rest_shape}"
             written.append(("rest", self.out.rest, np.float32))

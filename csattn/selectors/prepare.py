@@ -33,9 +33,9 @@ def register(name: str, factory: Callable[[ContextLayer], Prepared], about: Abou
     Raises ConfigError for a name that is taken or is no identifier.
     """
     if not isinstance(name, str) or not name.isidentifier():
-        raise ConfigError(f"a selector's name is an identifier, got {name!r}; take letters, digits and _")
+        raise ConfigError(f"a selector's name must be an identifier, got {name!r}; use letters, digits and _")
     if name in (*ABOUT, *PRESET_NAMES, "all"):
-        raise ConfigError(f"{name} is a selector or a preset already; take another name")
+        raise ConfigError(f"{name} is a selector or a preset already; choose another name")
     ABOUT[name], _FACTORIES[name] = about, factory
 
 
@@ -64,7 +64,7 @@ def resolve_rest(config: SearchConfig, name: SelectorName, layout: str, capped: 
         return "none"
     if capped and config.rest is not None:
         raise ConfigError(
-            f"rest {config.rest} tells of rows by logits without a cap, and this model's have one; leave rest out"
+            f"rest {config.rest} estimates rows by uncapped logits, and this model caps its logits; leave rest out"
         )
     if config.rest is None:
         if capped:
@@ -72,8 +72,8 @@ def resolve_rest(config: SearchConfig, name: SelectorName, layout: str, capped: 
         return "sketch" if (name, layout) == ("csattn", "sketch") else "none"
     if name not in _CHOOSE_THE_BEST:
         raise ConfigError(
-            f"rest {config.rest} goes with the selectors {' and '.join(_CHOOSE_THE_BEST)}; {name} works as it was "
-            "published: choose one of those, or leave rest out"
+            f"rest {config.rest} works only with the selectors {' and '.join(_CHOOSE_THE_BEST)}, and {name} works as "
+            "it was published: choose one of those, or leave rest out"
         )
     if config.rest == "sketch" and layout != "sketch":
         raise ConfigError(

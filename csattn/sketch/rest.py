@@ -27,7 +27,7 @@ def attend_rest(
     Where there are none, out is 0 and lse is -inf. `reference.attend_rest` is the definition.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    assert num_q_heads % index.num_heads == 0, f"{num_q_heads} query heads cannot be shared out to {index.num_heads}"
+    assert num_q_heads % index.num_heads == 0, f"{num_q_heads} query heads cannot be divided among {index.num_heads}"
     assert kv_indices.shape[:2] == valid_len.shape == (num_tokens, index.num_heads)
     assert first >= 0 and stop <= index.context_len and head_dim == index.head_dim
     assert q.dtype == np.float32 and kv_indices.dtype == np.int32, f"got {q.dtype} and {kv_indices.dtype}"

@@ -63,7 +63,8 @@ class KvFormat:
         given = {name.strip(): value.strip() for name, _, value in (part.partition("=") for part in parts)}
         if len(parts) != 2 or given.keys() != {"k", "v"}:
             raise CodecError(
-                f"{text!r} names no formats of keys and values; write one for both, as q8_0, or each, as k=q8_0,v=q4_0"
+                f"{text!r} is not a format of keys and values; give one for both, such as q8_0, or one for each, "
+                "such as k=q8_0,v=q4_0"
             )
         return cls(_named(given["k"]), _named(given["v"]))
 
@@ -81,14 +82,14 @@ class KvFormat:
 
 def _named(name: str) -> Format:
     if name not in FORMATS:
-        raise CodecError(f"{name!r} is no format of keys or values; choose from {', '.join(FORMATS)}")
+        raise CodecError(f"{name!r} is not a format of keys or values; choose from {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def not_finite(form: Format) -> CodecError:
     return CodecError(
-        f"keys or values are NaN or infinite, which {form.name} cannot keep; the artifact or the model that made it is "
-        "broken: build the context again"
+        f"keys or values are NaN or infinite, which {form.name} cannot represent; the artifact or the model that made "
+        "it is broken: build the context again"
     )
 
 

@@ -129,9 +129,9 @@ def test_another_model_or_tokenizer_is_refused(artifact_dir: Path) -> None:
     ("noted", "words"),
     [
         ("int4", r"in float32, its weights rounded to int4 \(add --weights int4, in Python weights='int4'\), or build"),
-        ("none", r"in float32, its weights as they are \(leave out --weights, in Python weights=\), or build"),
-        (None, "in float32, its weights rounded as they were then, or build"),
-        ({"bits": 4}, "in float32, its weights rounded as they were then, or build"),
+        ("none", r"in float32, its weights not rounded \(leave out --weights, in Python weights=\), or build"),
+        (None, "in float32, its weights rounded in the same way, or build"),
+        ({"bits": 4}, "in float32, its weights rounded in the same way, or build"),
     ],
 )
 def test_another_models_refusal_says_how_weights_were_rounded(artifact_dir: Path, noted: object, words: str) -> None:
@@ -347,7 +347,7 @@ def test_a_writer_does_not_publish_what_a_reader_would_refuse(tmp_path: Path) ->
 def test_forged_tokens_are_refused(artifact_dir: Path) -> None:
     flip_byte(artifact_dir / "tokens.safetensors", -1)
     reseal(artifact_dir)
-    with pytest.raises(ArtifactCorruptError, match="holds other tokens"):
+    with pytest.raises(ArtifactCorruptError, match="does not hold the tokens that the manifest describes"):
         open_artifact(artifact_dir)
 
 
@@ -355,7 +355,7 @@ def test_tokens_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
     """Whoever counts them by their number would write elsewhere."""
     spec = make_spec()
     path = build(tmp_path, replace(spec, model=replace(spec.model, vocab_size=10)))
-    with pytest.raises(ArtifactCorruptError, match="holds tokens that a model of 10 has not; delete"):
+    with pytest.raises(ArtifactCorruptError, match="holds token ids outside of the model's vocabulary of 10; delete"):
         open_artifact(path)
 
 
@@ -377,7 +377,7 @@ def test_nobody_is_told_to_delete_a_store_or_a_home(artifact_dir: Path) -> None:
 
 def test_a_renamed_directory_is_told_what_names_are(artifact_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(artifact_dir, tmp_path / "manual")
-    with pytest.raises(ArtifactNotFoundError, match="directories there have their artifact's id for a name"):
+    with pytest.raises(ArtifactNotFoundError, match="an artifact's directory is named by its id"):
         find_artifact(tmp_path, "manual")
     assert open_artifact(tmp_path / "manual").spec.artifact_id == artifact_dir.name, "by its path it is read"
     (tmp_path / "report.txt").touch()

@@ -134,7 +134,9 @@ def test_a_small_gpu_shares_more_of_them_out(as_ampere: None) -> None:
     wide = Shape(num_q_heads=8, num_kv_heads=1, num_index_heads=1, head_dim=512, dtype=torch.bfloat16)
     step = make_step(wide, [(90, 30)], [(0, 5, 9)])
     assert_close(attend_on_device(step), step.wanted())
-    with pytest.raises(ConfigError, match=r"no memory for a head of 512 .* choose bfloat16, or decode on the CPU"):
+    with pytest.raises(
+        ConfigError, match=r"too little shared memory for a head of 512 .* choose bfloat16, or decode on the CPU"
+    ):
         device_blocks.num_shares(1, 512, torch.float32, "none")
 
 

@@ -93,7 +93,7 @@ def test_what_is_tiny_or_huge_decodes_as_on_the_cpu(fill: float) -> None:
 
 def test_a_format_of_more_bytes_is_refused() -> None:
     coding = RowCoding(k="float32", v="float32", v_offset=256, row_bytes=512)
-    with pytest.raises(ConfigError, match=r"takes 512 bytes and a plain one 256; choose a format of fewer bytes"):
+    with pytest.raises(ConfigError, match=r"takes 512 bytes and a plain one 256; choose a format with fewer bytes"):
         DeviceAttention(
             batch_size=1, num_q_heads=2, num_kv_heads=2, num_index_heads=2, head_dim=64, dtype=torch.bfloat16,
             max_top_k=1, tail_capacity=1, softmax_scale=1.0, device=torch.device("cuda"),

@@ -81,7 +81,7 @@ BAD_LINES = {
     '{"context": "0.txt", "chat": 1}': '"chat" must be true or false',
     '{"context": "0.txt", "preset": "lists", "kmeans": "best"}': "kmeans must be one of",
     '{"context": "0.txt", "model": "./absent"}': "there is no model at",
-    '{"context": "0.txt", "context": "1.txt"}': "a name is there twice",
+    '{"context": "0.txt", "context": "1.txt"}': "a name appears twice",
     '{"context": "0.txt\\u0000"}': '"context" has characters that cannot be in it',
     '{"context": "0.txt", "model": "\\ud800"}': '"model" has characters that cannot be in it',
     '{"context": "~no-such-user/0.txt"}': "No such file",
@@ -95,7 +95,7 @@ def test_every_bad_line_is_told_at_once(place: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         read_jobs(write_list(place, {"context": "0.txt"}, *BAD_LINES))
     title, *faults = str(refusal.value).splitlines()
-    assert f"{len(BAD_LINES)} lines to mend; nothing was built" in title
+    assert f"{len(BAD_LINES)} lines to correct; nothing was built" in title
     assert len(faults) == len(BAD_LINES)
     for number, (fault, words) in enumerate(zip(faults, BAD_LINES.values(), strict=True), start=2):
         assert fault.startswith(f"  line {number}: ")
@@ -307,7 +307,10 @@ def test_sigterm_tells_what_is_built_and_that_the_rest_goes_on(place, tmp_path, 
     finally:
         signal.signal(signal.SIGTERM, before)
     printed = capsys.readouterr()
-    assert ended.value.code == 143 and "interrupted; a build goes on where it stopped when run again" in printed.err
+    assert (
+        ended.value.code == 143
+        and "interrupted; a build continues where it stopped when it is run again" in printed.err
+    )
     assert "0.txt" in printed.out and "1.txt" not in printed.out and "1 built; " in printed.out
 
 

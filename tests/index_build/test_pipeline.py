@@ -71,7 +71,7 @@ def test_only_lists_of_faiss_want_faiss(tmp_path: Path, monkeypatch: pytest.Monk
     of_faiss = replace(LISTS, kmeans="faiss")
     with monkeypatch.context() as on_a_mac:
         on_a_mac.setattr(codebooks, "KMEANS_ON_CPU", "torch")
-        with pytest.raises(ConfigError, match="not for macOS"):
+        with pytest.raises(ConfigError, match="not available on macOS"):
             build(tmp_path, config=of_faiss)
     monkeypatch.setitem(sys.modules, "faiss", None)
     for config in (CONFIGS["sketch"], CONFIGS["lists of torch"]):

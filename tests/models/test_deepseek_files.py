@@ -177,10 +177,13 @@ DAMAGED = {
         lambda state: state.update({f"{OF_EXPERT}.scale": state[f"{OF_EXPERT}.scale"][:, :3].contiguous()}),
         r"scales of shape \(256, 3\) where \(256, 4\) were expected",
     ),
-    "scales alone": (lambda state: state.pop(f"{OF_EXPERT}.weight"), f"has {OF_EXPERT}.scale and not the weights"),
+    "scales alone": (
+        lambda state: state.pop(f"{OF_EXPERT}.weight"),
+        f"has the scales {OF_EXPERT}.scale but not their weights",
+    ),
     "a layer's part alone": (
         lambda state: [state.pop(f"{OF_LINEAR}.{part}") for part in ("weight", "scale")],
-        r"lacks model.layers.2.self_attn.o_a_proj.weight, which its config wants",
+        r"lacks model.layers.2.self_attn.o_a_proj.weight, which its config requires",
     ),
 }
 
@@ -243,12 +246,12 @@ def test_a_config_as_it_is_published_describes_the_same_model(published: Path, t
 
 
 def test_a_dtype_that_a_part_of_the_weights_would_not_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"float32 among those in float16.*bfloat16 or float32"):
+    with pytest.raises(ModelError, match=r"float32 and the others in float16.*bfloat16 or float32"):
         load_model(save(tmp_path, "deepseek_v4"), dtype="float16")
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "index_topk"])
 def test_a_config_by_which_a_token_would_see_no_row_is_refused(name: str) -> None:
-    with pytest.raises(ModelError, match=rf"{name} 0, and csattn wants 1 at least"):
+    with pytest.raises(ModelError, match=rf"{name} 0, and csattn needs at least 1"):
         describe(tiny_config("deepseek_v4", **{name: 0}))
     describe(tiny_config("deepseek_v4", **{name: 1}))

@@ -76,7 +76,7 @@ def write_gguf(
         ({"llama__attention__sliding_window": 37}, "attend through a window of 37 rows .* is not read from GGUF"),
         (
             {"family": "phi3", "phi3__rope__dimension_count": 12},
-            r"positions turn 12 of a head's 16 dimensions \(rope.dimension_count\)",
+            r"RoPE rotates 12 of a head's 16 dimensions \(rope.dimension_count\)",
         ),
         ({"llama__attention__sliding_window": 512, "llama__rope__dimension_count": 16, "tensors": EMBEDDING}, "lacks"),
         (
@@ -245,13 +245,13 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatc
     (tmp_path / "model.gguf").touch()
     (tmp_path / "file").touch()
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=r"cannot be written .* with CSATTN_CACHE"):
+    with pytest.raises(ModelError, match=r"cannot be written .* set CSATTN_CACHE to"):
         load_model(str(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize(
     ("free_bytes", "match"),
-    [(1 << 10, r"0\.00 GiB, and .* CSATTN_CACHE"), (None, r"No space left .*; make room in .* CSATTN_CACHE")],
+    [(1 << 10, r"0\.00 GiB, and .* CSATTN_CACHE"), (None, r"No space left .*; free some space in .* CSATTN_CACHE")],
 )
 def test_a_cache_without_room_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, match: str

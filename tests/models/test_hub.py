@@ -42,7 +42,7 @@ def test_without_a_hub_a_model_that_was_not_fetched_is_refused_at_once(
 ) -> None:
     with pytest.raises(
         ModelError,
-        match=r"some/model could not be loaded: it was not fetched .*\(name or service not known\); connect this",
+        match=r"some/model could not be loaded: it has not been downloaded .*\(name or service not known\); connect",
     ):
         load_model("some/model")
     assert len(timeouts_of_hub) == 1 and timeouts_of_hub[0] < 10

@@ -87,5 +87,5 @@ def test_a_context_that_no_question_could_follow_is_refused_before_it_is_prefill
     tokenizer = spaced_tokenizer(ZEPHYR.replace("eos_token", "''"))
     tokenizer.backend_tokenizer.decoder = decoders.Replace("L", "l")
     assert len(context_ids(tokenizer, "a Lamp", "none"))
-    with pytest.raises(ModelError, match="cuts this context differently when a question follows it"):
+    with pytest.raises(ModelError, match="splits this context differently when a question follows it"):
         context_ids(tokenizer, "a Lamp", "system")

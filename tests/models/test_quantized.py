@@ -379,7 +379,7 @@ def test_what_cannot_be_rounded_is_a_sentence(plain: Path, tmp_path: Path, rng) 
     with pytest.raises(ConfigError, match="rounded to fp8 or int4, not to 'int3'"):
         load_model(str(plain), weights="int3")
     quantize(plain, tmp_path / "quantized", "awq", rng)
-    with pytest.raises(ModelError, match="in few bits as published; load it without rounding them to int4"):
+    with pytest.raises(ModelError, match="already published in 8 or 4 bits; load it without rounding them to int4"):
         load_model(str(tmp_path / "quantized"), weights="int4")
 
 
@@ -421,7 +421,11 @@ def test_a_bias_of_zeros_may_be_where_a_model_has_none(in_gptq: Path, tmp_path: 
     for bias in (torch.zeros(96), torch.ones(96)):
         state = load_file(in_gptq / "model.safetensors") | {f"{MODULE}.bias": bias}
         save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-        with nullcontext() if not bias.any() else pytest.raises(ModelError, match=f"has {MODULE}.bias, for which"):
+        with (
+            nullcontext()
+            if not bias.any()
+            else pytest.raises(ModelError, match=f"has {MODULE}.bias, which a model with its config does not have")
+        ):
             load_model(tmp_path)
 
 
@@ -445,7 +449,7 @@ def test_groups_that_do_not_divide_the_inputs_are_as_long_as_the_config_says(gro
     save_file({f"m.{name}": part for name, part in parts.items()}, tmp_path / "model.safetensors")
     config = compressed("pack-quantized", num_bits=4, group_size=group_size, symmetric=True)
     if group_size > 64:
-        with pytest.raises(ModelError, match="m has 2 groups where 64 inputs are 1 of 96"):
+        with pytest.raises(ModelError, match="m has 2 groups where 64 inputs need 1 of 96"):
             read_state(tmp_path, config, torch.float32)
         return
     weight = read_state(tmp_path, config, torch.float32)[0]["m.weight"]
@@ -456,7 +460,7 @@ def test_groups_that_do_not_divide_the_inputs_are_as_long_as_the_config_says(gro
 def test_bytes_of_another_kind_are_not_taken_without_their_scales(dtype: torch.dtype, tmp_path: Path) -> None:
     state = {"m.weight": torch.ones(8, 64).to(dtype), "m.weight_scale": torch.full((1, 1), 0.01)}
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"m\.weight is in .*, whose scales are not read"):
+    with pytest.raises(ModelError, match=r"m\.weight is in .*, a format that csattn does not read"):
         read_state(tmp_path, {"quant_method": "fp8"}, torch.float32)
 
 
@@ -471,8 +475,8 @@ def test_scales_of_another_block_size_are_a_sentence(plain: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        ({"quant_method": "aqlm"}, "'aqlm', of which nothing here can read weights; take a checkpoint in fp8"),
-        ({"quant_method": "gptq", "bits": 3}, "3 bits, which do not divide a word"),
+        ({"quant_method": "aqlm"}, "'aqlm', which csattn cannot read; use a checkpoint in fp8"),
+        ({"quant_method": "gptq", "bits": 3}, "3 bits, which do not fill a word evenly"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "laid out as 'gemv'"),
         (
             {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R3": {}}}},
@@ -496,8 +500,11 @@ def test_what_cannot_be_decoded_is_refused_by_name(config, match, plain: Path, t
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
-        (lambda state: state.pop(f"{MODULE}.weight"), f"lacks {MODULE}.weight, which its config wants"),
-        (lambda state: state.update({"model.more": torch.ones(2)}), "has model.more, for which"),
+        (lambda state: state.pop(f"{MODULE}.weight"), f"lacks {MODULE}.weight, which its config requires"),
+        (
+            lambda state: state.update({"model.more": torch.ones(2)}),
+            "has model.more, which a model with its config does not have",
+        ),
         (
             lambda state: state.update({f"{MODULE}.weight": torch.ones(95, 64)}),
             r"up_proj.weight has shape \(95, 64\) where its config wants \(96, 64\)",

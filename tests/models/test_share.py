@@ -31,8 +31,8 @@ from workers.model.ops import Normed
 from workers.model.torch_ops import TorchOps
 
 REFUSED = {
-    "experts with norms of their own": {"gemma4_text, experts"},
-    "layers that attend to rows of others": {"gemma4_text, inputs"},
+    "experts with separate norms": {"gemma4_text, experts"},
+    "layers that share the rows of other layers": {"gemma4_text, inputs"},
     "layers of latents": {"deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu"},
     "layers of linear attention": {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"},
     "norms over all heads together": {"minimax_m2", "olmo2", "olmo3", "olmoe"},
@@ -209,7 +209,7 @@ def test_few_bits_that_cannot_be_shared_out_are_told_what_can() -> None:
     require_shares_of_quantized(of(matrix(512, 32)), 8)
     for quantized in (matrix(512, 128), matrix(1024, 256), matrix(128, 32), matrix(128, 0)):
         with pytest.raises(
-            ConfigError, match=r"8 devices cannot share this model's weights of 8 or 4 bits: .*; 1 or 2 or 4 can, "
+            ConfigError, match=r"8 devices cannot split this model's weights of 8 or 4 bits: .*; 1 or 2 or 4 can, "
         ):
             require_shares_of_quantized(of(quantized), 8)
     in_another_order = replace(matrix(1024, 128), order=torch.randperm(1024))
@@ -231,13 +231,15 @@ def test_a_vocabulary_that_cannot_be_shared_out_is_on_all_devices() -> None:
     ("fault", "family"), [(fault, name) for fault, names in REFUSED.items() for name in sorted(names)]
 )
 def test_what_is_not_shared_out_is_named(fault: str, family: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{fault}, which are not shared out among devices; choose one device"):
+    with pytest.raises(
+        ConfigError, match=rf"{fault}, which csattn cannot split over several devices; choose one device"
+    ):
         require_shares(describe(tiny_config(family)), 2)
 
 
 def test_a_number_of_devices_that_does_not_fit_is_told_those_that_do() -> None:
     spec = describe(tiny_config("llama", hidden_size=192, num_attention_heads=24, num_key_value_heads=12))
-    with pytest.raises(ConfigError, match=r"5 devices cannot share 12 KV heads .*; 1 or 2 or 3 or 4 or 6 or 12 can"):
+    with pytest.raises(ConfigError, match=r"5 devices cannot split 12 KV heads .*; 1 or 2 or 3 or 4 or 6 or 12 can"):
         require_shares(spec, 5)
     odd = replace(spec.layers[0], mlp=MlpSpec(intermediate_size=90))
     with pytest.raises(ConfigError, match=r"4 devices .*; 1 or 2 or 3 or 6 can"):

@@ -73,7 +73,7 @@ def test_a_tensor_that_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "gemma3")
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | {"language_model.model.layers.7.more": torch.zeros(1)}, file, {"format": "pt"})
-    with pytest.raises(ModelError, match=r"has model\.layers\.7\.more, for which a model of its config has no place"):
+    with pytest.raises(ModelError, match=r"has model\.layers\.7\.more, which a model with its config does not have"):
         load_model(str(tmp_path))
 
 

@@ -53,11 +53,11 @@ def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_context() -> None:
 @pytest.mark.parametrize(
     ("template", "match"),
     [
-        (QUESTION_FIRST, "does not write the context as it is, once, before the question"),
+        (QUESTION_FIRST, "does not write the unchanged context exactly once before the question"),
         (
             "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ messages[-1]['role'] }}"
             "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-            "does not write the context as it is, once, before the question",
+            "does not write the unchanged context exactly once before the question",
         ),
         ("{{ raise_exception('never') }}", r"cannot be used \(never\)"),
     ],

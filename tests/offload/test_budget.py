@@ -29,13 +29,13 @@ def test_too_little_device_memory_is_refused_with_both_numbers_and_a_remedy() ->
         PLAN.require(AvailableMemory(device_bytes=18 * GIB - 1, host_bytes=64 * GIB))
     assert str(refusal.value) == (
         "the plan needs 19,327,352,832 bytes (18.0 GiB) of device memory and 19,327,352,831 bytes (18.0 GiB) is "
-        "available; the biggest part is the weights with 16,106,127,360 bytes (15.0 GiB): choose a smaller slot cache, "
+        "available; the largest part is the weights with 16,106,127,360 bytes (15.0 GiB): choose a smaller slot cache, "
         "another placement, a shorter context or fewer concurrent requests"
     )
 
 
 def test_too_little_host_memory_is_refused() -> None:
-    with pytest.raises(MemoryPlanError, match=r"\(17.0 GiB\) of pinned host memory and .* biggest part is the context"):
+    with pytest.raises(MemoryPlanError, match=r"\(17.0 GiB\) of pinned host memory and .* largest part is the context"):
         PLAN.require(AvailableMemory(device_bytes=80 * GIB, host_bytes=16 * GIB))
 
 

@@ -159,7 +159,9 @@ def test_threads_do_not_disturb_each_other(rng: np.random.Generator) -> None:
 def test_what_is_not_finite_is_refused(name: str, bad: float, place: tuple[int, int, int]) -> None:
     kv = np.zeros((5, 2, 64), np.float32)
     kv[place] = bad
-    with pytest.raises(CodecError, match=rf"NaN or infinite, which {name} cannot keep; .* build the context again"):
+    with pytest.raises(
+        CodecError, match=rf"NaN or infinite, which {name} cannot represent; .* build the context again"
+    ):
         KvCodec(KvFormat.parse(name), 64).encode(kv)
     with pytest.raises(CodecError, match="NaN or infinite"):
         reference.encode(FORMATS[name], kv[:, place[1]])
@@ -180,7 +182,7 @@ def test_a_scale_beyond_its_type_is_refused(name: str, value: float) -> None:
 
 @pytest.mark.parametrize("text", ["q5_1", "", "k=q8_0", "k=q8_0,v=", "q8_0,q4_0", "k=q8_0,v=q4_0,k=fp8", "v=fp8,x=fp8"])
 def test_other_names_are_refused(text: str) -> None:
-    with pytest.raises(CodecError, match=r"choose from|write one for both"):
+    with pytest.raises(CodecError, match=r"choose from|give one for both"):
         KvFormat.parse(text)
 
 

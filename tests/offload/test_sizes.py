@@ -29,5 +29,5 @@ def test_a_size_is_a_number_and_a_unit(text: str, num_bytes: int) -> None:
     "text", ["", " ", "MiB", "9" * 400, "64 potatoes", "-1", "-1MiB", "1e3", "nan", "0", "0.4B", "64M", "1,5GiB", "\n"]
 )
 def test_what_is_no_size_is_a_sentence(text: str) -> None:
-    with pytest.raises(TierError, match=r"is no size; give a number of bytes or one with a unit"):
+    with pytest.raises(TierError, match=r"is not a size; give a number of bytes, or one with a unit"):
         parse_size(text)

@@ -129,7 +129,7 @@ def test_a_file_reads_the_same_with_and_without_the_page_cache(tmp_path, monkeyp
     file.read(into, 0, at_least=len(data))
     assert np.array_equal(into[: len(data)], data)
     assert file.direct == is_direct(file._fd) and not (refused and file.direct)
-    with pytest.raises(DiskError, match=r"ends at byte 8,292 and should go on to 12,288"):
+    with pytest.raises(DiskError, match=r"ends at byte 8,292 and should extend to 12,288"):
         file.read(into, 0)
     file.close()
     with pytest.raises(DiskError, match="cannot open"):

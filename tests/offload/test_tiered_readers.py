@@ -151,7 +151,7 @@ def test_no_read_goes_on_behind_the_back_of_one_that_had_too_few_threads(tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start_two)
-        with pytest.raises(DiskError, match=r"starts no more threads.*can't start new thread.*raise the limit"):
+        with pytest.raises(DiskError, match=r"cannot start more threads.*can't start new thread.*raise the limit"):
             files.store()
     assert (threading.active_count(), len(os.listdir("/dev/fd"))) == (threads, descriptors)
     with files.store() as store:

@@ -112,7 +112,7 @@ def test_rows_that_stay_are_read_once_and_others_are_a_sentence(tmp_path) -> Non
             assert store.rows(1, rows) is store.rows(1, rows)
             assert store.tier.bytes_read == before
         assert store.rows(0, slice(0, 0)).shape == (2, 0, 2, 8)
-        with pytest.raises(TierError, match="rows 0 to 300 are not among those that stay"):
+        with pytest.raises(TierError, match="rows 0 to 300 do not stay in host memory"):
             store.rows(0, slice(0, 300))
         check(store)
 

@@ -29,7 +29,9 @@ def test_what_goes_together_is_done(name) -> None:
 @pytest.mark.parametrize("rest", ["sketch", "moments"])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_selectors_work_as_they_were_published(name, rest) -> None:
-    with pytest.raises(ConfigError, match=f"rest {rest} goes with the selectors csattn and exact; {name} works as it"):
+    with pytest.raises(
+        ConfigError, match=f"rest {rest} works only with the selectors csattn and exact, and {name} works"
+    ):
         resolve_rest(SearchConfig(rest=rest), name, "sketch")
     assert resolve_rest(SearchConfig(rest="none"), name, "sketch") == "none"
 

@@ -28,9 +28,11 @@ def test_weights_that_memory_has_no_room_for_are_refused(
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1000)
     monkeypatch.setattr(capacity, "host_memory_bytes", lambda: 1000)
     assert building.show_loading(model, "float32") == "loaded", "files that are mapped need no memory"
-    assert "is read from the disk whenever it is needed, on a CPU for each token; keep them in 4 bits" in caplog.text
+    assert (
+        "are read from the disk whenever they are needed, on a CPU for each token; keep them in 4 bits" in caplog.text
+    )
     for dtype, weights in (("bfloat16", None), ("float32", "fp8")):
-        with pytest.raises(MemoryPlanError, match=rf"copied to {dtype}, needs .* take a smaller model"):
+        with pytest.raises(MemoryPlanError, match=rf"copied to {dtype}, needs .* use a smaller model"):
             building.show_loading(model, dtype, weights=weights)
     settings = load_settings(None, {}, {"model.name": model, "build.dtype": "bfloat16"}).settings
     with pytest.raises(MemoryPlanError, match="copied to bfloat16"):
@@ -45,7 +47,7 @@ def test_what_a_narrower_dtype_needs_is_told(tmp_path: Path, monkeypatch: pytest
     config = save(tmp_path) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "bfloat16"}))
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1000)
-    with pytest.raises(MemoryPlanError, match=r"copied to float32, .* it is mapped: --dtype bfloat16"):
+    with pytest.raises(MemoryPlanError, match=r"copied to float32, .* it is memory-mapped: --dtype bfloat16"):
         building.show_loading(str(tmp_path), "float32")
 
 
@@ -67,7 +69,7 @@ def test_a_gguf_file_is_not_converted_without_room(
             building.show_loading(file, "bfloat16")
     monkeypatch.setattr(weight_sizes, "has_disk_space", lambda num_bytes: True)
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 14 * max(sizes) - 1)
-    with pytest.raises(MemoryPlanError, match=r"converted to bfloat16, needs .* take a smaller model$"):
+    with pytest.raises(MemoryPlanError, match=r"converted to bfloat16, needs .* use a smaller model$"):
         building.show_loading(file, "bfloat16")
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + 14 * max(sizes))
     assert building.show_loading(file, "bfloat16").dtype == torch.bfloat16
@@ -118,7 +120,7 @@ def test_the_text_model_of_one_that_sees_images_is_mapped_in_the_dtype_of_the_wh
     file.write_text(json.dumps(published))
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1000)
     assert building.show_loading(str(tmp_path), "bfloat16").dtype == torch.bfloat16
-    with pytest.raises(MemoryPlanError, match=r"copied to float32, .* it is mapped: --dtype bfloat16"):
+    with pytest.raises(MemoryPlanError, match=r"copied to float32, .* it is memory-mapped: --dtype bfloat16"):
         building.show_loading(str(tmp_path), "float32")
     file.write_text(json.dumps({name: value for name, value in published.items() if name != "dtype"}))
     assert building.show_loading(str(tmp_path), "bfloat16").dtype == torch.bfloat16

@@ -154,7 +154,7 @@ def test_a_context_decodes_within_a_host_budget(capsys, artifact: Path) -> None:
     within = last_line(in_process(*asked, "--host-budget", "2MiB", capsys=capsys))
     assert within["full"]["token_ids"] == last_line(in_process(*asked, capsys=capsys))["full"]["token_ids"]
     for wrong, sentence in (
-        (["1 potato"], "is no size; give a number of bytes"),
+        (["1 potato"], "is not a size; give a number of bytes"),
         (["1kB"], "a host budget of 1,000 bytes is too small for this context"),
         (["1MiB", "--selector", "exact"], "reads all keys from host memory"),
         (["1MiB", "--kv-codec", "fp8"], "a host budget keeps rows as the artifact has them"),
@@ -172,7 +172,7 @@ ASKED = "generate", "{artifact}", "--prompt", "x"
     ("arguments", "words"),
     [
         ((*ASKED, "--selector", "best"), "unknown selector 'best'; choose one of csattn"),
-        ((*ASKED, "--selector", "h2o", "--rest", "moments"), "goes with the selectors csattn and exact"),
+        ((*ASKED, "--selector", "h2o", "--rest", "moments"), "works only with the selectors csattn and exact"),
         ((*ASKED, "--selector", "h2o", "--host-budget", "1MiB"), "reads all keys from host memory"),
         ((*ASKED, "--kv-codec", "fp8", "--host-budget", "1MiB"), "a host budget keeps rows as the artifact has them"),
         ((*ASKED, "--weights", "int3"), "weights can be rounded to fp8 or int4, not to 'int3'"),
@@ -189,7 +189,7 @@ ASKED = "generate", "{artifact}", "--prompt", "x"
         (("eval", "--text", "{place}/text.txt", "--lookahead", ""), "give --lookahead 0, 1 or 0,1"),
         (
             ("eval", "--text", "{place}/text.txt", "--presets", "", "--selectors", "exact,quest", "--rest", "sketch"),
-            "rest sketch goes with the selectors csattn and exact; quest works as it was published",
+            "rest sketch works only with the selectors csattn and exact, and quest works as it was published",
         ),
         (("build", "--context", "-"), "standard input holds no text"),
     ],
@@ -222,7 +222,10 @@ def test_rows_are_kept_in_the_format_that_is_asked_for(capsys, place: Path, arti
     refused = in_process(*asked, "--placement", "gpu", capsys=capsys)
     assert refused.returncode == 1 and "unknown placement 'gpu'; choose one of cpu, device" in refused.stderr
     refused = in_process(*asked, "--selector", "exact", "--placement", "hybrid", capsys=capsys)
-    assert refused.returncode == 1 and "a GPU decodes with csattn or full, or exact where" in refused.stderr
+    assert (
+        refused.returncode == 1
+        and "a GPU decodes with csattn or full, or with exact in placement device" in refused.stderr
+    )
     of_text = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 300, "--eval-len", 20
     done = in_process(
         *of_text, "--presets", "", "--selectors", "full", "--kv-codec", "k=fp8,v=float16", "--json", capsys=capsys
@@ -283,7 +286,7 @@ def test_eval_with_all_rows_read_has_no_rest(capsys, place: Path) -> None:
 @pytest.mark.parametrize("asked", [("build", "--context", "x", "--store"), ("gc", "--store"), ("demo", "--out")])
 def test_an_empty_place_is_not_the_current_directory(capsys, asked: tuple[str, ...]) -> None:
     refused = in_process(*asked, "", capsys=capsys)
-    assert refused.returncode == 2 and "a place is named by its path, got an empty one" in refused.stderr
+    assert refused.returncode == 2 and "the path is empty; give one" in refused.stderr
 
 
 def test_eval_stretches_the_model_to_longer_texts(capsys, place: Path) -> None:
@@ -336,7 +339,7 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
     work = place / "store" / f".building-{'0' * 16}"
     work.mkdir()
     shown = in_process("ls", "--store", place / "store", "--json", capsys=capsys)
-    told = f"unfinished: {work.name}; the same build goes on with it, `csattn gc` removes it"
+    told = f"unfinished: {work.name}; the same build continues it, `csattn gc` removes it"
     assert last_line(shown)["unfinished"] == [str(work)] and told in shown.stderr.splitlines()
     lock = BuildLock(work.with_name(f"{work.name}.lock")).acquire()
     shown = in_process("ls", "--store", place / "store", "--json", capsys=capsys)
@@ -413,7 +416,7 @@ def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, 
     inspected = in_process("inspect", built, capsys=capsys).stdout
     assert "rounded to int4" in inspected and "float32" in inspected
     plain = last_line(told := in_process("inspect", artifact, "--json", capsys=capsys))
-    assert (plain["weights"], plain["notes"]["weights"]) == ("none", "none") and "as they are" in told.stdout
+    assert (plain["weights"], plain["notes"]["weights"]) == ("none", "none") and "as published" in told.stdout
     refused = in_process("generate", built, "--prompt", "x", "--weights", "fp8", capsys=capsys)
     assert refused.returncode == 1 and "weights rounded to int4 (add --weights int4" in refused.stderr
     assert last_line(in_process("generate", built, "--prompt", "x", "--json", capsys=capsys))
@@ -461,7 +464,7 @@ def test_what_services_have_kept_is_listed_and_removed_on_request(capsys, tmp_pa
     assert removed == there["context_bytes"] + 2048 and not any(kept().values())
     assert "gc --kept" not in in_process("ls", "--store", tmp_path, capsys=capsys).stdout
     refused = in_process("gc", "--store", "memory://s", "--kept", capsys=capsys)
-    assert refused.returncode == 1 and "services keep nothing behind a URL" in refused.stderr
+    assert refused.returncode == 1 and "services keep nothing in a store at a URL" in refused.stderr
 
 
 @pytest.mark.parametrize("verb", ["ls", "gc"])
@@ -503,7 +506,7 @@ def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: st
         (["generate", "{artifact}", "--prompt", "x", "--keep", "0"], 1, "keep must lie in (0, 1]"),
         (["generate", "{artifact}", "--prompt", "x", "--keep", "1.5"], 1, "keep must lie in (0, 1]"),
         (["generate", "{artifact}", "--prompt", "x", "--selector", "best"], 1, "unknown selector"),
-        (["generate", "{artifact}", "--prompt", "x", "--selector", "h2o", "--rest", "moments"], 1, "goes with"),
+        (["generate", "{artifact}", "--prompt", "x", "--selector", "h2o", "--rest", "moments"], 1, "works only with"),
         (["generate", "{artifact}", "--prompt", "x", "--rest", "codes"], 1, "rest must be one of sketch, moments"),
         (
             [
@@ -525,7 +528,7 @@ def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: st
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model", "--selectors", "best"], 1, "choose from"),
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model"], 1, "longer text"),
         (["verify", "{place}"], 1, "artifact"),
-        (["ls", "--store", "s3:/bucket"], 2, "a URL has two slashes behind its colon, got s3:/bucket"),
+        (["ls", "--store", "s3:/bucket"], 2, "a URL has two slashes after its colon, got s3:/bucket"),
         (["frobnicate"], 2, "No such command"),
         (["build", "--keep", "3"], 2, "--keep belongs to generate, eval and serve; `csattn build --help` lists"),
         (["verify", "{artifact}", "--set", "a=b"], 2, "--set belongs to serve and config show; `csattn verify --help`"),

@@ -106,7 +106,7 @@ SICK = {"pinned": False, "how": "the driver refused to page-lock 1048576 bytes o
         (machine({"cupy-cuda12x": "14"}), "cupy", "warning", "cannot be loaded", "cupy-cuda12x"),
         (
             machine({"cupy": "13", "cupy-cuda12x": "14"}, {"cupy": {"version": "14"}}),
-            "cupy", "problem", "cupy and cupy-cuda12x are installed at once", "pip uninstall -y cupy cupy-cuda12x",
+            "cupy", "problem", "cupy and cupy-cuda12x are both installed", "pip uninstall -y cupy cupy-cuda12x",
         ),
         (gpu_machine(probed={"triton": MISSING}), "triton", "problem", "cannot be loaded", "Reinstall torch"),
         (
@@ -119,8 +119,8 @@ SICK = {"pinned": False, "how": "the driver refused to page-lock 1048576 bytes o
             "pip uninstall -y faiss-cpu faiss-gpu-cuvs && pip install faiss-cpu",
         ),
         (
-            machine(probed={"faiss": {"error": "the process was ended by signal 4"}}),
-            "faiss", "problem", "ended by signal 4", "faiss-cpu",
+            machine(probed={"faiss": {"error": "the process was killed by signal 4"}}),
+            "faiss", "problem", "killed by signal 4", "faiss-cpu",
         ),
         (machine(probed={"numba": MISSING}), "numba", "problem", "cannot be loaded", "numba"),
         (
@@ -128,9 +128,9 @@ SICK = {"pinned": False, "how": "the driver refused to page-lock 1048576 bytes o
             "numba", "warning", "every process compiles", "NUMBA_CACHE_DIR",
         ),
         (machine(openmp_waits="active"), "openmp", "warning", "OMP_WAIT_POLICY is active", "passive"),
-        (machine(probed={"ray": MISSING}), "ray", "problem", "cannot be loaded", "csattn[serve]"),
+        (machine(probed={"ray": MISSING}), "ray", "problem", "cannot be loaded", "ray[serve]"),
         (machine(probed={"ray": {"version": "2.9.3"}}), "ray", "problem", "2.52 or later", "--upgrade"),
-        (machine(cpu_quota=1.5), "cpus", "warning", "4 CPUs are visible, but the container gives time worth 1.5", "1."),
+        (machine(cpu_quota=1.5), "cpus", "warning", "4 CPUs are visible, but the container's quota is 1.5", "1."),
         (
             machine(probed={"memory": {"available_bytes": GIB, "total_bytes": 24 * GIB, "locked_limit_bytes": 0}}),
             "memory", "warning", "1.0 GiB of host memory", "memory limit",
@@ -143,10 +143,10 @@ SICK = {"pinned": False, "how": "the driver refused to page-lock 1048576 bytes o
             "memory", "warning", "ulimit -l", "--ulimit memlock=-1",
         ),
         (machine(shared_memory_bytes=64 << 20), "memory", "warning", "/dev/shm has 0.1 GiB free", "--shm-size"),
-        (machine(probed={"store": MISSING}), "store", "problem", "cannot be looked at", "--store"),
+        (machine(probed={"store": MISSING}), "store", "problem", "cannot be examined", "--store"),
         (
             machine(probed={"store": {**STORE, "is_directory": False}}),
-            "store", "problem", "no directory", "--store",
+            "store", "problem", "not a directory", "--store",
         ),
         (
             machine(probed={"store": {**STORE, "writable": False, "refusal": "Read-only file system"}}),
@@ -176,7 +176,7 @@ def test_every_probe_may_fail_at_once() -> None:
     found = examine(sick)
     assert {f.check for f in found if f.status == "problem"} == {"torch", "faiss", "numba", "ray", "store"}
     assert not any(f.check == "device" for f in found), "without torch nothing is known of a GPU"
-    assert one(found, "store").remedy == "Mend torch first."
+    assert one(found, "store").remedy == "Repair torch first."
     assert all(finding.text.endswith(".") for finding in found)
     assert all(finding.remedy for finding in found if finding.status == "problem")
 
@@ -207,7 +207,7 @@ def test_a_gpu_that_kernels_do_not_run_on_is_told_of() -> None:
     older = DEVICE | {"missing": "compute capability 8.0 or more, and Tesla T4 has 7.5"}
     torch = {"version": "2.11.0", "cuda": "12.8", "devices": [older], "pinning": None}
     (finding,) = check_device(gpu_machine(probed={"torch": torch}))
-    assert finding.status == "warning" and "nothing can be decoded on it: kernels need compute cap" in finding.text
+    assert finding.status == "warning" and "csattn cannot decode on it: its kernels need compute cap" in finding.text
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_where_torch_places_centroids_faiss_may_be_missing(monkeypatch, kmeans: 
 
 
 def test_where_there_is_a_gpu_it_says_that_faiss_needs_none() -> None:
-    assert check_faiss(gpu_machine({}))[0].text.endswith("torch is faster on a GPU, and faiss-gpu not needed.")
+    assert check_faiss(gpu_machine({}))[0].text.endswith("torch is faster on a GPU, and faiss-gpu is not needed.")
     assert "faster" not in check_faiss(machine(gpus=(H200,)))[0].text, "torch cannot use it"
 
 
@@ -284,7 +284,7 @@ def test_a_store_is_told_of_as_people_read_it(artifacts: int, num_bytes: int, wo
 
 def test_what_services_have_kept_is_told_where_there_is_any() -> None:
     finding = one(examine(machine()), "kept")
-    assert finding.status == "ok" and "store/kept is 1.70 GiB, of 80.00 GiB at most; each kind leaves" in finding.text
+    assert finding.status == "ok" and "store/kept takes 1.70 GiB, of at most 80.00 GiB; each kind takes" in finding.text
     none = {**KEPT, "context_bytes": 0, "row_bytes": 0}
     assert not [of for of in examine(machine(probed={"kept": none})) if of.check == "kept"]
 
@@ -335,7 +335,7 @@ def test_numba_without_a_place_for_its_cache_still_compiles(monkeypatch: pytest.
     ("body", "words"),
     [
         ("raise ImportError('libcudart.so.12: cannot open')", "ImportError: libcudart.so.12: cannot open"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "ended by signal 4"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "killed by signal 4"),
         ("import sys; sys.exit(3)", "exit code 3"),
         ("import os; os._exit(0)", "without an answer"),
     ],
@@ -380,8 +380,8 @@ def test_a_model_is_told_what_it_takes_and_what_it_is_refused_for(tmp_path: Path
     kv, sketch = context_bytes(spec_of(geometry, 32_768))
     assert 0 <= kv - (32_768 + 2 * 37) * 2 * 2 * 24 * 2 < 3 * 8192 and 0 < sketch < kv
     left = machine().probes["memory"]["available_bytes"] - weight_bytes(read_config(str(tmp_path)), 2).decoded
-    assert f"this machine has room for: {left // (kv + sketch)} of 32,768." in found[0].text
-    assert "1 layers that see everything and 2 that do not" in found[0].text
+    assert f"Room for contexts (this machine): {left // (kv + sketch)} of 32,768." in found[0].text
+    assert "1 layers with full attention and 2 without" in found[0].text
     assert "multiples of 16" in found[1].text and "capped" in found[2].text
     small = machine(probed={"memory": {"available_bytes": 1000, "total_bytes": 1000, "locked_limit_bytes": 0}})
     assert one(examine_model(str(tmp_path), small)[:1], "model").status == "warning"
@@ -407,13 +407,13 @@ def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: 
     (found, *_) = examine_model(str(tmp_path), machine(), "int4")
     assert f"weights take {gib(plain)} in bfloat16, {gib(2 * plain)} in float32, the default." in found.text
     assert (
-        f"There, with few bits, host memory has {gib(size.on_host)}, and {gib(2 * matrices)} of disk for them decoded; "
-        f"a GPU has {gib(size.on_gpu)}." in found.text
+        f"Kept in 8 or 4 bits, they take {gib(size.on_host)} of host memory (and, decoded, {gib(2 * matrices)} of "
+        f"disk), or {gib(size.on_gpu)} on a GPU." in found.text
     )
     little = {"available_bytes": plain - 1, "total_bytes": GIB, "locked_limit_bytes": 0}
     small = machine(probed={"memory": little})
     assert "--weights int4 --dtype bfloat16" in examine_model(str(tmp_path), small)[0].remedy
-    assert "this machine has room for" in examine_model(str(tmp_path), small, "int4")[0].text
+    assert "Room for contexts (this machine)" in examine_model(str(tmp_path), small, "int4")[0].text
     monkeypatch.setattr(weight_sizes, "has_disk_space", lambda num_bytes: False)
     assert (
         size.on_host == plain + in_4_bits and "of disk" not in examine_model(str(tmp_path), machine(), "int4")[0].text
@@ -443,7 +443,7 @@ def test_disk_is_told_of_experts_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     size = weight_bytes(config, 2, "int4")
     assert size.mapped == size.linears + size.experts > size.experts > 3 * size.quantized
     assert size.on_host == size.on_gpu == size.others + size.quantized
-    assert f"and {gib(size.mapped)} of disk for them decoded" in examine_model(str(tmp_path), machine(), "int4")[0].text
+    assert f"(and, decoded, {gib(size.mapped)} of disk)" in examine_model(str(tmp_path), machine(), "int4")[0].text
     little = {"available_bytes": size.decoded - 1, "total_bytes": GIB, "locked_limit_bytes": 0}
     small = machine(probed={"memory": little})
     assert "--weights int4 --dtype bfloat16" in examine_model(str(tmp_path), small)[0].remedy
@@ -452,11 +452,14 @@ def test_disk_is_told_of_experts_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_model_that_chooses_by_itself_is_told_where(tmp_path: Path) -> None:
     tiny_config("deepseek_v32", max_position_embeddings=65_536).save_pretrained(tmp_path)
     found = needs, on_gpu, stream = examine_model(str(tmp_path), machine())
-    assert "3 layers of latents, which it chooses from itself" in needs.text and "this machine has room" in needs.text
+    assert (
+        "3 layers with latents, from which the model itself chooses" in needs.text
+        and "Room for contexts (this machine)" in needs.text
+    )
     assert [finding.status for finding in found[1:]] == ["ok", "ok"]
     assert "placement `host` is refused" in on_gpu.text and "csattn stream" in stream.text
     tiny_config("deepseek_v3", max_position_embeddings=65_536).save_pretrained(tmp_path)
-    assert "all of its latents lie on the device" in examine_model(str(tmp_path), machine())[1].text
+    assert "all of its latents are on the device" in examine_model(str(tmp_path), machine())[1].text
     tiny_config("deepseek_v32", kv_lora_rank=36).save_pretrained(tmp_path)
     needs, on_gpu, *_ = examine_model(str(tmp_path), machine())
     assert on_gpu.status == "warning" and "latents have 36 numbers; a GPU takes powers of two" in on_gpu.text
@@ -482,7 +485,7 @@ def test_a_gguf_file_is_looked_at_and_not_converted(tmp_path: Path, monkeypatch:
     file = str(write_gguf(tmp_path / "model.gguf"))
     needed = conversion_bytes(read_config(file), 2)
     finding = examine_model(file, machine())[0]
-    assert "converted once" in finding.text and f"meanwhile {gib(needed)} of memory." in finding.text
+    assert "converted once" in finding.text and f"and, while it runs, {gib(needed)} of memory." in finding.text
     assert finding.status == "ok" and not (tmp_path / "models").exists()
     little = {"available_bytes": needed + SPARE_BYTES - 1, "total_bytes": GIB, "locked_limit_bytes": 0}
     finding = examine_model(file, machine(probed={"memory": little}))[0]

@@ -149,5 +149,5 @@ def test_a_format_that_does_not_tell_keys_apart_is_named_once_with_what_does(tmp
                 pass
     (record,) = caplog.records
     message = record.getMessage()
-    assert f"keys of context {made.spec.artifact_id} are not told apart in q4_0, in 1 of 3 layers (1)" in message
+    assert f"keys of context {made.spec.artifact_id} cannot be distinguished in q4_0, in 1 of 3 layers (1)" in message
     assert message.endswith("choose the KV codec q8_0")

@@ -125,19 +125,19 @@ def test_a_service_of_its_process_knows_it_and_one_on_ray_refuses_it(example, tm
     assert settings.engine.selector == "newest"
     said = {"model": "m", "messages": [{"role": "user", "content": "Why?"}], "selector": "newest"}
     assert [ask.selector for ask in read_chat(said, "id", "m", settings.limits).asks] == ["newest"]
-    with pytest.raises(ConfigError, match="newest was registered in this process alone; serve in it, with --local"):
+    with pytest.raises(ConfigError, match="newest was registered only in this process; serve from it, with --local"):
         app(["serve", "--selector", "newest", "--store", f"{tmp_path}"], standalone_mode=False)
 
 
 @pytest.mark.parametrize("name", ["newest", "csattn", "full", "lists", "all"])
 def test_a_name_that_is_taken_is_refused(example, name) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is a selector or a preset already; take another name"):
+    with pytest.raises(ConfigError, match=f"{name} is a selector or a preset already; choose another name"):
         register(name, example["NewestOfLayer"], About("", "", True))
 
 
 @pytest.mark.parametrize("name", ["", "a-b", "7th", "a,b", None])
 def test_a_name_is_an_identifier(example, name) -> None:
-    with pytest.raises(ConfigError, match="a selector's name is an identifier, got"):
+    with pytest.raises(ConfigError, match="a selector's name must be an identifier, got"):
         register(name, example["NewestOfLayer"], About("", "", True))
 
 

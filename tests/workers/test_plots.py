@@ -58,5 +58,5 @@ def test_no_number_of_an_axis_is_crossed_by_the_line_to_the_window(tmp_path, mon
 
     monkeypatch.setattr("workers.plots.Figure", Kept)
     draw(tmp_path / "map.png", [make_picture(np.random.default_rng(1), 2, 2, 100)], context_len=6353)
-    [numbered] = [axes for axes in drawn[0].axes if axes.get_xlabel().startswith("place in the document")]
+    [numbered] = [axes for axes in drawn[0].axes if axes.get_xlabel().startswith("position in the document")]
     assert 5000 in numbered.get_xticks() and max(numbered.get_xticks()) < 6000

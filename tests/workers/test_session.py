@@ -106,7 +106,7 @@ def test_keeping_more_comes_nearer_to_full_attention(store, selector) -> None:
 
 
 def test_an_evaluation_without_a_successor_is_refused(store) -> None:
-    one, sentence = token_ids(1, seed=3), "each token is judged by the one after it, and there are 1; give two or more"
+    one, sentence = token_ids(1, seed=3), "each token is evaluated on the one after it, got 1; give two or more"
     with pytest.raises(ConfigError, match=sentence):
         full_attention(loaded(), artifact_of(store), one)
     baseline = full_attention(loaded(), artifact_of(store), token_ids(2, seed=3))
@@ -120,9 +120,9 @@ def test_an_evaluation_without_a_successor_is_refused(store) -> None:
     assert everything.kl < 1e-6
     for other in (ids[:2], ids[::-1]):
         baseline = full_attention(loaded(), artifact_of(store), other)
-        with pytest.raises(ConfigError, match=f"are of {len(other)} other tokens than these 9; give what"):
+        with pytest.raises(ConfigError, match=f"are for {len(other)} other tokens than these 9; give the result of"):
             measure(loaded(), artifact_of(store), SearchConfig(), "csattn", ids, baseline)
-    with pytest.raises(ConfigError, match="token ids are whole numbers"):
+    with pytest.raises(ConfigError, match="token ids must be whole numbers"):
         full_attention(loaded(), artifact_of(store), [0.5, 1.5])
     with pytest.raises(ConfigError, match="what `load_model` returned, got a str"):
         full_attention("smollm2", artifact_of(store), [1, 2])  # type: ignore[arg-type]
@@ -213,7 +213,7 @@ def test_attending_to_the_rest_comes_nearer_to_full_attention(wide, selector, re
 @pytest.mark.parametrize(
     ("preset_name", "selector", "rest", "sentence"),
     [
-        ("default", "quest", "moments", "rest moments goes with the selectors csattn and exact; quest"),
+        ("default", "quest", "moments", "rest moments works only with the selectors csattn and exact, and quest"),
         ("lists", "csattn", "sketch", "rest sketch needs an index that is a sketch"),
     ],
 )
@@ -278,7 +278,9 @@ def test_a_call_of_the_model_takes_a_whole_request_as_generate_does(store) -> No
 def test_another_context_before_the_question_is_refused(store, place) -> None:
     model = loaded().model
     sentence = (
-        f"from position {place} on they are not the context's" if place else "without it before them; give a whole"
+        f"which differ from the context's at position {place};"
+        if place
+        else "without the context's before them; give a whole"
     )
     with csattn_session(loaded(), artifact_of(store)) as session:
         inputs = session.continue_with(token_ids(9, seed=3))
@@ -313,7 +315,9 @@ def test_new_ids_alone_are_known_by_a_mask_of_all(store) -> None:
         options = {"attention_mask": torch.ones(1, CONTEXT_LEN + 9), "max_new_tokens": 4, "do_sample": False}
         got = model.generate(question, **{CACHE: session.request()}, **options)
         assert torch.equal(got[0], want[0, CONTEXT_LEN:])
-        with pytest.raises(ConfigError, match="9 token ids were given to a request of a context of 400, without it"):
+        with pytest.raises(
+            ConfigError, match="9 token ids were given to a request of a context of 400, without the context's"
+        ):
             model.generate(question, **{CACHE: session.request()}, max_new_tokens=4)
 
 
@@ -342,7 +346,7 @@ def test_what_generate_cannot_do_with_a_request_is_refused_before_it_begins(stor
 @pytest.mark.parametrize("said", [{"max_new_tokens": 4}, {"max_length": CONTEXT_LEN + 22}])
 def test_an_answer_that_does_not_fit_is_refused_before_it_begins(store, said) -> None:
     sentence = (
-        "4 new tokens were asked for, .* pass max_new_tokens of at most 3, or open the session with more tail_cap"
+        "4 new tokens were requested, .* pass max_new_tokens of at most 3, or open the session with more tail_cap"
     )
     with csattn_session(loaded(), artifact_of(store), tail_capacity=20) as session:
         inputs = session.continue_with(token_ids(18))
@@ -363,7 +367,7 @@ def test_the_models_last_position_is_no_matter_of_tail_capacity(store) -> None:
             loaded().model.generate(**inputs, max_new_tokens=6)
         assert loaded().model.generate(**inputs, max_new_tokens=5, min_new_tokens=5).shape[1] == MAX_POSITIONS
         with (
-            pytest.raises(ContextError, match=f"room for {MAX_POSITIONS - CONTEXT_LEN} behind this context"),
+            pytest.raises(ContextError, match=f"room for {MAX_POSITIONS - CONTEXT_LEN} after this context"),
             torch.inference_mode(),
         ):
             loaded().model(torch.zeros(1, 9, dtype=torch.long), **{CACHE: inputs[CACHE]})
@@ -427,7 +431,7 @@ def test_a_request_is_not_copied(store, make) -> None:
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_session_is_not_copied(store, make) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
-        with pytest.raises(ConfigError, match=r"a session is neither copied nor sent .* open one there"):
+        with pytest.raises(ConfigError, match=r"a session cannot be copied or sent .* open one there"):
             make(session)
         assert loaded().model.generate(**session.continue_with(token_ids(3)), max_new_tokens=1) is not None
 
@@ -477,7 +481,7 @@ def test_a_request_has_a_slot_as_long_as_somebody_holds_it(store) -> None:
         del cycle
         assert torch.equal(loaded().model(ids, **{CACHE: held}).logits, want)
         other = session.request()
-        with pytest.raises(ConfigError, match="2 requests, as many as it has slots; let one go"):
+        with pytest.raises(ConfigError, match="2 requests, as many as it has slots; release one"):
             session.request()
         del other
         assert torch.equal(loaded().model(ids, **{CACHE: session.request()}).logits, want)
@@ -523,8 +527,8 @@ def test_what_a_placement_cannot_do_is_refused(store, options, sentence) -> None
     [
         ({"config": {"keep": 0.02}}, r"config is a csattn.config.SearchConfig, got \{'keep': 0.02\}"),
         ({"config": {}}, "config is a csattn.config.SearchConfig"),
-        ({"kv_format": "q9"}, "'q9' is no format of keys or values; choose from float32"),
-        ({"kv_format": 8}, "a KV format is a name as q8_0, or k=q8_0,v=q4_0, got 8"),
+        ({"kv_format": "q9"}, "'q9' is not a format of keys or values; choose from float32"),
+        ({"kv_format": 8}, "a KV format is a name such as q8_0, or k=q8_0,v=q4_0, got 8"),
         ({"num_slots": 0}, "num_slots must be at least 1, got 0"),
         ({"num_slots": "2"}, "num_slots must be a whole number, got '2'"),
         ({"tail_capacity": 0}, "tail_capacity must be at least 1, got 0"),

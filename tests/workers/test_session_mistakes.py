@@ -97,13 +97,14 @@ def test_an_artifact_is_one_or_a_place(given) -> None:
     ("options", "sentence"),
     [
         ({"kv_codec": "q8_0"}, "no option kv_codec .*: did you mean kv_format"),
-        ({"keep": 0.1}, r"no option keep .*: it belongs into config=SearchConfig\(keep=...\)"),
+        ({"keep": 0.1}, r"no option keep .*: it belongs in config=SearchConfig\(keep=...\)"),
         ({"window_len": 64}, r"SearchConfig\(window_len=...\)"),
         ({"host_budget": 1 << 20}, "did you mean host_budget_bytes"),
         ({"threads": 2}, "did you mean num_threads"),
         (
             {"wrong": 1},
-            "leave it out; there are host_budget_bytes, kv_format, num_devices, num_slots, num_threads, placement",
+            "leave it out; the options are host_budget_bytes, kv_format, num_devices, num_slots, num_threads, "
+            "placement",
         ),
         ({"slot_share": 0.1}, "it is for a placement on a GPU, one of device, hybrid, host; leave it out"),
         ({"slot_shares": 0.1, "placement": "hybrid"}, "did you mean slot_share"),
@@ -118,7 +119,7 @@ def test_an_artifact_is_one_or_a_place(given) -> None:
         ({"num_devices": "2"}, "num_devices must be a whole number, got '2'"),
         (
             {"host_budget_bytes": "much"},
-            "host_budget_bytes: 'much' is no size; give a number of bytes or one with a unit",
+            "host_budget_bytes: 'much' is not a size; give a number of bytes, or one with a unit",
         ),
         ({"host_budget_bytes": 1.5}, "host_budget_bytes must be a whole number, got 1.5"),
     ],
@@ -217,7 +218,7 @@ def test_what_a_cache_does_and_a_request_does_not_is_refused(session, method, se
     ("ids", "sentence"),
     [
         (None, "got a value of type NoneType"),
-        ([[1, 2]], "got a value of type list; give what `session.ask` gives"),
+        ([[1, 2]], "got a value of type list; give what `session.ask` returns"),
         (torch.tensor([1, 2, 3]), r"\[1, num_tokens\], got torch.int64 of shape \(3,\)"),
         (torch.tensor([[1.5, 2.0]]), r"got torch.float32 of shape \(1, 2\)"),
     ],
@@ -232,7 +233,7 @@ def test_what_are_no_ids_of_a_sequence_is_refused(session, ids, sentence) -> Non
 @pytest.mark.parametrize("mask", [torch.zeros(1, 1, 409, 409, dtype=torch.bool), {"full_attention": None}])
 def test_another_mask_than_of_tokens_is_refused(session, mask) -> None:
     inputs = {**session.continue_with(token_ids(9)), "attention_mask": mask}
-    with pytest.raises(ConfigError, match="attends to all of its tokens; leave out padding, and what masks it"):
+    with pytest.raises(ConfigError, match="attends to all of its tokens; leave out padding and its mask"):
         loaded().model(**inputs)
 
 

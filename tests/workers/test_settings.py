@@ -130,8 +130,11 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         ("[search]\nrest = 'codes'", ["search.rest", "is 'codes', wanted one of sketch, moments, none"]),
         ("[engine]\nplacement = 'gpu'", ["is 'gpu', wanted one of cpu, device, hybrid, host"]),
         ("[engine]\nslot_share = 0.0", ["engine.slot_share must be greater than 0"]),
-        ("[engine]\nkv_codec = 'q9'", ["engine.kv_codec", "'q9' is no format of keys or values; choose from float32"]),
-        ("[engine]\nkv_codec = 'v=fp8'", ["engine.kv_codec", "write one for both, as q8_0, or each"]),
+        (
+            "[engine]\nkv_codec = 'q9'",
+            ["engine.kv_codec", "'q9' is not a format of keys or values; choose from float32"],
+        ),
+        ("[engine]\nkv_codec = 'v=fp8'", ["engine.kv_codec", "give one for both, such as q8_0, or one for each"]),
         ("[server]\nallowed_origins = 'https://a'", ["server.allowed_origins", "wanted a list of texts"]),
         ("[server]\nallowed_origins = [5]", ["server.allowed_origins", "wanted a list of texts"]),
         ("[server]\nallowed_origins = ['a.org']", ["server.allowed_origins has 'a.org', wanted * or", "line 2"]),
@@ -193,7 +196,9 @@ def test_an_environment_that_says_nonsense_is_refused(environment: dict[str, str
 @pytest.mark.parametrize("url", ["s3://bucket/store", "memory://", "file:///data/store", "gs:/bucket"])
 def test_a_store_behind_a_url_is_refused_wherever_it_is_named(tmp_path: Path, url: str) -> None:
     file = written(tmp_path / "c.toml", f"[store]\npath = '{url}'")
-    wanted = re.escape(f"store.path must be a directory, for a service writes into its store, got the URL {url[:2]}")
+    wanted = re.escape(
+        f"store.path must be a directory, because a service writes into its store, got the URL {url[:2]}"
+    )
     for sources, origin in [
         ((file, {}, {}), "c.toml"),
         ((None, {"CSATTN_STORE_PATH": url}, {}), "environment"),
@@ -268,7 +273,10 @@ def test_choices_are_those_of_the_code_that_takes_them() -> None:
     assert get_args(get_type_hints(EngineSettings)["placement"]) == ("cpu", *PLACEMENTS)
     assert set(get_args(get_type_hints(BuildSettings)["preset"])) == set(PRESET_NAMES)
     assert EngineSettings().slot_share == SLOT_SHARE
-    assert EngineSettings().tail_capacity is None and f"but {LEAST_OWN_ROWS}" in KEYS["engine.tail_capacity"].words
+    assert (
+        EngineSettings().tail_capacity is None
+        and f"but at least {LEAST_OWN_ROWS}" in KEYS["engine.tail_capacity"].words
+    )
 
 
 @given(st.sampled_from(sorted(KEYS)), st.data())

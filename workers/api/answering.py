@@ -27,7 +27,7 @@ GRACE_S = 1.0  # beyond a request's timeout: normally the backend ends it in tim
 MAX_QUEUED = 16  # queued events of a request with several answers, besides one in each answer's task
 QUIET_S = 2.0  # before a stream's first event: failures get an HTTP status for so long, then keep-alives come as often
 KEEP_ALIVE_COMMENT = b": the answer has not begun yet\n\n"  # an SSE comment, which clients skip
-BROKEN_OFF = "the answer broke off; the request may be sent again"
+BROKEN_OFF = "the answer was interrupted; the request may be sent again"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # else proxies would buffer it
 
 

@@ -198,11 +198,11 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         wrong = HttpError(
-            405, "method_not_allowed", f"this address does not do {request.method[:16]}; wanted {allowed}"
+            405, "method_not_allowed", f"this address does not support {request.method[:16]}; wanted {allowed}"
         )
         return error_reply(wrong, error.headers)
     path = quoted(request.url.path)
-    what = f"there is nothing at {path}; what OpenAI's clients call is below /v1, which their base_url ends with"
+    what = f"there is nothing at {path}; OpenAI's API is below /v1, with which a client's base_url must end"
     return error_reply(HttpError(error.status_code, "not_found", what))
 
 
@@ -234,7 +234,7 @@ def read_detokenize(body: object, model: str) -> tuple[int, ...]:
     _check_model(fields, model)
     ids = fields.any_of("tokens")
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= MAX_TOKEN_ID for i in ids):
-        fields.refuse("tokens", "is not a list of tokens' numbers")
+        fields.refuse("tokens", "is not a list of token ids")
     fields.finish()
     return tuple(ids)
 

@@ -49,7 +49,7 @@ class BodyReader:
                         message = await request.receive()
                 except TimeoutError:
                     raise HttpError(
-                        408, "body_timeout", f"the body was not complete in time; {num_bytes} bytes had come"
+                        408, "body_timeout", f"the body was not complete in time; {num_bytes} bytes had arrived"
                     ) from None
                 if message["type"] == "http.disconnect":
                     raise ClientGone
@@ -91,7 +91,7 @@ class ClientGone(Exception):
 
 
 def too_large(max_body_bytes: int) -> HttpError:
-    return HttpError(413, "body_too_large", f"the body is larger than the {max_body_bytes} bytes that are read")
+    return HttpError(413, "body_too_large", f"the body is larger than the limit of {max_body_bytes} bytes")
 
 
 def parse(body: bytes, limits: LimitSettings) -> Any:

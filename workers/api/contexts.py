@@ -61,7 +61,7 @@ def model_object(contexts: Sequence[ContextInfo], requested_model: str, model: S
         if found["id"] == wanted:
             return found
     state = next((info.state for info in contexts if info.name == context), "not there")
-    raise UnknownModelError(f"the context {context} is {state}; GET /v1/contexts/{context} says more", "model")
+    raise UnknownModelError(f"the context {context} is {state}; GET /v1/contexts/{context} shows details", "model")
 
 
 def listed(objects: list[dict[str, Any]]) -> dict[str, Any]:

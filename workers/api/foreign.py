@@ -16,35 +16,35 @@ IGNORED = (
     "timings_per_token",
 )
 
-_NO_FORM = "answers are held to a form by response_format; send that"
-_NO_SAMPLER = "tokens are not drawn so here; leave it out"
+_NO_FORM = "use response_format to constrain answers"
+_NO_SAMPLER = "this way of sampling is not supported; leave it out"
 # the neutral values of each, and why it can have no others
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "bad_words": (([],), "words cannot be forbidden here; forbid tokens by logit_bias"),
-    "chat_template": ((), "conversations are written by the model's own chat template"),
-    "documents": (([],), "documents are sent as text, in messages or as a context"),
+    "bad_words": (([],), "words cannot be forbidden; forbid tokens with logit_bias"),
+    "chat_template": ((), "only the model's own chat template is used"),
+    "documents": (([],), "send documents as text, in messages or as a context"),
     "format": (("",), _NO_FORM),
     "grammar": (("",), _NO_FORM),
     "guided_choice": (([],), _NO_FORM),
     "guided_grammar": (("",), _NO_FORM),
     "guided_json": ((), _NO_FORM),
     "guided_regex": (("",), _NO_FORM),
-    "include_stop_str_in_output": ((False,), "an answer ends before what stops it"),
+    "include_stop_str_in_output": ((False,), "an answer always ends before its stop string"),
     "json_schema": ((), _NO_FORM),
     "length_penalty": ((1, 1.0), "beams are not searched; leave it out"),
     "mirostat": ((0,), _NO_SAMPLER),
     "n_predict": ((-1,), "it is called max_tokens here"),
     "n_probs": ((0,), "they are called logprobs here"),
     "num_predict": ((-1,), "it is called max_tokens here"),
-    "options": (({},), "send what it holds as fields of the request itself"),
-    "prompt_logprobs": ((0,), "the prompt's come with echo and logprobs, in a completion"),
+    "options": (({},), "send its entries as fields of the request itself"),
+    "prompt_logprobs": ((0,), "a completion with echo and logprobs returns those of the prompt"),
     "repeat_penalty": ((1, 1.0), "it is called repetition_penalty here"),
     "skip_special_tokens": ((True,), "special tokens have no text here"),
     "spaces_between_special_tokens": ((True, False), "special tokens have no text here"),
     "structured_outputs": (({},), _NO_FORM),
     "tfs_z": ((1, 1.0), _NO_SAMPLER),
     "think": ((), "send reasoning_effort, or chat_template_kwargs"),
-    "truncate_prompt_tokens": ((-1,), "nothing is cut out of a prompt"),
+    "truncate_prompt_tokens": ((-1,), "prompts are not truncated"),
     "typical_p": ((1, 1.0), _NO_SAMPLER),
     "use_beam_search": ((False,), "beams are not searched; leave it out"),
     "xtc_probability": ((0, 0.0), _NO_SAMPLER),

@@ -85,7 +85,7 @@ class Guard:
         header_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["query_string"])
         if header_bytes + len(scope["path"]) > limits.max_header_bytes:
             raise HttpError(
-                431, "header_too_large", f"the header is larger than the {limits.max_header_bytes} bytes that are read"
+                431, "header_too_large", f"the header is larger than the limit of {limits.max_header_bytes} bytes"
             )
         if "content-length" in headers and "transfer-encoding" in headers:
             # request smuggling: a proxy that goes by the other one takes what follows for a part of this request

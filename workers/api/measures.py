@@ -22,13 +22,13 @@ class Measures:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "csattn_http_requests",
-            "Requests answered, by route and status; 499: the client left first.",
+            "Requests answered, by route and status; 499: the client disconnected first.",
             ("route", "status"),
             registry=self.registry,
         )
         self.in_flight = Gauge(
             "csattn_http_requests_in_flight",
-            "Requests not yet answered, but for those of /metrics.",
+            "Requests not yet answered, except those of /metrics.",
             registry=self.registry,
         )
         self.stream_errors = Counter(
@@ -40,7 +40,7 @@ class Measures:
             self.requests.labels(route, status)
         self.ttft = Histogram(
             "csattn_http_ttft_seconds",
-            "From a request's arrival to its first piece of text.",
+            "Time from a request's arrival to its first piece of text.",
             buckets=TTFT_BUCKETS,
             registry=self.registry,
         )

@@ -132,10 +132,10 @@ def _chat_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
     continues = read_continues(fields, turns, speaks_next)
     if not continues:
         is_text = turns[-1].role == "assistant" and not turns[-1].calls
-        hint = "; to go on with it, set continue_final_message" if is_text else ""
+        hint = "; to continue it, set continue_final_message" if is_text else ""
         require_answerable(turns, fields, "messages", hint)
         if speaks_next is False:
-            fields.refuse("add_generation_prompt", "is false, so that nobody would answer; leave it out")
+            fields.refuse("add_generation_prompt", "is false, so no answer would be generated; leave it out")
     return {
         "turns": turns,
         "continues": continues,
@@ -149,10 +149,10 @@ def _chat_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
 
 def _completion_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
     prompts, echo = _prompts(fields, limits.max_question_chars), fields.flag("echo")
-    fields.only("best_of", 1, why="only 1 is done")
+    fields.only("best_of", 1, why="only 1 is supported")
     for name in ("chat_template_kwargs", "reasoning_effort"):
-        fields.only(name, {}, why="a completion's prompt goes through no chat template")
-    fields.only("suffix", "", why="text is only added at the end")
+        fields.only(name, {}, why="a completion's prompt does not use a chat template")
+    fields.only("suffix", "", why="text is only generated after the prompt")
     return {
         "prompts": prompts,
         "echo": echo,
@@ -171,7 +171,7 @@ def _prompts(fields: Fields, most_chars: int) -> list[str | tuple[int, ...]]:
     for item in items:
         if isinstance(item, list):
             if not all(type(token_id) is int and 0 <= token_id <= MAX_TOKEN_ID for token_id in item):
-                fields.refuse("prompt", "holds something else than texts, or lists of tokens' numbers")
+                fields.refuse("prompt", "holds something other than texts or lists of token ids")
             prompts.append(tuple(item))
         else:
             prompts.append(Fields({"prompt": item}).text("prompt", most_chars) or "")
@@ -219,7 +219,7 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 def _stop_ids(fields: Fields) -> tuple[int, ...]:
     ids = fields.listed("stop_token_ids", MAX_BIASES)
     if not all(type(token_id) is int and 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
-        fields.refuse("stop_token_ids", "holds something else than tokens' numbers")
+        fields.refuse("stop_token_ids", "holds something other than token ids")
     return tuple(ids)
 
 
@@ -232,7 +232,7 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     biases = []
     for key, value in given.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 11 and int(key) <= MAX_TOKEN_ID):
-            fields.refuse("logit_bias", "has a key that is not a token's number")
+            fields.refuse("logit_bias", "has a key that is not a token id")
         if type(value) not in (int, float) or not -100 <= value <= 100:
             fields.refuse("logit_bias", "has a bias that is not a number from -100 to 100")
         biases.append((int(key), float(value)))
@@ -249,7 +249,7 @@ def _refuse_unsupported(fields: Fields) -> None:
     ignore_neutral(fields)
     fields.only("modalities", ["text"], why="only text is written")
     fields.only("audio", why="only text is written")
-    fields.only("prediction", why="answers are not predicted")
+    fields.only("prediction", why="predicted outputs are not supported")
     fields.only("web_search_options", why="the service does not search the web")
     fields.only("functions", [], why="it was replaced by tools; send those")
     fields.only("function_call", "none", "auto", why="it was replaced by tool_choice; send that")

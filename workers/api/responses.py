@@ -52,7 +52,7 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
     tools = read_tools(fields, is_nested=False)
     top, includes = fields.whole("top_logprobs", 0, 20), fields.texts("include", 16, 64)
     if set(includes) - {LOGPROBS, "reasoning.encrypted_content"}:
-        fields.refuse("include", f"names something else than {LOGPROBS}, which is all that can be included")
+        fields.refuse("include", f"names something other than {LOGPROBS}, the only output that can be included")
     effort = _effort(fields)
     _refuse_unsupported(fields)
     stream = fields.flag("stream")
@@ -277,7 +277,7 @@ def _add_item(turns: list[Turn], fields: Fields, most_chars: int, reasoning: str
         if not turns or turns[-1].role != "assistant":
             turns.append(Turn("assistant", "", reasoning=reasoning))
         if len(turns[-1].calls) == MAX_TOOLS:
-            fields.refuse("call_id", f"is that of one call more than the {MAX_TOOLS} that a turn may have")
+            fields.refuse("call_id", f"exceeds the {MAX_TOOLS} calls that a turn may have")
         turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, call))
     else:
         call_id, output = fields.needed_text("call_id", 256), fields.any_of("output")
@@ -291,11 +291,11 @@ def _refuse_unsupported(fields: Fields) -> None:
     ignore_neutral(fields)
     fields.only("previous_response_id", why=UNSTORED)
     fields.only("conversation", why=UNSTORED)
-    fields.only("background", False, why="answers are given at once")
-    fields.only("truncation", "disabled", "auto", why="nothing is cut out of a conversation")
+    fields.only("background", False, why="answers are not generated in the background")
+    fields.only("truncation", "disabled", "auto", why="conversations are not truncated")
     for name in ("max_tokens", "max_completion_tokens"):
         fields.only(name, why="it is called max_output_tokens here")
-    fields.only("prompt", why="no prompts are kept here; send input")
+    fields.only("prompt", why="no prompt templates are stored here; send input")
     fields.only("max_tool_calls", why="the service runs no tools of its own")
 
 

@@ -21,7 +21,7 @@ def read_tools(fields: Fields, is_nested: bool = True) -> dict[str, Any]:
     tools = tuple(_tool(item, f"tools[{index}].", is_nested) for index, item in enumerate(items))
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
-        fields.refuse("tools", "have a name twice; give each tool a name of its own")
+        fields.refuse("tools", "repeat a name; give each tool a name of its own")
     choice = _choice(fields, names, is_nested)
     is_parallel = fields.any_of("parallel_tool_calls")
     if is_parallel is not None and type(is_parallel) is not bool:
@@ -90,14 +90,14 @@ def require_answered_calls(turns: tuple[Turn, ...], fields: Fields, name: str) -
     called: set[str] = set()
     for turn in turns:
         if turn.role == "tool" and turn.call_id not in called:
-            fields.refuse(name, "must not answer a call of a tool that no message before has made")
+            fields.refuse(name, "must not answer a tool call that no earlier message has made")
         called |= {call.call_id for call in turn.calls}
 
 
 def checked_name(fields: Fields) -> str:
     name = fields.needed_text("name", 64)
     if NAME.fullmatch(name) is None:
-        fields.refuse("name", "has other characters than letters, digits, underscores and dashes")
+        fields.refuse("name", "has characters other than letters, digits, underscores and dashes")
     return name
 
 

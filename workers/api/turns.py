@@ -42,9 +42,9 @@ def read_template(fields: Fields) -> dict[str, Any]:
         fields.refuse("chat_template_kwargs", f"has more than {MAX_OPTION_CHARS} characters, or half a surrogate pair")
     for name in options:
         if not name.isidentifier() or len(name) > 64:
-            fields.refuse("chat_template_kwargs", f"has {quoted(name)}, which no template can name")
+            fields.refuse("chat_template_kwargs", f"has {quoted(name)}, which is not a name that a template can use")
         if name in RESERVED:
-            fields.refuse("chat_template_kwargs", f"has {name}, which the service itself gives to the template")
+            fields.refuse("chat_template_kwargs", f"has {name}, which the service itself passes to the template")
     return {"template_options": options, "reasoning_effort": fields.choice("reasoning_effort", EFFORTS)}
 
 

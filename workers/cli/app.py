@@ -57,7 +57,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Options that belong to no command."""
+    """Options of csattn itself."""
 
 
 # Commands import what they need when they run, so that `csattn --help` does not wait for torch.
@@ -66,31 +66,56 @@ _SEARCH, _BUILD = SearchConfig(), BuildOptions()  # the defaults of options that
 
 @app.command()
 def build(
-    context: Annotated[str | None, typer.Option(help="Text file, or - for standard input.")] = None,
-    tokens: Annotated[Path | None, typer.Option(help="Its token ids instead: a JSON list in a file.")] = None,
-    jobs: Annotated[Path | None, typer.Option(help="Many contexts: a file of JSON lines, or -.")] = None,
-    ray: Annotated[str | None, typer.Option(help="With --jobs, build on Ray: an address, auto, or local.")] = None,
+    context: Annotated[str | None, typer.Option(help="Text file to build from, or - for standard input.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="File with token ids, a JSON list, instead of a text.")] = None,
+    jobs: Annotated[
+        Path | None, typer.Option(help="File with many contexts, one JSON object per line, or - for standard input.")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Ray cluster that builds the contexts of --jobs: an address, auto or local.")
+    ] = None,
     model: Model = None,
     store: Store = Path("store"),
-    preset: Annotated[str, typer.Option(help=", ".join(PRESET_NAMES))] = _BUILD.preset,
-    num_fine: Annotated[int | None, typer.Option(help="sketch: words of 4-bit codes per 64 dimensions.")] = None,
-    num_coarse: Annotated[int | None, typer.Option(help="sketch: words of 2-bit codes per 64 dimensions.")] = None,
-    segment_len: Annotated[int | None, typer.Option(help="sketch: about how many rows share a transform.")] = None,
-    num_subspaces: Annotated[int | None, typer.Option(help="lists: m, the slices of head_dim.")] = None,
-    num_centroids: Annotated[int | None, typer.Option(help="lists: C, the centroids per subspace.")] = None,
-    list_len: Annotated[float | None, typer.Option(help="lists: L, list length as a share of the context.")] = None,
+    preset: Annotated[str, typer.Option(help=f"Kind of index: {', '.join(PRESET_NAMES)}.")] = _BUILD.preset,
+    num_fine: Annotated[
+        int | None, typer.Option(help="Preset default: words of 4-bit codes per 64 dimensions of a key.")
+    ] = None,
+    num_coarse: Annotated[
+        int | None, typer.Option(help="Preset default: words of 2-bit codes per 64 dimensions of a key.")
+    ] = None,
+    segment_len: Annotated[
+        int | None, typer.Option(help="Preset default: approximate number of rows that share a transform.")
+    ] = None,
+    num_subspaces: Annotated[
+        int | None, typer.Option(help="Presets lists, paper: number of slices of head_dim (m).")
+    ] = None,
+    num_centroids: Annotated[int | None, typer.Option(help="Presets lists, paper: centroids per subspace (C).")] = None,
+    list_len: Annotated[
+        float | None, typer.Option(help="Presets lists, paper: length of a list (L), as a share of the context.")
+    ] = None,
     kmeans: Annotated[
-        str | None, typer.Option(help="lists: faiss or torch.", show_default="torch on a GPU or macOS, else faiss")
+        str | None,
+        typer.Option(
+            help="Presets lists, paper: library that runs k-means, faiss or torch.",
+            show_default="torch on a GPU or macOS, else faiss",
+        ),
     ] = None,
     dtype: Dtype = _BUILD.dtype,
     weights: Weights = None,
     chat: Annotated[bool, typer.Option(help="Wrap the context in the model's chat template.")] = _BUILD.chat,
     threads: Threads = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Device that builds: cpu, cuda, or auto (a GPU if there is one).")
+    ] = "auto",
     sync: Annotated[
-        bool, typer.Option(help="Wait for the disk. Without it, run `csattn verify` after a power failure.")
+        bool,
+        typer.Option(
+            help="Wait until the data is on the disk. With --no-sync, run `csattn verify` after a power failure."
+        ),
     ] = True,
-    progress: Annotated[str, typer.Option(help="auto, or json: one JSON object per line on stderr.")] = "auto",
+    progress: Annotated[
+        str, typer.Option(help="Form of progress reports: auto, or json (one JSON object per line on stderr).")
+    ] = "auto",
     json: Json = False,
 ) -> None:
     """Prefill and index a context, and write it to the store as an artifact. With --jobs, do this for many contexts."""
@@ -118,22 +143,28 @@ def generate(
     artifact: ArtifactPath,
     prompt: Annotated[str, typer.Option(help="The question to ask about the context, or - for standard input.")],
     keep: Keep = _SEARCH.keep,
-    selector: Annotated[str, typer.Option(help=f"{described()}.")] = "csattn",
+    selector: Annotated[str, typer.Option(help=f"How rows are chosen. {described()}.")] = "csattn",
     lookahead: Lookahead = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    compare: Annotated[bool, typer.Option(help="Print full attention's answer beside it.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 128,
+    compare: Annotated[
+        bool, typer.Option(help="Also print full attention's answer, and compare speed and rows read.")
+    ] = False,
     search_period: SearchPeriod = _SEARCH.search_period,
     window_len: WindowLen = _SEARCH.window_len,
     rest: Rest = None,
     model: Annotated[str | None, typer.Option(callback=named, help=MODEL_HELP, show_default="the artifact's")] = None,
-    weights: Annotated[str | None, typer.Option(help=WEIGHTS_HELP, show_default="as the artifact's were")] = None,
+    weights: Annotated[str | None, typer.Option(help=WEIGHTS_HELP, show_default="as the artifact was built")] = None,
     threads: Threads = None,
     placement: Placement = None,
     devices: Devices = None,
     kv_codec: KvCodec = None,
     host_budget: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Memory for context rows, like 64MiB; others on disk.", show_default="all"),
+        typer.Option(
+            metavar="SIZE",
+            help="Host memory for the context's rows, such as 64MiB; the other rows stay on disk.",
+            show_default="all in memory",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -171,9 +202,13 @@ def evaluate(
     context_len: Annotated[int, typer.Option(min=1, help="Tokens that are prefilled and indexed.")] = 7680,
     eval_len: Annotated[int, typer.Option(min=1, help="Tokens after the context that are predicted.")] = 512,
     keep: Keep = _SEARCH.keep,
-    presets: Annotated[str, typer.Option(help="Comma-separated, or empty.")] = "default,paper",
-    selectors: Annotated[str, typer.Option(help=f"Comma-separated, or empty: {described()}.")] = "exact,window",
-    lookahead: Annotated[str, typer.Option(help="0, 1 or 0,1: layers to search ahead.")] = "0",
+    presets: Annotated[
+        str, typer.Option(help="Presets to build and measure, comma-separated; may be empty.")
+    ] = "default,paper",
+    selectors: Annotated[
+        str, typer.Option(help=f"Selectors to measure too, comma-separated; may be empty. {described()}.")
+    ] = "exact,window",
+    lookahead: Annotated[str, typer.Option(help="Layers to search ahead: 0, 1, or 0,1 to measure both.")] = "0",
     search_period: SearchPeriod = _SEARCH.search_period,
     window_len: WindowLen = _SEARCH.window_len,
     rest: Rest = None,
@@ -182,13 +217,18 @@ def evaluate(
     stretch: Annotated[float, typer.Option(min=1, help="Factor by which YaRN extends the model's positions.")] = 1.0,
     store: Annotated[
         Path | None,
-        typer.Option(parser=directory, metavar="PATH", help="Keep artifacts here.", show_default="a scratch directory"),
+        typer.Option(
+            parser=directory,
+            metavar="PATH",
+            help="Directory in which to keep the artifacts.",
+            show_default="a scratch directory",
+        ),
     ] = None,
     threads: Threads = None,
     kv_codec: KvCodec = None,
     json: Json = False,
 ) -> None:
-    """Compare attention that is sparse in every layer with full attention, on a text's next tokens, teacher-forced."""
+    """Compare sparse attention with full attention on the next tokens of a text (teacher-forced)."""
     from offload.codecs.formats import KvFormat
     from workers.cli import comparing, generating, terminal
 
@@ -214,8 +254,8 @@ def inspect(artifact: ArtifactPath, json: Json = False) -> None:
 
 @app.command()
 def verify(artifact: ArtifactPath, json: Json = False) -> None:
-    """Compare every byte of an artifact, or of all in a store's directory, with its manifest. Exits with 1 if one is
-    not intact, or has a format that this csattn does not read."""
+    """Check every byte of an artifact, or of all artifacts in a store's directory, against its manifest. Exits with 1
+    if one is damaged or has a format that this csattn does not read."""
     from workers.cli import store_commands, terminal
 
     result = store_commands.verify(artifact)
@@ -236,19 +276,24 @@ def gc(
     store: Store = Path("store"),
     cache_bytes: Annotated[
         int | None,
-        typer.Option(min=0, help="Remove copies of remote artifacts too, oldest use first, down to this size."),
+        typer.Option(
+            min=0,
+            help="Also remove local copies of remote artifacts, least recently used first, until they take at most "
+            "this many bytes.",
+        ),
     ] = None,
     kept: Annotated[
         bool,
         typer.Option(
             "--kept",
-            help="Remove what services have kept of prompts and turns too. Stop the store's services first: while "
-            "one runs here, this is refused. One on another machine may go unnoticed, and rebuilds what is gone.",
+            help="Also remove what services have kept of prompts and turns. Stop the store's services first: this is "
+            "refused while one runs on this machine. One on another machine may not be detected; it rebuilds what "
+            "was removed.",
         ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Remove what interrupted builds left behind and, on request, copies and what services have kept."""
+    """Remove leftovers of interrupted builds and, on request, copies of remote artifacts and what services kept."""
     from workers.cli import store_commands, terminal
 
     terminal.end(store_commands.clean(store, cache_bytes, kept), json)
@@ -261,7 +306,7 @@ def demo(
     ] = Path("demo-out"),
     json: Json = False,
 ) -> None:
-    """Build a context from a document of the project, ask three questions, and draw what was read."""
+    """Build a context from a sample document, ask three questions, and draw which rows were read."""
     from workers.cli import demo, terminal
 
     terminal.end(demo.run(out), json)
@@ -276,9 +321,9 @@ def doctor(
     store: LocalStore = Path("store"),
     json: Json = False,
 ) -> None:
-    """Check libraries, GPU, pinning, memory and store, and say what to do. Exits with 1 if there is a problem.
+    """Check libraries, GPU, pinned memory, free memory and the store, and advise. Exits with 1 if there is a problem.
 
-    For a MODEL, say how many bytes it takes and why it would be refused; no weights are read.
+    For a MODEL, also report how many bytes it takes, or why it is refused; weights are not read.
     """
     from workers.cli import doctor_command, terminal
 
@@ -290,7 +335,7 @@ def doctor(
 @app.command()
 def serve(
     file: Annotated[
-        Path | None, typer.Option("--config", help="TOML file.", show_default="$CSATTN_CONFIG, or none")
+        Path | None, typer.Option("--config", help="TOML file with settings.", show_default="$CSATTN_CONFIG, or none")
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Run in this process only.", show_default="on Ray")] = False,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
@@ -308,7 +353,8 @@ def serve(
     devices: Devices = None,
     kv_codec: KvCodec = None,
     selector: Annotated[
-        str | None, typer.Option(help="Selector for requests that name none; full: all rows.", show_default="csattn")
+        str | None,
+        typer.Option(help="Selector of requests that name none; full reads all rows.", show_default="csattn"),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
     keep: Annotated[
@@ -317,11 +363,14 @@ def serve(
     ] = None,
     lookahead: Lookahead = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of `csattn config show`.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Set any setting that `csattn config show` lists; may be repeated."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the service is ready.")] = False,
 ) -> None:
-    """Serve OpenAI's API over HTTP, from contexts that are built once. Ends with SIGTERM or Ctrl-C."""
+    """Serve OpenAI's API over HTTP, from contexts that are built once. Ctrl-C or SIGTERM ends the service."""
     from workers.cli import serving
     from workers.cli.configuring import parse_changes
 

@@ -43,7 +43,7 @@ class Plan:
         if not self.presets and not self.selectors:
             raise ConfigError("there is nothing to evaluate; give a preset with --presets, or one of --selectors")
         if not self.lookaheads:
-            raise ConfigError("a choice looks ahead or does not; give --lookahead 0, 1 or 0,1")
+            raise ConfigError("no lookahead was given; give --lookahead 0, 1 or 0,1")
 
     @property
     def indexed(self) -> list[str]:

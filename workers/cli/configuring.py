@@ -9,16 +9,16 @@ import typer
 from csattn.errors import ConfigError
 from workers.cli.options import Json
 
-config = typer.Typer(help="Show the service's settings, or print a file of them.", no_args_is_help=True)
+config = typer.Typer(help="Show the service's settings, or print an example file.", no_args_is_help=True)
 
 
 @config.command()
 def show(
     file: Annotated[
-        Path | None, typer.Option("--config", help="TOML file.", show_default="$CSATTN_CONFIG, or none")
+        Path | None, typer.Option("--config", help="TOML file with settings.", show_default="$CSATTN_CONFIG, or none")
     ] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as a flag does.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -30,7 +30,7 @@ def show(
 
 @config.command()
 def example(json: Json = False) -> None:
-    """Print a TOML file with every setting at its default, and its meaning."""
+    """Print a TOML file that explains every setting and has it at its default."""
     from workers.cli import terminal
     from workers.settings import example as text
 

@@ -176,7 +176,7 @@ def _build(loaded: LoadedModel, document: str, store: Path) -> Path:
     out.print(
         f"Now the questions. `csattn` searches the index and reads {100 * _CONFIG.keep:g} % of the rows besides the "
         f"first {_CONFIG.sink_len} and the last {_CONFIG.window_len} (by default {SearchConfig().window_len}, which "
-        "would be most of what is read of so short a text), and of all others a few bits; `full` reads all."
+        "would be most of the rows read of so short a text), and a few bits of all others; `full` reads all rows."
     )
     return report.path
 

@@ -23,8 +23,8 @@ from workers.words import printable
 _BUILDING = ["build"], ["demo"]
 _MAX_REPORTED = 300  # characters of a library's message
 _REMEDIES = (
-    "end other programs, take a shorter context or a narrower --dtype, or a machine with more; "
-    "`csattn doctor` says what there is"
+    "end other programs, use a shorter context, a narrower --dtype or a machine with more memory; `csattn doctor` "
+    "shows how much is available"
 )
 
 
@@ -63,11 +63,14 @@ def run() -> None:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             with _output_that_may_be_full():
                 sys.stdout.flush()
-            what = "a disk that is written to is full, perhaps that of the output; make room, and run it again"
+            what = (
+                "a disk that is written to is full, perhaps that of the output; free some space, and run the "
+                "command again"
+            )
             _fail({"type": "OSError", "message": what}, 1)
         if not is_out_of_memory(error):
             raise
-        wanted = " ".join(str(error).split())[:_MAX_REPORTED] or "nothing says how much was wanted"
+        wanted = " ".join(str(error).split())[:_MAX_REPORTED] or "how much was requested is unknown"
         _fail({"type": "MemoryError", "message": f"there is not enough memory ({wanted}); {_REMEDIES}"}, 1)
 
 
@@ -85,7 +88,7 @@ def _output_that_may_be_full() -> Iterator[None]:
 
 
 def _interrupted() -> None:
-    goes_on = "; a build goes on where it stopped when run again" if sys.argv[1:2] in _BUILDING else ""
+    goes_on = "; a build continues where it stopped when it is run again" if sys.argv[1:2] in _BUILDING else ""
     _fail({"type": "Interrupted", "message": f"interrupted{goes_on}"}, signals.exit_code())
 
 

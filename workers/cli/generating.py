@@ -85,7 +85,7 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
         if compile_s > _REPORTED_COMPILE_S:
             out.print(
                 f"Compiling kernels took {compile_s:.0f} s, once for this machine: partly before the question was "
-                "read, partly in the time to its first token."
+                "read, partly within the time to its first token."
             )
         if options.compare:
             gc.collect()  # frees what the first engine has left on the device

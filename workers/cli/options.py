@@ -13,14 +13,14 @@ from csattn.checks import require_model_name
 def _place(text: Any) -> Path | str:
     """Parse a directory or URL. An empty text is refused: it comes from a shell variable that is not set."""
     if re.match("[a-z][a-z0-9+]+:/(?!/)", str(text)):
-        raise ValueError(f"a URL has two slashes behind its colon, got {text}; give ./{text} if it is a directory")
+        raise ValueError(f"a URL has two slashes after its colon, got {text}; give ./{text} if it is a directory")
     return text if "://" in str(text) else directory(text)
 
 
 def directory(text: Any) -> Path:
     """Parse a directory; an empty text is refused."""
     if not str(text).strip():
-        raise ValueError("a place is named by its path, got an empty one; give one, or leave it out")
+        raise ValueError("the path is empty; give one, or leave the option out")
     return Path(os.path.expanduser(text))  # a shell leaves `--store=~/x` as it is
 
 
@@ -36,40 +36,53 @@ Model = Annotated[
     str | None,
     typer.Option(callback=named, help=MODEL_HELP, show_default="the installed SmolLM2-135M"),
 ]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-WEIGHTS_HELP = "Round weights of linear layers and experts to fp8 or int4."
+Dtype = Annotated[str, typer.Option(help="Dtype of the model and of the KV cache: float32, bfloat16 or float16.")]
+WEIGHTS_HELP = "Round linear layers and experts to fp8 or int4."
 Weights = Annotated[
     str | None,
-    typer.Option(help=WEIGHTS_HELP, show_default="as they are"),
+    typer.Option(help=WEIGHTS_HELP, show_default="as published"),
 ]
 Store = Annotated[
     Any, typer.Option(parser=_place, metavar="PLACE", help="Directory or URL (s3://, ...) that holds artifacts.")
 ]
 LocalStore = Annotated[Path, typer.Option(parser=directory, metavar="PATH", help="Directory that holds artifacts.")]
 ArtifactPath = Annotated[
-    Any, typer.Argument(parser=_place, metavar="ARTIFACT", help="Its directory or URL, or STORE/start-of-its-id.")
+    Any,
+    typer.Argument(
+        parser=_place,
+        metavar="ARTIFACT",
+        help="The artifact's directory or URL, or STORE/ID, where the first characters of the id suffice.",
+    ),
 ]
-KEEP_HELP = "Share of the context chosen per step, in (0, 1]; first and last rows come on top."
+KEEP_HELP = (
+    "Share of the context's rows chosen at each step, in (0, 1]; the first and last rows are always read as well."
+)
 Keep = Annotated[float, typer.Option(help=KEEP_HELP)]
 Placement = Annotated[
     str | None,
-    typer.Option(help="cpu; or, on a GPU, where index and KV are: device, hybrid or host.", show_default="cpu"),
+    typer.Option(
+        help="cpu; or decode on a GPU that holds index and KV (device), the index (hybrid) or neither (host).",
+        show_default="cpu",
+    ),
 ]
 Devices = Annotated[
     int | None, typer.Option("--devices", help="GPUs that split the model's heads.", min=1, show_default="1")
 ]
 KvCodec = Annotated[
     str | None,
-    typer.Option(help="Keep rows as q8_0, q4_0, fp8, float16, ... or k=q8_0,v=q4_0.", show_default="as built"),
+    typer.Option(
+        help="Format of the context's keys and values: q8_0, q4_0, fp8, float16, ..., or k=q8_0,v=q4_0.",
+        show_default="as built",
+    ),
 ]
 Lookahead = Annotated[
     int | None,
     typer.Option(
-        help="1: search one layer ahead, with a predicted query.",
-        show_default="1 in host or with rows on disk, else 0",
+        help="1: search one layer ahead, with a predicted query; 0: with the layer's own query.",
+        show_default="1 in placement host or with rows on disk, else 0",
     ),
 ]
-WindowLen = Annotated[int, typer.Option(help="Recent rows that are always read.")]
+WindowLen = Annotated[int, typer.Option(help="Last rows of the context and of the request that are always read.")]
 SearchPeriod = Annotated[
     int, typer.Option(help="Search at every N-th token of a request; the tokens between reuse its choice.")
 ]
@@ -77,7 +90,7 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="
 Rest = Annotated[
     str | None,
     typer.Option(
-        help="How rows that are not read count: sketch, by their codes; moments; or none.",
-        show_default="sketch with csattn over a sketch, else none",
+        help="How rows that are not read are attended to: sketch (by their codes), moments (by an estimate) or none.",
+        show_default="sketch with the selector csattn over a sketch, else none",
     ),
 ]

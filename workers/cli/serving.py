@@ -105,7 +105,7 @@ def _require_room(name: str, artifact: Path, engine: EngineSettings) -> None:
     if num_bytes > engine.context_bytes:
         raise ConfigError(
             f"the context {name!r} takes {num_bytes:,} bytes when it is loaded and engine.context_bytes is "
-            f"{engine.context_bytes:,}; set it to as much at least, or leave it out"
+            f"{engine.context_bytes:,}; set it to at least that much, or leave it out"
         )
 
 
@@ -120,7 +120,7 @@ def _serve_here(settings: Settings, named: Mapping[str, str], on_ready: Callable
 
 def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callable[[str, str], None]) -> None:
     if (selector := settings.engine.selector) not in SELECTOR_NAMES:
-        raise ConfigError(f"selector {selector} was registered in this process alone; serve in it, with --local")
+        raise ConfigError(f"selector {selector} was registered only in this process; serve from it, with --local")
     from workers.service.ray_app import DRAIN_S, Stopped, service_on_ray
 
     port = settings.server.port
@@ -135,7 +135,7 @@ def _serve_on_ray(settings: Settings, named: Mapping[str, str], on_ready: Callab
         on_ready(url, found)
         with redirect_stdout(sys.stderr):  # Ray prints there which processes died
             stop_requested.wait()
-            err.print(f"ending: requests that run have {DRAIN_S:.0f} s")
+            err.print(f"ending: running requests have {DRAIN_S:.0f} s to finish")
 
 
 def _on_signal(act: Callable[[], object]) -> None:

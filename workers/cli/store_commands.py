@@ -71,7 +71,7 @@ def _weights(weights: str | None) -> str:
     """Return `Manifest.weights` in words."""
     if weights is None:
         return "unknown"
-    return "as they are" if weights == NOT_ROUNDED else f"rounded to {weights}"
+    return "as published" if weights == NOT_ROUNDED else f"rounded to {weights}"
 
 
 def _described(config: IndexConfig) -> str:
@@ -148,7 +148,7 @@ def listing(store: Path | str) -> dict[str, Any]:
         if work in building:
             err.print(f"being built: {work.name}")
         else:
-            line = f"unfinished: {work.name}; the same build goes on with it, `csattn gc` removes it"
+            line = f"unfinished: {work.name}; the same build continues it, `csattn gc` removes it"
             err.print(line, soft_wrap=True)
     return {
         "store": str(store),
@@ -210,7 +210,9 @@ def clean(store: Path | str, cache_bytes: int | None, with_kept: bool) -> dict[s
     Builds for a store behind a URL run in the local cache, so what they have left is there.
     """
     if with_kept and is_url(store):
-        raise ConfigError(f"services keep nothing behind a URL, got {store}; leave --kept out, or give a directory")
+        raise ConfigError(
+            f"services keep nothing in a store at a URL, got {store}; leave --kept out, or give a directory"
+        )
     place = cache_store() if is_url(store) else Path(store)
     if not is_url(store):
         require_store(place)
@@ -236,5 +238,5 @@ def _clean_kept(store: Path) -> int:
     gone = before.num_bytes - after.num_bytes
     out.print(f"removed {size(gone)} of prompts and turns from {store / DIRECTORY}")
     if after.num_bytes:
-        err.print(f"{_describe_kept(store, after)}, which is in use, or may not be removed", soft_wrap=True)
+        err.print(f"{_describe_kept(store, after)}, which are in use or cannot be removed", soft_wrap=True)
     return gone

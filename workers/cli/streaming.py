@@ -14,14 +14,20 @@ if TYPE_CHECKING:  # `csattn --help` should not wait for torch
 def stream(
     prompt: Annotated[str, typer.Option(help="The text to continue, or - for standard input.")],
     policy: Annotated[
-        str, typer.Option(help="window: first and last rows; h2o: heavy hitters and last rows.")
+        str, typer.Option(help="Rows that are kept. window: first and last rows; h2o: heavy hitters and last rows.")
     ] = "window",
-    sink_len: Annotated[int | None, typer.Option(help="window: first rows that are kept.", show_default="4")] = None,
-    window_len: Annotated[
-        int | None, typer.Option(help="Last rows, including the token's own.", show_default="1020")
+    sink_len: Annotated[
+        int | None, typer.Option(help="Policy window: first rows that are kept.", show_default="4")
     ] = None,
-    heavy_len: Annotated[int | None, typer.Option(help="h2o: heavy hitters per KV head.", show_default="256")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most; the model may end its text earlier.")] = 256,
+    window_len: Annotated[
+        int | None, typer.Option(help="Last rows that are kept, including the current token's.", show_default="1020")
+    ] = None,
+    heavy_len: Annotated[
+        int | None, typer.Option(help="Policy h2o: heavy hitters that are kept per KV head.", show_default="256")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens to generate; the model may end its text earlier.")
+    ] = 256,
     model: Model = None,
     dtype: Dtype = "float32",
     threads: Threads = None,

@@ -34,7 +34,7 @@ def check_torch(facts: Facts) -> Sequence[Finding]:
     built_for = f"for CUDA {torch['cuda']}" if torch["cuda"] else "without CUDA"
     text = f"torch {torch['version']}, built {built_for}."
     if facts.gpus and not torch["cuda"]:
-        remedy = "Install torch's CUDA build to decode on it: see https://pytorch.org/get-started/locally."
+        remedy = "Install a CUDA build of torch to decode on the GPU: see https://pytorch.org/get-started/locally."
         return [Finding("torch", "warning", f"{text} This machine has a GPU that it cannot use.", remedy)]
     return [Finding("torch", "ok", text)]
 
@@ -49,7 +49,7 @@ def check_device(facts: Facts) -> Sequence[Finding]:
             text = (
                 f"The driver {seen[0].driver} shows {seen[0].name}, but torch for CUDA {torch['cuda']} cannot use it."
             )
-            remedy = "Update the driver, or install a torch for an older CUDA; look at CUDA_VISIBLE_DEVICES too."
+            remedy = "Update the driver, or install a torch for an older CUDA; also check CUDA_VISIBLE_DEVICES."
             return [Finding("device", "problem", text, remedy)]
         text = "No GPU is in use: prefill, search and decoding run on the CPU."
         return [Finding("device", "ok", text + _narrow_products(torch.get("products", {})))]
@@ -62,12 +62,14 @@ def check_device(facts: Facts) -> Sequence[Finding]:
             f"{gib(free_bytes)} of {gib(device['total_bytes'])} free."
         )
         if device["missing"] is not None:
-            text = f"{text[:-1]}, but nothing can be decoded on it: kernels need {device['missing']}."
+            text = f"{text[:-1]}, but csattn cannot decode on it: its kernels need {device['missing']}."
             findings.append(
                 Finding("device", "warning", text, "Decode on the CPU, or on another GPU, such as an H100.")
             )
         elif free_bytes < LOW_DEVICE_BYTES:
-            findings.append(Finding("device", "warning", text, "End what holds its memory: `nvidia-smi` lists it."))
+            findings.append(
+                Finding("device", "warning", text, "End the processes that hold its memory: `nvidia-smi` lists them.")
+            )
         else:
             findings.append(Finding("device", "ok", text))
     return findings
@@ -82,7 +84,7 @@ def check_cupy(facts: Facts) -> Sequence[Finding]:
         return [_overlap("cupy", packages, f"'csattn[{extra}]'")]
     if not packages and "error" in cupy:
         if has_gpu:
-            text = "CuPy is not installed, so nothing can be decoded on the GPU."
+            text = "CuPy is not installed, so csattn cannot decode on the GPU."
             return [Finding("cupy", "warning", text, f"pip install 'csattn[{extra}]'")]
         return [Finding("cupy", "ok", "CuPy is not installed; it is needed only on a GPU.")]
     if "error" in cupy:
@@ -91,7 +93,7 @@ def check_cupy(facts: Facts) -> Sequence[Finding]:
     text = f"CuPy {cupy['version']}" + (f", made for CUDA {cuda_major}." if cuda_major.isdigit() else ".")
     torch_major = _major(facts.probes["torch"].get("cuda"))
     if has_gpu and cuda_major.isdigit() and torch_major and cuda_major != torch_major:
-        text = f"{text[:-1]}, while torch is made for CUDA {torch_major}: both load, each with a toolkit of its own."
+        text = f"{text[:-1]}, while torch is made for CUDA {torch_major}: both load, each with its own toolkit."
         remedy = f"pip uninstall -y {packages[0]} && pip install 'csattn[{extra}]'"
         return [Finding("cupy", "warning", text, remedy)]
     return [Finding("cupy", "ok", text)]
@@ -129,7 +131,7 @@ def check_faiss(facts: Facts) -> Sequence[Finding]:
         return [_not_loaded("faiss", faiss, "pip install --force-reinstall faiss-cpu")]
     text = f"FAISS {faiss['version']} from {packages[0] if packages else 'no package'}."
     if facts.probes["torch"].get("devices"):
-        text += " Builds of lists ask it with --kmeans faiss; torch is faster on a GPU, and faiss-gpu not needed."
+        text += " Builds of lists use it with --kmeans faiss; torch is faster on a GPU, and faiss-gpu is not needed."
     return [Finding("faiss", "ok", text)]
 
 
@@ -137,27 +139,27 @@ def check_numba(facts: Facts) -> Sequence[Finding]:
     numba = facts.probes["numba"]
     if "error" in numba:
         return [_not_loaded("numba", numba, "pip install --upgrade --force-reinstall numba")]
-    text = f"numba {numba['version']} compiles"
+    text = f"numba {numba['version']} compiles kernels"
     if numba["keeps"]:
-        return [Finding("numba", "ok", f"{text}, and keeps what it compiled.")]
-    text += ", but has no place to keep it: every process compiles its kernels again, for some seconds."
+        return [Finding("numba", "ok", f"{text} and caches them.")]
+    text += ", but has no directory to cache them: every process compiles its kernels again, which takes some seconds."
     return [Finding("numba", "warning", text, "Set NUMBA_CACHE_DIR to a writable directory.")]
 
 
 def check_openmp(facts: Facts) -> Sequence[Finding]:
     if facts.openmp_waits and facts.openmp_waits.lower() == "passive":
         return [Finding("openmp", "ok", "OpenMP's threads sleep while they wait (OMP_WAIT_POLICY=passive).")]
-    text = f"OMP_WAIT_POLICY is {facts.openmp_waits}: waiting threads spin, and steal milliseconds from busy ones."
+    text = f"OMP_WAIT_POLICY is {facts.openmp_waits}: waiting threads spin, which costs busy threads milliseconds."
     return [Finding("openmp", "warning", text, "Unset it, or set OMP_WAIT_POLICY=passive.")]
 
 
 def check_ray(facts: Facts) -> Sequence[Finding]:
     ray = facts.probes["ray"]
     if "ray" not in facts.packages and "error" in ray:
-        text = "Ray is not installed; only builds and services over several processes or machines need it."
+        text = "Ray is not installed; it is needed only for builds and services over several processes or machines."
         return [Finding("ray", "ok", text, "pip install 'csattn[serve]'")]
     if "error" in ray:
-        return [_not_loaded("ray", ray, "pip install --force-reinstall 'csattn[serve]'")]
+        return [_not_loaded("ray", ray, "pip install --force-reinstall 'ray[serve]'")]
     if release(ray["version"]) < (2, 52):
         text = f"Ray is {ray['version']}; 2.52 or later is needed."
         return [Finding("ray", "problem", text, "pip install --upgrade 'ray[serve]'")]
@@ -167,13 +169,16 @@ def check_ray(facts: Facts) -> Sequence[Finding]:
 def check_memory(facts: Facts) -> Sequence[Finding]:
     memory = facts.probes["memory"]
     if "error" in memory:
-        return [Finding("memory", "warning", f"How much memory there is, is unknown: {sentence(memory['error'])}")]
+        return [Finding("memory", "warning", f"The amount of memory is unknown: {sentence(memory['error'])}")]
     available, total = memory["available_bytes"], memory["total_bytes"]
-    text = f"{gib(available)} of host memory can be had, of {gib(total)} that the machine has."
+    text = f"{gib(available)} of host memory is available, of {gib(total)} in the machine."
     remedy = "" if available >= LOW_HOST_BYTES else "End other programs, or raise the container's memory limit."
     findings = [Finding("memory", "warning" if remedy else "ok", text, remedy)]
     if facts.probes["torch"].get("devices") and memory["locked_limit_bytes"] < available:
-        text = f"`ulimit -l` lets a process lock {gib(memory['locked_limit_bytes'])}; some drivers count pinned memory."
+        text = (
+            f"`ulimit -l` lets a process lock {gib(memory['locked_limit_bytes'])}; some drivers count pinned memory "
+            "towards it."
+        )
         findings.append(
             Finding("memory", "warning", text, "If pinning fails: ulimit -l unlimited, or --ulimit memlock=-1.")
         )
@@ -185,9 +190,9 @@ def check_memory(facts: Facts) -> Sequence[Finding]:
 
 
 def check_cpus(facts: Facts) -> Sequence[Finding]:
-    text = f"{facts.num_cpus} CPUs may be used."
+    text = f"{facts.num_cpus} CPUs are available."
     if facts.cpu_quota is not None and facts.cpu_quota < facts.num_cpus:
-        text = f"{facts.num_cpus} CPUs are visible, but the container gives time worth {facts.cpu_quota:g}."
+        text = f"{facts.num_cpus} CPUs are visible, but the container's quota is {facts.cpu_quota:g} CPUs."
         return [Finding("cpus", "warning", text, f"Give --threads {max(1, int(facts.cpu_quota))}.")]
     return [Finding("cpus", "ok", text)]
 
@@ -223,7 +228,7 @@ def _narrow_products(rates: Mapping[str, float]) -> str:
         return ""
     return (
         f" It multiplies bfloat16 {faster:.0f} times as fast as float32: with --dtype bfloat16 (for a service --set "
-        "build.dtype=bfloat16) builds and steps take less time, and contexts half of the bytes."
+        "build.dtype=bfloat16) builds and steps take less time, and contexts half the bytes."
     )
 
 
@@ -238,7 +243,7 @@ def _not_loaded(name: str, answer: Answer, remedy: str, needed: bool = True) -> 
 
 def _overlap(name: str, packages: Sequence[str], wanted: str) -> Finding:
     """Return the finding about packages that install the same files: removing either breaks the other."""
-    text = f"{' and '.join(packages)} are installed at once and overwrite each other's files."
+    text = f"{' and '.join(packages)} are both installed and overwrite each other's files."
     return Finding(name, "problem", text, f"pip uninstall -y {' '.join(packages)} && pip install {wanted}")
 
 

@@ -79,7 +79,7 @@ def ask(probe: str, *arguments: str, timeout_s: float = _PROBE_TIMEOUT_S) -> Ans
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {timeout_s:g} s"}
     if done.returncode < 0:
-        return {"error": f"the process was ended by signal {-done.returncode}"}
+        return {"error": f"the process was killed by signal {-done.returncode}"}
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         return {"error": lines[-1][:300] if lines else f"exit code {done.returncode}"}

@@ -49,19 +49,22 @@ def _needs(
 ) -> list[Finding]:
     indexed = len(geometry.indexed_layers)
     local, kept = geometry.num_layers - indexed, cached_row_kind(model)
-    layers = f"{indexed} layers" if not local else f"{indexed} layers that see everything and {local} that do not"
+    layers = f"{indexed} layers" if not local else f"{indexed} layers with full attention and {local} without"
     if not indexed:
-        layers = f"{local} layers of {kept}, which it chooses from itself"
+        layers = f"{local} layers with {kept}, from which the model itself chooses"
     devices = facts.probes["torch"].get("devices") or []
     wide = "" if devices else f", {gib(2 * size.decoded)} in float32, the default"
     text = f"{name} has {layers}; its weights take {gib(size.decoded)} in bfloat16{wide}."
     if size.quantized:
-        aside = f", and {gib(size.mapped)} of disk for them decoded" if size.mapped else ""
-        text += f" There, with few bits, host memory has {gib(size.on_host)}{aside}; a GPU has {gib(size.on_gpu)}."
+        aside = f" (and, decoded, {gib(size.mapped)} of disk)" if size.mapped else ""
+        text += (
+            f" Kept in 8 or 4 bits, they take {gib(size.on_host)} of host memory{aside}, or {gib(size.on_gpu)} on a "
+            "GPU."
+        )
     if converting:
         text += (
-            " The file is converted once for a dtype, which takes that on the disk ($CSATTN_CACHE), too, and meanwhile "
-            f"{gib(converting)} of memory."
+            " The file is converted once for a dtype, which takes as much disk space ($CSATTN_CACHE) and, while it "
+            f"runs, {gib(converting)} of memory."
         )
     memory = facts.probes["memory"].get("available_bytes", 0)
     free = max((device["free_bytes"] for device in devices), default=0)
@@ -75,26 +78,26 @@ def _needs(
     leaves_kv = bool(indexed or key_share)  # whether KV can be in host memory
     if devices and size.on_gpu + (sketch + int(key_share * kv) if leaves_kv else kv) > free:
         text += f" The device has {gib(free)} free."
-        remedy = "Decode it on the CPU, on a larger device, or take a smaller model."
+        remedy = "Decode it on the CPU or on a larger device, or use a smaller model."
         if can_be_rounded:
-            remedy = f"Keep its weights in 4 bits, by --weights int4; or {remedy[0].lower()}{remedy[1:]}"
+            remedy = f"Keep its weights in 4 bits, with --weights int4; or {remedy[0].lower()}{remedy[1:]}"
         return [Finding("model", "warning", text, remedy)]
     if not devices and size.on_host > memory:
         remedy = "Take a smaller model."
         if can_be_rounded:
-            remedy = "Keep its weights in 4 bits, by --weights int4 --dtype bfloat16; or take a smaller model."
+            remedy = "Keep its weights in 4 bits, with --weights int4 --dtype bfloat16; or use a smaller model."
         return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", remedy)]
     if converting and converting + SPARE_BYTES > memory:
-        remedy = "End other programs while it is converted, or take the model's directory instead of the file."
+        remedy = "End other programs while it is converted, or use the model's directory instead of the file."
         return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", remedy)]
     engine = EngineSettings(placement="cpu" if not devices else "hybrid" if leaves_kv else "device")
     host_bytes, device_bytes = memory if devices else memory - size.on_host, free - size.on_gpu
     room = partial(room_for_contexts, engine=engine, host_bytes=host_bytes, device_bytes=device_bytes, model=model)
     rooms = [f"{room(spec)} of {spec.context_len:,}" for spec in specs]
     placed = f"`{engine.placement}`, engine.num_contexts {engine.num_contexts}" if devices else "this machine"
-    text += f" Contexts that {placed} has room for: {', '.join(rooms)}."
+    text += f" Room for contexts ({placed}): {', '.join(rooms)}."
     if not devices and 2 * size.decoded > memory:
-        remedy = "Give --dtype bfloat16, for a service --set build.dtype=bfloat16: in float32 it has no room."
+        remedy = "Use --dtype bfloat16, for a service --set build.dtype=bfloat16: in float32 the model does not fit."
         return [Finding("model", "warning", text, remedy)]
     return [Finding("model", "ok", text)]
 
@@ -110,16 +113,16 @@ def _refusals(spec: ModelSpec) -> list[Finding]:
     except ConfigError as error:
         findings.append(Finding("model", "warning", f"On a GPU: {error}", "Decode it on the CPU: --placement cpu."))
     if model_selects_rows(spec):
-        text = "On a GPU placement `host` is refused: its index keys are scored where it attends."
+        text = "On a GPU, placement `host` is refused: the GPU that attends also scores the index keys."
         if not index_key_share(spec):
             kept = cached_row_kind(spec)
-            text = f"On a GPU all of its {kept} lie on the device: placements `hybrid` and `host` are refused."
+            text = f"On a GPU, all of its {kept} are on the device: placements `hybrid` and `host` are refused."
         findings.append(Finding("model", "ok", text))
     kinds = [layer.attention for layer in spec.layers]
     if any(kind.logit_cap is not None for kind in kinds):
-        text = "Its attention's logits are capped: rows that are not chosen count nothing, and `rest` is refused."
+        text = "Its attention logits are capped: rows that are not chosen are left out, and `rest` is refused."
         findings.append(Finding("model", "warning", text, "Keep more rows: --keep 0.1."))
     if any(kind.reach is not None or kind.rope is None or kind.sinks for kind in kinds) or not spec.indexed_layers:
-        text = "`csattn stream` refuses it: its layers are not alike, or keep other rows than keys and values."
+        text = "`csattn stream` refuses it: its layers differ, or keep something other than keys and values."
         findings.append(Finding("model", "ok", text))
     return findings

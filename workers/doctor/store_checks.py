@@ -12,16 +12,18 @@ LOW_DISK_BYTES = 2 * GIB
 def check_store(facts: Facts) -> Sequence[Finding]:
     store, path = facts.probes["store"], facts.store
     if "error" in store:
-        text = f"The store at {path} cannot be looked at: {sentence(store['error'])}"
-        remedy = "Give another with --store, or mend its permissions."
-        return [Finding("store", "problem", text, "Mend torch first." if "error" in facts.probes["torch"] else remedy)]
+        text = f"The store at {path} cannot be examined: {sentence(store['error'])}"
+        remedy = "Give another one with --store, or correct its permissions."
+        return [
+            Finding("store", "problem", text, "Repair torch first." if "error" in facts.probes["torch"] else remedy)
+        ]
     if not store["is_directory"]:
-        text = f"The store at {path} is, or lies below, something that is no directory."
+        text = f"The store at {path} is, or lies below, something that is not a directory."
         return [Finding("store", "problem", text, "Give a directory with --store.")]
     findings = [_store_itself(facts)]
     if store["writable"] and store["free_bytes"] < LOW_DISK_BYTES:
-        text = f"There is {gib(store['free_bytes'])} free where the store at {path} is."
-        findings.append(Finding("store", "warning", text, "Make room: `csattn gc` removes unfinished builds."))
+        text = f"The disk of the store at {path} has {gib(store['free_bytes'])} free."
+        findings.append(Finding("store", "warning", text, "Free some space: `csattn gc` removes unfinished builds."))
     findings += [
         Finding(
             "store",
@@ -38,12 +40,16 @@ def check_kept(facts: Facts) -> Sequence[Finding]:
     """Report what services keep of prompts and turns; no finding if they keep nothing."""
     kept, place = facts.probes["kept"], facts.store / "kept"
     if "error" in kept:
-        return [Finding("kept", "warning", f"What services keep in {place} is unknown: {sentence(kept['error'])}")]
+        return [
+            Finding(
+                "kept", "warning", f"The size of what services keep in {place} is unknown: {sentence(kept['error'])}"
+            )
+        ]
     there, most = kept["context_bytes"] + kept["row_bytes"], kept["most_bytes"]
     if not there:
         return []
-    text = f"What services have kept of prompts and turns in {place} is {size(there)}, of {size(most)} at most"
-    return [Finding("kept", "ok", f"{text}; each kind leaves as much of the disk free.")]
+    text = f"What services have kept of prompts and turns in {place} takes {size(there)}, of at most {size(most)}"
+    return [Finding("kept", "ok", f"{text}; each kind takes at most as much as it leaves free.")]
 
 
 def _store_itself(facts: Facts) -> Finding:
@@ -51,7 +57,7 @@ def _store_itself(facts: Facts) -> Finding:
     if not store["writable"]:
         refusal = store.get("refusal", "unknown")
         text = f"The store at {path} cannot be written to ({refusal}): it can only be decoded from."
-        return Finding("store", "warning", text, "To build, mend its permissions or give another with --store.")
+        return Finding("store", "warning", text, "To build, correct its permissions or give another one with --store.")
     if not store["exists"]:
         return Finding("store", "ok", f"The store at {path} does not exist yet; the first build makes it.")
     artifacts = f"{counted(store['artifacts'], 'usable artifact')} of format {store['format_version']}"

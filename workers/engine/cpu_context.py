@@ -70,8 +70,8 @@ class HostBudget:
         if (selector_for(self.selector, loaded_view), loaded_view.middle) != (selector, view.middle):
             config = self.config
             raise ConfigError(
-                f"within its host budget this engine reads with selector {self.selector}, keep {config.keep}, sink_len "
-                f"{config.sink_len} and window_len {config.window_len}; ask for those, or start another engine"
+                f"within its host budget this engine reads with selector {self.selector}, keep {config.keep}, "
+                f"sink_len {config.sink_len} and window_len {config.window_len}; use those, or start another engine"
             )
 
 
@@ -159,7 +159,7 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBud
     if budget is not None:
         store = budget.open_store(artifact)
     elif kv_format is not None:
-        remedy = "choose a KV codec of fewer bytes, or none: rows are then read where the artifact maps them"
+        remedy = "choose a KV codec with fewer bytes, or none: rows are then read from the memory-mapped artifact"
         require_host_memory(f"the context in {kv_format}", coded_bytes(kv, kv_format), remedy)
         store = CodedStore(kv, kv_format)
         warn_of_lossy_keys(artifact, kv, kv_format)

@@ -188,7 +188,7 @@ class CpuEngine:
     def observe(self, slot: int, observer: Observer) -> None:
         """Call the observer after each layer of every later step of the request."""
         request = self.request(slot)
-        require_plain_rows(self._model.shape, "a look at what is attended to")
+        require_plain_rows(self._model.shape, "a record of what is attended to")
         request.observer = observer
 
     def close_slot(self, slot: int) -> None:

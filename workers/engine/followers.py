@@ -53,7 +53,7 @@ class Followers:
         except (DevicesError, OSError) as error:  # TimeoutError is one
             self.close()
             raise DevicesError(
-                f"the process of another device did not start ({error or 'no word of it'}); look at its output"
+                f"the process of another device did not start ({error or 'it did not answer'}); look at its output"
             ) from error
         self._is_up = True
 
@@ -99,7 +99,7 @@ class Followers:
         with suppress(OSError):
             self._rendezvous.unlink(missing_ok=True)  # a process group that ends regularly removes it
             self._rendezvous.parent.rmdir()  # if it was made for this file
-        _log.critical("%s; this process ends, for its device may wait for the other: start it again", why)
+        _log.critical("%s; this process ends, because its device may wait for the other: start it again", why)
         sys.stderr.flush()
         os._exit(1)
 
@@ -138,7 +138,7 @@ class Followers:
                 except (EOFError, OSError):
                     self._report_loss(ranks.pop(connection))
             if self._deadline is not None and time.monotonic() > self._deadline and not self._is_closing:
-                self.end_all("the devices have not done together what they began")
+                self.end_all("the devices did not finish an operation together in time")
 
     def _deliver(self, rank: int, number: int | None, result: Any) -> None:
         if number is None:

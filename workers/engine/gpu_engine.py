@@ -207,8 +207,8 @@ class GpuEngine:
         placed = self._placing.ready()
         if not chooses and selector != "full" and placed.shape.attends_all and config.keep < 1:
             raise ConfigError(
-                f"keep is {config.keep}, but over lists this GPU was set to keep all rows, which is full attention; "
-                "leave it out, or start another engine"
+                f"keep is {config.keep}, but over lists this engine was started to keep all rows, which is full "
+                "attention; leave it out, or start another engine"
             )
         placed.rows.open(slot)
         placed.begin_request(slot, place)
@@ -247,7 +247,7 @@ class GpuEngine:
         before a row for whose choice its context has no slots left in this step.
         """
         if watch is not None:
-            require_plain_rows(self.model.spec, "a look at what is attended to")
+            require_plain_rows(self.model.spec, "a record of what is attended to")
             require_watch(watch, len(rows), self.num_layers)
         lens = self._tail_lens(rows)  # checks all rows, so a step that is split runs as a whole or not at all
         for slot in {row.slot for row in rows}:
@@ -457,7 +457,7 @@ class GpuEngine:
         if selector != "full" and not fits:
             raise ConfigError(
                 f"keep is {config.keep} and lookahead {config.lookahead}, but steps on a GPU are captured with up to "
-                f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the others out"
+                f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the other options out"
             )
 
     def _place(self, context_id: int) -> int:
@@ -478,8 +478,9 @@ def require_selector(selector: str, placement: str, kv_format: KvFormat | None) 
     supported = GPU_SELECTORS if placement == "device" and kv_format is None else everywhere
     if selector not in supported:
         raise ConfigError(
-            f"selector is {selector!r}, but a GPU decodes with {' or '.join(everywhere)}, or exact where it has all "
-            "keys as they were built: in placement device, without a KV codec; choose one of them, or decode on the CPU"
+            f"selector is {selector!r}, but a GPU decodes with {' or '.join(everywhere)}, or with exact in placement "
+            "device without a KV codec, where it has all keys as they were built; choose one of them, or decode on "
+            "the CPU"
         )
 
 

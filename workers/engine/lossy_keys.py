@@ -30,9 +30,9 @@ def warn_of_lossy_keys(
     if layers:
         named = f" ({', '.join(layers)})" if len(layers) <= _MAX_NAMED else ""
         _warn(
-            f"the keys of context {artifact.spec.artifact_id} are not told apart in {form.k.name}, in {len(layers)} of "
-            f"{model.num_layers} layers{named}: it moves them by up to {max(errors):.1f} times what tokens do, and "
-            f"above {TOO_LARGE:g} answers change; {_remedy(kv, form)}"
+            f"the keys of context {artifact.spec.artifact_id} cannot be distinguished in {form.k.name}, in "
+            f"{len(layers)} of {model.num_layers} layers{named}: its rounding errors are up to {max(errors):.1f} "
+            f"times the differences between tokens, and above {TOO_LARGE:g} answers change; {_remedy(kv, form)}"
         )
 
 
@@ -44,7 +44,7 @@ def _remedy(kv: Sequence[Tensor], form: KvFormat) -> str:
     for better in (FORMATS[name] for name in _BETTER):
         if kv[0].shape[-1] % better.unit_len == 0 and max(_errors(kv, better)) <= TOO_LARGE:
             return f"choose the KV codec {KvFormat(better, form.v)}"
-    return "give no KV codec"
+    return "use no KV codec"
 
 
 @lru_cache(maxsize=256)  # bounded, for a service that loads contexts for months

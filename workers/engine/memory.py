@@ -76,9 +76,9 @@ def plan_memory(
         MemoryPart(name="the codes of the requests' own KV", device_bytes=_own_bytes(shape, index_config)),
         MemoryPart(name="the resident rows", device_bytes=shape.resident_bytes),
         MemoryPart(name="the layers without an index", device_bytes=shape.local_bytes),
-        MemoryPart(name="the moments of the rows between", device_bytes=shape.moments_bytes),
-        MemoryPart(name="the choices that later tokens read", device_bytes=kept),
-        MemoryPart(name="what tells queries a layer ahead", device_bytes=shape.next_query_bytes),
+        MemoryPart(name="the moments of the rows that are not read", device_bytes=shape.moments_bytes),
+        MemoryPart(name="the choices that later tokens reuse", device_bytes=kept),
+        MemoryPart(name="the predictors of the next layer's queries", device_bytes=shape.next_query_bytes),
         MemoryPart(name="kernels and their workspace", device_bytes=KERNELS_BYTES + working),
     ]
     if shape.latents is not None and placement == "device":

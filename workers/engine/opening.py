@@ -122,7 +122,7 @@ def require_together(
             _require_for_budget(selector, kv_format)
         if num_devices != 1:
             raise ConfigError(
-                f"{num_devices} devices are GPUs, and the placement is cpu; choose one device, or another placement"
+                f"{num_devices} GPUs were given, and the placement is cpu; choose one device, or another placement"
             )
         return
     if placement not in PLACEMENTS:
@@ -140,7 +140,9 @@ def _require_kinds(loaded: object, artifact: object, config: object, **counts: o
     if not isinstance(artifact, Artifact):
         raise ConfigError(f"an artifact is an open one, or its directory or URL as text, got {artifact!r}; give one")
     if not isinstance(config, SearchConfig):
-        raise ConfigError(f"config is a csattn.config.SearchConfig, got {config!r}; write SearchConfig(keep=0.02), say")
+        raise ConfigError(
+            f"config is a csattn.config.SearchConfig, got {config!r}; give one, such as SearchConfig(keep=0.02)"
+        )
     for name, value in counts.items():
         if value is not None:
             require_at_least(name, value, 1)
@@ -156,13 +158,13 @@ def _require_options(options: Iterable[str], *engines: Callable[..., object]) ->
     }
     for name in sorted(set(options) - known):
         if name in signature(SearchConfig).parameters:
-            remedy = f"it belongs into config=SearchConfig({name}=...)"
+            remedy = f"it belongs in config=SearchConfig({name}=...)"
         elif name in _DOCUMENTED:
             remedy = f"it is for a placement on a GPU, one of {', '.join(PLACEMENTS)}; leave it out, or add one"
         elif near := get_close_matches(_ALIASES.get(name, name), _DOCUMENTED):
             remedy = f"did you mean {near[0]}?"
         else:
-            remedy = f"leave it out; there are {', '.join(sorted(known & _DOCUMENTED))}"
+            remedy = f"leave it out; the options are {', '.join(sorted(known & _DOCUMENTED))}"
         raise ConfigError(f"there is no option {name} with this placement: {remedy}")
 
 
@@ -171,7 +173,9 @@ def _kv_format_of(given: KvFormat | str | None) -> KvFormat | None:
     if given is None or isinstance(given, KvFormat):
         return given
     if not isinstance(given, str):
-        raise ConfigError(f"a KV format is a name as q8_0, or k=q8_0,v=q4_0, got {given!r}; give one, or leave it out")
+        raise ConfigError(
+            f"a KV format is a name such as q8_0, or k=q8_0,v=q4_0, got {given!r}; give one, or leave it out"
+        )
     try:
         return KvFormat.parse(given)
     except CodecError as error:
@@ -192,7 +196,7 @@ def _require_for_budget(selector: str, kv_format: KvFormat | None) -> None:
     """Raise ConfigError for a selector or format that reads more or other rows than a host budget holds."""
     if selector not in WITHOUT_ALL_KEYS:
         raise ConfigError(
-            f"selector {selector!r} reads all keys from host memory, which a host budget is to save; choose "
+            f"selector {selector!r} reads all keys from host memory, which a host budget limits; choose "
             f"{', '.join(WITHOUT_ALL_KEYS)}, or leave the budget out"
         )
     if kv_format is not None:

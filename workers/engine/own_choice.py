@@ -59,14 +59,14 @@ def require_own_choice(spec: ModelSpec, config: SearchConfig, selector: str) -> 
     if not model_selects_rows(spec) or (selector in ("csattn", "full") and config.rest in (None, "none")):
         return
     setting = f"selector {selector!r}" if selector not in ("csattn", "full") else f"rest {config.rest}"
-    raise ConfigError(f"{_chooses(spec)}, so {setting} has nothing to do there; leave it out")
+    raise ConfigError(f"{_chooses(spec)}, so {setting} has no effect; leave it out")
 
 
 def require_plain_rows(spec: ModelSpec, what: str) -> None:
     """Raise ConfigError if the model keeps no keys and values. what: the feature that needs them."""
     if model_selects_rows(spec):
         raise ConfigError(
-            f"{what} is for keys and values, and this model keeps {cached_row_kind(spec)} instead; leave it out"
+            f"{what} works on keys and values, and this model keeps {cached_row_kind(spec)} instead; leave it out"
         )
 
 
@@ -78,7 +78,8 @@ def require_choice_placed(spec: ModelSpec, placement: str) -> None:
     if (latent := latents_of(spec)) is None:
         if placement != "device":
             raise ConfigError(
-                f"{chooses}; on a GPU they all lie there, for they are few: choose placement device, or cpu"
+                f"{chooses}; on a GPU all of them are on the device, because they are few: choose placement "
+                "device, or cpu"
             )
         return
     if placement != "device" and latent.top_k is None:
@@ -88,10 +89,10 @@ def require_choice_placed(spec: ModelSpec, placement: str) -> None:
         )
     if placement == "host":
         raise ConfigError(
-            f"{chooses}; where a GPU attends it scores their index keys, too, and placement host has the CPU "
-            "search: choose placement hybrid, device, or cpu"
+            f"{chooses}; a GPU that attends to them also scores their index keys, and in placement host the CPU "
+            "searches: choose placement hybrid, device, or cpu"
         )
-    for name, dim in (("latents", latent.kv_rank), ("parts that turn", latent.rope_dim)):
+    for name, dim in (("latents", latent.kv_rank), ("parts that RoPE rotates", latent.rope_dim)):
         if dim < _LEAST_DIM or dim & (dim - 1):
             raise ConfigError(
                 f"this model's {name} have {dim} numbers; a GPU takes powers of two, at least {_LEAST_DIM}: choose "
@@ -103,7 +104,7 @@ def require_choice_placed(spec: ModelSpec, placement: str) -> None:
 
 def _chooses(spec: ModelSpec) -> str:
     if (latent := latents_of(spec)) is None:
-        return "this model keeps a row for several tokens each, and chooses among them by an indexer of its own"
+        return "this model keeps one row for several tokens, and its own indexer chooses among the rows"
     if latent.top_k is None:
         return "this model keeps latents, and attends to all of them"
     return f"this model keeps latents, of which its own indexer chooses {latent.top_k:,} for each token"

@@ -128,7 +128,7 @@ class PlacedModel:
                 f"there is room for {self.shape.num_contexts} contexts at the same time; remove one, or start the "
                 "engine with room for more"
             )
-        assert context_id not in self.artifacts, f"there is a context {context_id} already"
+        assert context_id not in self.artifacts, f"context {context_id} is loaded already"
         self._require_fit(artifact)
         plan_context(self.shape, artifact, self.placement).require(self.model.available(self.device))
         self._load(context_id, artifact, meanwhile)
@@ -290,8 +290,8 @@ class PlacedModel:
         pinned = PinnedRows(kv, progress=on_progress)
         if not pinned.pinned:
             raise PinningError(
-                f"the device cannot read KV where it lies in host memory ({pinned.how}); raise the limit "
-                "of locked memory (`ulimit -l`), choose the placement device, or decode on the CPU"
+                f"the device cannot read the KV in host memory ({pinned.how}); raise the limit of locked memory "
+                "(`ulimit -l`), choose the placement device, or decode on the CPU"
             )
         return pinned
 

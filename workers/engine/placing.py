@@ -49,8 +49,8 @@ class Placing:
         if placed is not None and not placed.has_room_for(artifact) and self._sizing.max_context_len is None:
             if is_used:
                 raise MemoryPlanError(
-                    f"the context has {artifact.spec.context_len:,} rows, memory is planned for contexts up to "
-                    f"{placed.shape.max_context_len:,} while others are in use; set engine.max_context_len"
+                    f"the context has {artifact.spec.context_len:,} rows, and while others are in use, memory is "
+                    f"planned for contexts of up to {placed.shape.max_context_len:,}; set engine.max_context_len"
                 )
             self.close()
             placed = None

@@ -95,7 +95,7 @@ class Preparation:
         first, *others = context_layers(loaded, self.context.artifact)
         prepared = prepare(self.selector, first)
         remedy = "choose another selector, or a shorter context"
-        what = f"what {self.selector} makes of the context"
+        what = f"the data that {self.selector} computes from the context"
         require_host_memory(what, len(others) * prepared.index_bytes, remedy)
         return [prepared, *(prepare(self.selector, layer) for layer in others)]
 

@@ -52,8 +52,8 @@ class Sizing:
         max_rows = self.batch_sizes[-1]
         if self.growth.segment_len % SEGMENT_STEP or max_rows > self.growth.least_near:
             raise ConfigError(
-                f"on a GPU own segments have multiples of {SEGMENT_STEP} rows, got {self.growth.segment_len}, and "
-                f"steps up to {self.growth.least_near}, got {max_rows}"
+                f"on a GPU, a request's own segments have multiples of {SEGMENT_STEP} rows, got "
+                f"{self.growth.segment_len}, and steps up to {self.growth.least_near}, got {max_rows}"
             )
 
     def num_cached(self, longest: int) -> int:

@@ -12,11 +12,11 @@ Found = TypeVar("Found")
 def require_new_context(context_id: int, loaded: Collection[int], artifact: Artifact, max_positions: int) -> None:
     """Raise if the number is taken, or if the model has no positions left after the context."""
     if context_id in loaded:
-        raise ConfigError(f"context {context_id} is loaded already; remove it first, or take another number")
+        raise ConfigError(f"context {context_id} is loaded already; remove it first, or use another number")
     if artifact.spec.context_len >= max_positions:
         raise ContextError(
-            f"the context has {artifact.spec.context_len:,} rows and the model {max_positions:,} positions: "
-            "nothing can follow it; build a shorter one"
+            f"the context has {artifact.spec.context_len:,} rows and the model has {max_positions:,} positions: no "
+            "question can follow it; build a shorter one"
         )
 
 
@@ -66,15 +66,17 @@ def require_room(slot: int, num_rows: int, room: int) -> None:
     """Raise ContextError if a request would outgrow its slot. num_rows: its own rows, with the new ones."""
     if num_rows > room:
         raise ContextError(
-            f"slot {slot} would have {num_rows} rows of its own and there is room for {room}; end the request, "
-            "or ask a shorter question"
+            f"slot {slot} would have {num_rows} rows of its own, and there is room for {room}; end the request, or "
+            "ask a shorter question"
         )
 
 
 def require_token(next_id: int) -> int:
     """Return a step's next id. Raises ModelError if it is no token: NaN or infinity was the largest logit."""
     if next_id < 0:
-        raise ModelError("the model's logits hold NaN or infinity; load it in bfloat16 or float32, or mend its weights")
+        raise ModelError(
+            "the model's logits hold NaN or infinity; load it in bfloat16 or float32, or correct its weights"
+        )
     return next_id
 
 

@@ -74,13 +74,13 @@ def require_both(placement: str, selector: str, search: SearchConfig, kv_format:
     """Raise ConfigError for settings with which steps cannot be of both kinds, whatever the model."""
     if placement != "device" or selector != "csattn":
         raise ConfigError(
-            "all_where_faster is for placement device, where the GPU has all rows, and selector csattn, not for "
-            f"placement {placement} and selector {selector}; leave it out"
+            "all_where_faster works only in placement device, where the GPU has all rows, and with selector csattn, "
+            f"not with placement {placement} and selector {selector}; leave it out"
         )
     if search.lookahead or search.search_period > 1:
         raise ConfigError(
             f"all_where_faster decides at each step, but lookahead is {search.lookahead} and search_period "
-            f"{search.search_period}; leave it out, or leave these out"
+            f"{search.search_period}; leave out all_where_faster, or the other two"
         )
     if kv_format is not None:
         raise ConfigError("all_where_faster reads rows as they were built; leave it out, or leave the KV codec out")
@@ -92,6 +92,6 @@ def require_model(spec: ModelSpec, dtype: torch.dtype) -> None:
     if not has_heads or not supports_heads(*heads, dtype):
         kind = f"{heads[0]} over {heads[1]} heads of {heads[2]} in {dtype}" if has_heads else cached_row_kind(spec)
         raise ConfigError(
-            "all_where_faster reads a context once for all requests, in 16 bits, with heads of up to "
-            f"{MAX_HEAD_DIM} dimensions and {MAX_GROUP} of them to a KV head, which are {kind} here; leave it out"
+            f"all_where_faster reads a context once for all requests, in 16 bits, with heads of up to {MAX_HEAD_DIM} "
+            f"dimensions and {MAX_GROUP} query heads per KV head, and this model has {kind}; leave it out"
         )

@@ -59,7 +59,9 @@ class SplitEngine:
         **options: Any,  # of `GpuEngine`, except searcher; num_threads is divided among the processes
     ) -> None:
         if options.pop("searcher", None) is not None:
-            raise ConfigError("search workers serve one device; leave them out: threads of each process search then")
+            raise ConfigError(
+                "search workers support only one device; leave them out, and threads of each process search"
+            )
         require_device()
         require_shares(step_model(loaded).spec, num_devices)
         require_shares_of_quantized(weights_of(loaded.model), num_devices)
@@ -172,7 +174,7 @@ class SplitEngine:
         """Have the other processes do the same while the body runs. All of them succeed, or all raise."""
         answers, own = self._followers.call(name, *arguments), None
         try:
-            with ends_within(LOAD_S, "the devices have not loaded together what they began"):
+            with ends_within(LOAD_S, "the devices did not finish loading together in time"):
                 yield
         except EXPECTED as error:
             own = error

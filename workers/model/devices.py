@@ -28,7 +28,7 @@ from workers.model.deadline import ends_within
 from workers.model.ops import Exchange
 
 MEET_S = 180.0  # the time limit for all processes to find each other, and each other's memory
-_NOT_MET = "another device has not come to where this one waits for it"
+_NOT_MET = "another device has not reached the point at which this one waits for it"
 # A lost process is detected by other means; a live one may pin memory or compile for minutes.
 _WAIT = timedelta(minutes=60)
 # Neither the network nor NVLink multicast is needed, and a process that is killed while it uses multicast can do harm.
@@ -57,7 +57,9 @@ class Devices:
         other's memory.
         """
         if dist.is_initialized():
-            raise ConfigError("this process computes with other devices already; close what does, then begin anew")
+            raise ConfigError(
+                "this process computes with other devices already; close the engine that does, then begin again"
+            )
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self.share, self.device = share, device
@@ -81,8 +83,7 @@ class Devices:
         if not reads:
             self.close()
             raise NoDeviceError(
-                "these GPUs cannot read each other's memory, and several were not tried in another way; choose one "
-                "device"
+                "these GPUs cannot read each other's memory, which csattn needs for several; choose one device"
             )
 
     def __repr__(self) -> str:
@@ -153,7 +154,7 @@ class Devices:
             self._all(False)
             raise
         if not self._all(True):
-            raise DevicesError("another of the devices could not do what this one can; its own message says why")
+            raise DevicesError("an operation failed on another device; the message of that device says why")
 
     def send(self, what: Any, rank: int) -> None:
         """Send data classes of tensors to process `rank`, which calls `receive`. Tensors that share memory share it
@@ -271,7 +272,9 @@ def require_devices(num_devices: int) -> None:
     _require_first_meeting()
     found = torch.cuda.device_count()
     if num_devices > found:
-        raise NoDeviceError(f"{num_devices} devices are asked for, and this process sees {found}; ask for no more")
+        raise NoDeviceError(
+            f"{num_devices} devices were requested, and this process sees {found}; request no more than that"
+        )
 
 
 def _require_first_meeting() -> None:
@@ -282,5 +285,6 @@ def _require_first_meeting() -> None:
     """
     if Devices._have_met:
         raise ConfigError(
-            "this process has computed with several GPUs already, which a process can begin once; start another"
+            "this process has computed with several GPUs already, and a process can begin that only once; start "
+            "another process"
         )

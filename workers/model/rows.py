@@ -67,13 +67,13 @@ def ids_of(given: Any) -> NDArray[Any]:
     try:
         ids = np.asarray(given)
     except (ValueError, TypeError) as error:  # lists of several lengths, a tensor on a GPU
-        raise ConfigError(f"token ids are whole numbers in one row: {error}; give [num_tokens]") from error
+        raise ConfigError(f"token ids must be whole numbers in one row: {error}; give [num_tokens]") from error
     if ids.size == 0:
-        raise ConfigError("no token ids were given to go on with; give at least one token")
+        raise ConfigError("no token ids were given to continue with; give at least one token")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ConfigError(
-            f"token ids are whole numbers in one row, [num_tokens] int32, got {ids.dtype} of shape {ids.shape}; give "
-            "those of one text, as a tokenizer makes them"
+            f"token ids must be whole numbers in one row, [num_tokens] int32, got {ids.dtype} of shape {ids.shape}; "
+            "give those of one text, as a tokenizer returns them"
         )
     return ids
 

@@ -135,8 +135,8 @@ class ModelRunner:
         capacity = self.attention.tails[0].shape[2]
         if tail_len > capacity:
             raise ContextError(
-                f"a tail of {tail_len} rows was asked for, tails hold {capacity}; ask a shorter question, "
-                "or make longer tails"
+                f"a tail of {tail_len} rows was requested, tails hold {capacity}; ask a shorter question, or make "
+                "longer tails"
             )
 
 

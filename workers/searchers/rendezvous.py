@@ -53,8 +53,8 @@ class Rendezvous:
                     raise SearchLostError(reason) from None
                 if time.monotonic() > deadline:
                     raise SearchLostError(
-                        f"a search worker has not come up within {timeout_s:.0f} s; look at its output, and at whether "
-                        "it runs on this machine and in this network namespace"
+                        f"a search worker has not started within {timeout_s:.0f} s; look at its output, and check "
+                        "that it runs on this machine and in this network namespace"
                     ) from None
                 continue
             connection.setblocking(True)
@@ -80,7 +80,7 @@ def connect(address: str) -> socket.socket:
     try:
         connection.connect(_socket_name(address))
         if not _is_of_this_user(connection):
-            raise PermissionError(f"another user listens at {address}")
+            raise PermissionError(f"a process of another user listens at {address}")
     except BaseException:
         connection.close()
         raise

@@ -170,7 +170,7 @@ class WorkerSearcher:
             if supervisor.channel is None and not supervisor.num_losses:
                 fault = supervisor.fault
                 self.close()
-                raise SearchLostError(f"the search workers do not come up: {fault}")
+                raise SearchLostError(f"the search workers do not start: {fault}")
 
     def _channels(self) -> list[Channel]:
         return [channel for supervisor in self._supervisors if (channel := supervisor.channel) is not None]

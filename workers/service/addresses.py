@@ -44,5 +44,5 @@ def _refusal(server: ServerSettings, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {server.port} of {server.host} is in use; name another with --port, or 0 for any that is free"
     if error.errno == errno.EACCES:
-        return f"this user may not listen on port {server.port}; name one above 1023 with --port"
+        return f"this user is not allowed to listen on port {server.port}; give one above 1023 with --port"
     return f"cannot listen on {server.host} ({error.strerror or error}); name an address of this machine with --host"

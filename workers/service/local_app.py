@@ -76,5 +76,5 @@ def _ending(server: Server, backend: LocalBackend) -> str:
     num_builds = sum(of.num_waiting + of.num_building for of in builds)
     num_running = backend.status().num_running
     waited_for = f"{counted(num_running, 'request')} {'has' if num_running == 1 else 'have'} {DRAIN_S:.0f} s"
-    stopped = f"; builds that stop, and go on when it is back: {num_builds}" if num_builds else ""
+    stopped = f"; builds that stop, and continue after a restart: {num_builds}" if num_builds else ""
     return f"the service ends ({server.ended_by or 'no signal'}): {waited_for}{stopped}"

@@ -111,10 +111,10 @@ def _require_engine(settings: Settings) -> None:
         searches = "nothing is searched" if engine.selector == "full" else "the GPU searches"
         raise ConfigError(
             f"engine.num_search_workers is {engine.num_search_workers}, engine.placement {engine.placement} and "
-            f"engine.selector {engine.selector}, where {searches}; search workers serve the placements cpu and host"
+            f"engine.selector {engine.selector}, where {searches}; search workers are for the placements cpu and host"
         )
     if engine.num_search_workers and engine.num_devices > 1:
         raise ConfigError(
             f"engine.num_search_workers is {engine.num_search_workers}, engine.num_devices {engine.num_devices}: "
-            "search workers serve one GPU; leave them out, and threads of each GPU's process search"
+            "search workers support only one GPU; leave them out, and threads of each GPU's process search"
         )

@@ -106,8 +106,8 @@ def _require_only_service(ray: Any, namespace: str, stop_requested: Event) -> No
     ):
         if time.monotonic() >= until:
             raise ConfigError(
-                "a csattn service runs on this Ray cluster already, and a cluster has room for one; end it first, or "
-                "leave ray.address out to have a cluster for this one"
+                "a csattn service runs on this Ray cluster already, and a cluster can have only one; end it first, "
+                "or leave ray.address out to start a new cluster for this one"
             )
         if stop_requested.wait(_POLL_S):
             raise Stopped
@@ -265,7 +265,7 @@ def connected(settings: Settings) -> Iterator[Any]:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"ray.address is {settings.ray.address!r}, where no Ray cluster can be reached ({reason}); start one with "
-            "`ray start --head`, or leave the setting out to have one on this machine"
+            "`ray start --head`, or leave the setting out to start one on this machine"
         ) from error
     try:
         yield ray

@@ -153,7 +153,7 @@ class SpreadBackend:
                 for worker, held in surplus_contexts(self._workers):
                     self._call_in_background(worker, "drop", held)
             except Exception:
-                _log.exception("a beat to the workers failed; the next one follows")
+                _log.exception("a heartbeat to the workers failed; the next one follows")
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _heartbeat(self, worker: "RayWorker") -> None:

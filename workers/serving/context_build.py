@@ -179,10 +179,10 @@ def _result(lines: list[str], exit_code: int, last_line: str) -> dict[str, Any]:
         return result
     if "error" in result:
         raise BuildFailedError(str(result["error"]["message"])[:_MAX_SHOWN])
-    how = f"was ended by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
     raise BuildFailedError(
-        f"the build {how} ({last_line[:_MAX_SHOWN] or 'it said nothing'}); register the context again to go on where "
-        "it stopped"
+        f"the build {how} ({last_line[:_MAX_SHOWN] or 'without a message'}); register the context again to continue "
+        "where it stopped"
     )
 
 

@@ -60,8 +60,8 @@ class ContextFile:
             return {item["name"]: _record(item) for item in data["contexts"]}
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ArtifactCorruptError(
-                f"{self._path} cannot be read ({str(error)[:_MAX_SHOWN]}); move it away and name the contexts again: "
-                "their artifacts are untouched"
+                f"{self._path} cannot be read ({str(error)[:_MAX_SHOWN]}); move it away and register the contexts "
+                "again: their artifacts are untouched"
             ) from error
 
     def change(self, edit: Callable[[dict[str, Record]], T]) -> T:

@@ -46,7 +46,7 @@ class _Build:
     record: Record
     task: asyncio.Task[None]
     progress: float = 0.0
-    what: str = "waits for another build"
+    what: str = "waiting for another build"
     has_begun: bool = False
 
 
@@ -242,7 +242,7 @@ class Contexts:
                 done = replace(record, artifact_id=result["artifact"], num_tokens=result["context_len"])
                 what, seconds = f"{record.name}, of {result['context_len']:,} tokens,", time.monotonic() - started
                 if result["reused"]:
-                    _log.info("the context %s was there already, found in %.1f s", what, seconds)
+                    _log.info("the context %s was in the store already, found in %.1f s", what, seconds)
                 else:
                     _log.info("the context %s was built in %.1f s", what, seconds)
             except Exception as error:  # whatever it is, requests for the context report it
@@ -253,7 +253,7 @@ class Contexts:
             await asyncio.to_thread(self._finish, record, done)
         except Exception as error:  # a full disk, say: the result is known as long as this service lives
             trace = None if isinstance(error, ArtifactError | OSError) else error
-            why = "what became of the context %s could not be written: %s"
+            why = "the result of building the context %s could not be written: %s"
             _log.warning(why, record.name, error, exc_info=trace)
             self._unwritten[record] = done
 
@@ -306,7 +306,8 @@ class Contexts:
         if not (isinstance(cause := error.__cause__, OSError) and cause.errno in _UNWRITTEN):
             return ServingError(f"{prefix}: {self._public_message(str(error))}", detail=f"{prefix}: {error}")
         why = (
-            f"{prefix}: the service's store does not take it ({cause.strerror}); send it again when its operator helped"
+            f"{prefix}: the service's store cannot be written ({cause.strerror}); send it again once the service's "
+            "operator has corrected that"
         )
         return StorageUnavailableError(why, None, _DISK_S, f"{prefix}: {error}")
 

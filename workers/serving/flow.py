@@ -39,8 +39,8 @@ class Flow:
             if self.num_in_flight >= self.max_running + self.max_queued:
                 retry_after_s = self._retry_after_s()
                 raise OverloadedError(
-                    f"{self.num_in_flight} requests are being answered or wait, which is all that there is room for; "
-                    f"come again in {retry_after_s:.0f} s",
+                    f"{self.num_in_flight} requests are being answered or waiting, as many as this service takes; try "
+                    f"again in {retry_after_s:.0f} s",
                     retry_after_s=retry_after_s,
                 )
             self.num_in_flight += 1

@@ -73,15 +73,15 @@ class Grammars:
             import llguidance
         except ImportError:
             raise BadRequestError(
-                "this service cannot hold answers to a schema: llguidance is not installed where it runs "
-                "(pip install 'csattn[serve]'); leave the schema out",
+                "this service cannot constrain answers to a schema: llguidance is not installed where it runs (pip "
+                "install 'csattn[serve]'); leave the schema out",
                 field,
             ) from None
         matcher = llguidance.LLMatcher(self._tokens(), text, log_level=0)
         if matcher.is_error():
             raise BadRequestError(
-                f"the schema in {field} is not one that answers can be held to here: {_reason(matcher.get_error())}; "
-                "leave out what it names",
+                f"answers cannot be constrained to the schema in {field}: {_reason(matcher.get_error())}; leave that "
+                "part out",
                 field,
             )
         return matcher
@@ -145,7 +145,9 @@ class Grammar:
     def _require_no_error(self) -> None:
         if self._matcher.is_error():
             reason = _reason(self._matcher.get_error())
-            raise BadRequestError(f"the schema became too costly to be held to: {reason}; ask for a simpler one")
+            raise BadRequestError(
+                f"constraining the answer to the schema became too costly: {reason}; ask for a simpler one"
+            )
 
 
 def grammar_text(ask: Ask, form: ChatForm) -> str:
@@ -172,8 +174,8 @@ def _require_moderate(schemas: list[tuple[str, dict[str, Any] | bool]]) -> None:
     num_chars = sum(len(json.dumps(schema, ensure_ascii=False)) for _, schema in schemas)
     if num_chars > _MAX_CHARS:
         raise BadRequestError(
-            f"the schemas have {num_chars:,} characters, wanted at most {_MAX_CHARS:,}; leave out what answers do not "
-            "need",
+            f"the schemas have {num_chars:,} characters, wanted at most {_MAX_CHARS:,}; leave out the parts that "
+            "answers do not need",
             schemas[0][0],
         )
     for name, schema in schemas:

@@ -60,6 +60,6 @@ class EngineHealth:
 
     def _set_fault(self, error: Exception, now: float) -> None:
         if self.fault is None:
-            _log.error("the engine does not decode any more", exc_info=error)
-        self.fault = f"the engine does not decode any more ({type(error).__name__}: {str(error)[:200]})"
+            _log.error("the engine has stopped decoding", exc_info=error)
+        self.fault = f"the engine has stopped decoding ({type(error).__name__}: {str(error)[:200]})"
         self.next_probe_at = now + PROBE_EVERY_S

@@ -174,7 +174,7 @@ def open_kept_rows(loaded: LoadedModel, settings: Settings) -> KeptRows:
         budget.find(files.num_bytes)
     memory_bytes = min(kept.memory_bytes, host_memory_bytes() // 4)
     if memory_bytes < kept.memory_bytes:
-        message = "kept.memory_bytes is %s, and %s is kept to: a quarter of the memory that is free"
+        message = "kept.memory_bytes is %s, but only %s is used: a quarter of the free memory"
         _log.info(message, size(kept.memory_bytes), size(memory_bytes))
     return KeptRows(Blocks(memory_bytes, files), loaded.geometry, loaded.dtype)
 

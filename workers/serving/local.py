@@ -154,7 +154,9 @@ class LocalBackend:
                     prefix = await self._prefixes.find(ask, config, self._selector(ask))
             except TimeoutError:
                 self._measured.requests.labels("timeout").inc()
-                raise TimedOutError(f"the request waited {timeout_s:.0f} s for its context; ask again later") from None
+                raise TimedOutError(
+                    f"the request waited {timeout_s:.0f} s for its context; send it again later"
+                ) from None
             try:
                 self._require_steps()
                 made = self._request(ask, form, config, prefix, grammar, arrived_at)

@@ -342,4 +342,4 @@ class StorageUnavailableError(ServingError):
 
 def closing() -> WorkerLostError:
     """Return the error that requests get from the moment the service begins to close."""
-    return WorkerLostError("the service is shutting down; send the request again when it is back")
+    return WorkerLostError("the service is shutting down; send the request again after its restart")

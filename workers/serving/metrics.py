@@ -25,13 +25,13 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _OUTCOMES = ("stop", "length", "tool_calls", "cancelled", "timeout", "failed", "refused")
 _ENGINE_WORDS = {  # help texts of the fields of `EngineCounts`
-    "search_s": "Time that searches have taken, on a CPU.",
-    "attend_s": "Time that attention to chosen rows has taken, on a CPU.",
-    "slot_lookups": "Chosen rows that were looked for in the device's cache of rows.",
-    "slot_hits": "Chosen rows that were in the device's cache of rows.",
-    "kv_bytes": "KV of the contexts that are loaded, wherever it lies.",
-    "index_bytes": "Indexes of the contexts that are loaded.",
-    "device_bytes": "Memory of the GPU that is taken.",
+    "search_s": "Time spent in searches on the CPU.",
+    "attend_s": "Time spent in attention to chosen rows on the CPU.",
+    "slot_lookups": "Chosen rows that were looked up in the device's cache of rows.",
+    "slot_hits": "Chosen rows that were found in the device's cache of rows.",
+    "kv_bytes": "Bytes of KV of the loaded contexts, on host and device.",
+    "index_bytes": "Bytes of indexes of the loaded contexts.",
+    "device_bytes": "Bytes of GPU memory in use.",
 }
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
@@ -41,26 +41,34 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Requests that ended, by how.", ["outcome"])
-        self.ttft = self._histogram("ttft_seconds", "From a request's arrival to its first token.", _SECONDS)
+        self.requests = self._counter("requests", "Requests that have ended, by outcome.", ["outcome"])
+        self.ttft = self._histogram("ttft_seconds", "Time from a request's arrival to its first token.", _SECONDS)
         self.tpot = self._histogram("tpot_seconds", "A request's mean time per token after the first.", _SECONDS)
-        self.queue_s = self._histogram("queue_seconds", "From a request's arrival to its admission.", _SECONDS)
+        self.queue_s = self._histogram("queue_seconds", "Time from a request's arrival to its admission.", _SECONDS)
         self.queue_length = Gauge("csattn_queue_length", "Requests that wait for a slot.", registry=self.registry)
         self.running = Gauge("csattn_running_requests", "Requests that have a slot.", registry=self.registry)
-        self.step_s = self._histogram("step_seconds", "One step of the engine.", _SECONDS)
-        self.batch_rows = self._histogram("batch_rows", "Tokens that a step took, of all requests.", _ROWS)
-        self.question_tokens = self._counter("question_tokens", "Tokens fed of questions.")
-        self.new_tokens = self._counter("new_tokens", "Tokens of answers.")
-        self.context_tokens = self._counter("context_tokens", "Prefilled tokens that requests stood on.")
-        self.context_requests = self._counter("context_requests", "Requests by where their context was.", ["found"])
+        self.step_s = self._histogram("step_seconds", "Time of one engine step.", _SECONDS)
+        self.batch_rows = self._histogram("batch_rows", "Tokens in one step, over all requests.", _ROWS)
+        self.question_tokens = self._counter("question_tokens", "Tokens of questions that were computed.")
+        self.new_tokens = self._counter("new_tokens", "Tokens of answers that were generated.")
+        self.context_tokens = self._counter("context_tokens", "Tokens of the prefilled contexts that requests used.")
+        self.context_requests = self._counter(
+            "context_requests", "Requests by where their context was found, in memory or in the store.", ["found"]
+        )
         for counter, labels in ((self.requests, _OUTCOMES), (self.context_requests, ("memory", "store"))):
             for label in labels:
                 counter.labels(label)  # creates it at 0, so that an alert sees the first increment
-        self.restored_tokens = self._counter("restored_tokens", "Tokens of prompts whose rows were kept.")
+        self.restored_tokens = self._counter(
+            "restored_tokens", "Tokens of prompts whose rows were restored from kept turns."
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = self._counter("cached_tokens", "Tokens of prompts that were there already.")
-        self._recall = self._histogram("fidelity_recall", "Share of the exact top-k chosen.", _SHARES, ["context"])
-        self._mass = self._histogram("fidelity_mass", "Share of exact attention on rows read.", _SHARES, ["context"])
+        self.cached_tokens = self._counter("cached_tokens", "Tokens of prompts that did not have to be computed.")
+        self._recall = self._histogram(
+            "fidelity_recall", "Share of the exact top-k rows that were chosen.", _SHARES, ["context"]
+        )
+        self._mass = self._histogram(
+            "fidelity_mass", "Share of exact attention's weight on the rows read.", _SHARES, ["context"]
+        )
         self._contexts: set[str] = set()
         self._forgotten: dict[str, float] = {}  # by name: when, by time.monotonic(); newest last
         self._labels_lock = Lock()  # `forget_context` is called on another thread than the scheduler's
@@ -125,7 +133,7 @@ class _EngineCollector(Collector):
 
 def _kept_metrics(counts: BlockCounts) -> Iterator[Metric]:
     for what in ("blocks", "bytes"):
-        words = f"{what.capitalize()} of rows that are kept of turns, by where they lie."
+        words = f"{what.capitalize()} of rows that are kept of turns, by place: memory or disk."
         family = GaugeMetricFamily(f"csattn_kept_{what}", words, labels=["place"])
         for place in ("memory", "disk"):
             family.add_metric([place], getattr(counts, f"{place}_{what}"))
@@ -135,10 +143,10 @@ def _kept_metrics(counts: BlockCounts) -> Iterator[Metric]:
 
 def _context_metrics(counts: ContextCounts) -> Iterator[Metric]:
     states = GaugeMetricFamily(
-        "csattn_context_builds", "Contexts that are to be built, by who brought them.", labels=["of", "state"]
+        "csattn_context_builds", "Contexts that are being built or wait for it, by origin.", labels=["of", "state"]
     )
     failed = CounterMetricFamily(
-        "csattn_context_builds_failed", "Contexts that could not be built, by who brought them.", labels=["of"]
+        "csattn_context_builds_failed", "Contexts that could not be built, by origin.", labels=["of"]
     )
     for of, builds in counts.builds.items():
         states.add_metric([of, "waiting"], builds.num_waiting)
@@ -146,12 +154,20 @@ def _context_metrics(counts: ContextCounts) -> Iterator[Metric]:
         failed.add_metric([of], builds.num_failed)
     yield from (states, failed)
     for name, words, value in (
-        ("loaded_context_bytes", "Contexts that are loaded, coming or going.", counts.loaded_bytes),
-        ("loaded_context_budget_bytes", "What they may take: engine.context_bytes.", counts.loaded_budget),
-        ("kept_context_bytes", "Contexts of prompts on disk, when the last one was built.", counts.kept_bytes),
+        (
+            "loaded_context_bytes",
+            "Bytes of contexts that are loaded, being loaded or being unloaded.",
+            counts.loaded_bytes,
+        ),
+        ("loaded_context_budget_bytes", "Most bytes of these contexts: engine.context_bytes.", counts.loaded_budget),
+        (
+            "kept_context_bytes",
+            "Bytes of contexts from prompts on disk, when the last one was built.",
+            counts.kept_bytes,
+        ),
         (
             "kept_context_budget_bytes",
-            "What they may take: kept.context_bytes, or what the disk leaves them.",
+            "Most bytes of these contexts: kept.context_bytes, or less if the disk is too full.",
             counts.kept_budget,
         ),
     ):

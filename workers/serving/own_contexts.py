@@ -196,7 +196,7 @@ class OwnContexts:
     async def _build(self, key: _Key, ids: Tokens) -> Path:
         directory, digest = key
         started = time.monotonic()
-        _log.info("a context of %s tokens is being built of a prompt", f"{len(ids):,}")
+        _log.info("a context of %s tokens is being built from a prompt", f"{len(ids):,}")
         # a file of this build's own: another service that builds the same context removes its file at another time
         ids_path = directory / f"{_TOKENS_PREFIX}{digest.hex()[:16]}-{secrets.token_hex(4)}.json"
         try:
@@ -292,7 +292,7 @@ def prefix_len(num_tokens: int) -> int:
 def _refusal(failed: FailedBuild) -> ContextNotReadyError:
     tries = "" if failed.num_tries == 1 else f" in {failed.num_tries} tries"
     return ContextNotReadyError(
-        f"no context of {failed.num_tokens:,} tokens could be made of the prompt's beginning{tries}: {failed.why}; it "
-        f"is not tried again for {failed.retry_in_s:.0f} s",
+        f"no context of {failed.num_tokens:,} tokens could be built from the prompt's beginning{tries}: {failed.why}; "
+        f"it is not tried again for {failed.retry_in_s:.0f} s",
         retry_after_s=failed.retry_in_s,
     )

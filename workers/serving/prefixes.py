@@ -86,10 +86,10 @@ class Prefixes:
                 break
             except ContextNotReadyError as error:  # damaged or removed since it was found
                 if ask.context or found.path is None or found.is_new:
-                    which = f"context {ask.context!r}" if ask.context else "context of the prompt's beginning"
+                    which = f"context {ask.context!r}" if ask.context else "context built from the prompt's beginning"
                     raise ContextNotReadyError(
-                        f"the {which} cannot be answered from: its files are missing, damaged, or of another model; "
-                        "the service's operator finds what is wrong in its log",
+                        f"the {which} cannot be used: its files are missing, damaged, or of another model; the "
+                        "service's log has the details for its operator",
                         detail=str(error),
                     ) from error
                 await self.own_contexts.drop(found.path)

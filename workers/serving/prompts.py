@@ -62,7 +62,7 @@ def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: in
 def _some(ids: list[int], ask: Ask) -> list[int]:
     """Return the ids, if any; a request needs a token to feed. Raises BadRequestError for an empty prompt."""
     if not ids:
-        raise BadRequestError("the prompt has no token; send some text", ask.field)
+        raise BadRequestError("the prompt has no tokens; send some text", ask.field)
     return ids
 
 
@@ -108,7 +108,7 @@ def require_tokens(tokenizer: Any, ids: Iterable[int], field: str) -> None:
     """Raise BadRequestError for ids that no token has."""
     if (greatest := max(ids, default=0)) >= len(tokenizer):
         raise BadRequestError(
-            f"{field} names the token {greatest}, and the model's tokens are those below {len(tokenizer)}", field
+            f"{field} has the token id {greatest}, and the model's ids are below {len(tokenizer)}", field
         )
 
 
@@ -119,7 +119,7 @@ def require_embedded(ids: Iterable[int], vocab_size: int, field: str) -> None:
     """
     if (greatest := max(ids, default=0)) >= vocab_size:
         raise BadRequestError(
-            f"{field} has the token {greatest}, and the model's embedding has those below {vocab_size}; leave it out",
+            f"{field} has the token id {greatest}, and the model's embedding has ids below {vocab_size}; leave it out",
             field,
         )
 
@@ -163,8 +163,8 @@ def _too_long(context_len: int, question_len: int, max_positions: int, tail_capa
 
 
 def _only_turn(ask: Ask) -> str:
-    got = f"{len(ask.turns)} messages" if len(ask.turns) > 1 else "options of a template"
-    got = "tools" if ask.tools else "an answer to go on with" if ask.continues else got
+    got = f"{len(ask.turns)} messages" if len(ask.turns) > 1 else "template options"
+    got = "tools" if ask.tools else "an answer to continue" if ask.continues else got
     if len(ask.turns) > 1 or ask.tools or ask.continues or ask.template_options:
         raise BadRequestError(
             f"this context was built without a chat template, so it takes a single user message, got {got}; send one, "

@@ -308,8 +308,8 @@ class Residency:
         budget = self._settings.context_bytes
         if budget is not None and num_bytes > budget:
             raise ContextTooLongError(
-                f"the context takes {num_bytes:,} bytes and engine.context_bytes is {budget:,}; ask for a shorter one, "
-                "or start the service with more",
+                f"the context takes {num_bytes:,} bytes and engine.context_bytes is {budget:,}; use a shorter one, or "
+                "start the service with more",
                 "model",
             )
 
@@ -347,7 +347,7 @@ class Residency:
                 if not (waits and self._residents):
                     why = "all contexts that are loaded are in use, and " if self._residents else ""
                     raise OverloadedError(
-                        f"{why}there is no room for more ({error}); ask again later", retry_after_s=_RETRY_S
+                        f"{why}there is no room for more ({error}); try again later", retry_after_s=_RETRY_S
                     ) from error
                 await self._wait_for_room(1)
             return False
@@ -407,6 +407,6 @@ def _as_serving_error(error: Exception, done: str) -> ServingError:
     why = str(error) if isinstance(error, CsattnError) else f"{type(error).__name__}: {error}"
     prefix = f"the context could not be {done}"
     if isinstance(error, OSError | ArtifactError | DiskError):  # it names files, which clients should not see
-        hidden = f"{prefix}: its files cannot be read; the service's operator finds what is wrong in its log"
+        hidden = f"{prefix}: its files cannot be read; the service's log has the details for its operator"
         return ServingError(hidden, detail=f"{prefix}: {why}")
     return ServingError(f"{prefix}: {why[:300]}")

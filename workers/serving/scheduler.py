@@ -148,7 +148,7 @@ class Scheduler:
         for request in [*self._queue, *self._running.values()]:
             if now >= request.deadline:
                 took = f"{now - request.arrived_at:.1f} s"
-                error = TimedOutError(f"the request took {took}, which is longer than it may; ask for fewer tokens")
+                error = TimedOutError(f"the request took {took}, longer than the time limit; ask for fewer tokens")
                 self._end(request, "timeout", error)
             elif not request.outlet.is_full:
                 request.paused_at = None
@@ -268,7 +268,7 @@ class Scheduler:
         try:
             request.own.keep(token_ids, partial(self._engine.read_rows, request.slot))
         except Exception:
-            _log.exception("rows are not kept")
+            _log.exception("rows could not be kept")
             request.own.keeps = False
 
     def _choose_watched(self, plan: list[tuple[Request, int]]) -> tuple[int, int] | None:

@@ -57,7 +57,7 @@ class ChatForm:
         known = {name: value for name, value in switches.items() if self._knows(name)}
         if not known and (effort != "none" or self.thinks):
             raise BadRequestError(
-                "the chat template of this service's model has no switch for how much it thinks; leave "
+                "the chat template of this service's model has no switch for reasoning effort; leave "
                 "reasoning_effort out",
                 "reasoning_effort",
             )
@@ -90,8 +90,9 @@ class ChatForm:
             raise BadRequestError("the chat template of this service's model has no tools; leave them out", field)
         if self.calls is None:
             raise BadRequestError(
-                "the chat template of this service's model writes calls in a form that is not read here; wanted JSON "
-                "behind <tool_call> (Hermes, Qwen), [TOOL_CALLS] (Mistral) or <|python_tag|> (Llama)",
+                "the chat template of this service's model writes tool calls in a form that this service does not "
+                "parse; wanted JSON after <tool_call> (Hermes, Qwen), [TOOL_CALLS] (Mistral) or <|python_tag|> "
+                "(Llama)",
                 field,
             )
 

@@ -55,9 +55,9 @@ def wanted(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, choices(hint)))}"
     if hint == SECRETS:
-        return "a list of keys (in an environment variable: with commas between them)"
+        return "a list of keys (in an environment variable: separated by commas)"
     if hint == TEXTS:
-        return "a list of texts (in an environment variable: with commas between them)"
+        return "a list of texts (in an environment variable: separated by commas)"
     return _WORDS[hint]
 
 

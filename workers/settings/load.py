@@ -72,7 +72,7 @@ def _unknown(key: str, origin: Origin) -> str:
     """Return the message for an unknown key."""
     if key in SECTIONS:
         example = next(known for known in KEYS if known.startswith(f"{key}."))
-        return f"{key} ({origin}) is a section; wanted settings in it, such as {example}"
+        return f"{key} ({origin}) is a section; wanted a setting in it, such as {example}"
     near = nearest(key)
     is_variable = key.startswith(PREFIX)
     hint = f"did you mean {variable_of(near) if is_variable else near}?" if near else "`csattn config show` lists all"

@@ -86,14 +86,14 @@ class _Part:
 class ServerSettings(_Part):
     """Where the service listens, and to whom."""
 
-    host: str = setting("127.0.0.1", "Address to listen on; one that others can reach needs an API key.")
-    port: int = setting(8000, "0: one that is free.", lowest=0, highest=65535)
-    api_keys: tuple[Secret, ...] = setting((), "Any of them opens everything; without one, nothing is locked.")
-    api_key_file: Path | None = setting(None, "File with more API keys, one a line; # begins a comment.")
+    host: str = setting("127.0.0.1", "Address to listen on. One that other machines can reach requires an API key.")
+    port: int = setting(8000, "Port to listen on; 0 chooses a free one.", lowest=0, highest=65535)
+    api_keys: tuple[Secret, ...] = setting((), "API keys, each of which gives full access. Empty: no key is required.")
+    api_key_file: Path | None = setting(None, "File with additional API keys, one per line; # begins a comment.")
     allowed_origins: tuple[str, ...] = setting(
-        (), "Web pages that browsers let use the service, such as https://chat.example.org; * allows all (CORS)."
+        (), "Origins whose web pages may use the service (CORS), such as https://chat.example.org; * allows all."
     )
-    access_log: bool = setting(False, "A line of the log for each request; without it, for those that fail.")
+    access_log: bool = setting(False, "Log every request; false: only requests that fail.")
 
     def __post_init__(self) -> None:
         _Part.__post_init__(self)
@@ -105,7 +105,7 @@ class ServerSettings(_Part):
 
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                wanted = "* or an address in small letters and without a path, such as https://chat.example.org"
+                wanted = "* or an address in lower case and without a path, such as https://chat.example.org"
                 raise ConfigError(f"allowed_origins has {origin[:60]!r}, wanted {wanted}")
 
     def admits(self, key: str | None) -> bool:
@@ -115,23 +115,38 @@ class ServerSettings(_Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitSettings(_Part):
-    """What one request, and all of them together, may ask for."""
+    """Limits on each request, and on all requests together."""
 
-    max_body_bytes: int = setting(8 << 20, "Of a request; longer ones are refused unread.", lowest=1024)
-    max_new_tokens: int = setting(4096, "Of an answer; one for which more were asked ends there.", lowest=1)
-    max_concurrent_requests: int = setting(32, "Decoded at the same time.", lowest=1)
-    max_queued_requests: int = setting(64, "Waiting for their turn; more are told to come again.", lowest=0)
-    request_timeout_s: float = setting(
-        600.0, "From when a request is there to its last token.", above=0.0, highest=86400.0
+    max_body_bytes: int = setting(
+        8 << 20, "Longest request body, in bytes; a longer one is refused unread.", lowest=1024
     )
-    max_open_requests: int = setting(1024, "Received, waiting or answered at once by one HTTP process.", lowest=1)
-    max_header_bytes: int = setting(16 << 10, "Of a request's header.", lowest=1024)
-    max_json_depth: int = setting(64, "Of lists and objects in each other.", lowest=4)
-    max_json_values: int = setting(100_000, "In one request's JSON.", lowest=100)
-    max_question_chars: int = setting(1 << 20, "Of a request's messages together, or of its prompt.", lowest=1)
-    body_timeout_s: float = setting(60.0, "Within which a request's body has to be here.", above=0.0, highest=3600.0)
+    max_new_tokens: int = setting(4096, "Most tokens of an answer, however many a request asks for.", lowest=1)
+    max_concurrent_requests: int = setting(32, "Requests that are decoded at the same time.", lowest=1)
+    max_queued_requests: int = setting(
+        64, "Requests that may wait for their turn; more are refused and may be retried later.", lowest=0
+    )
+    request_timeout_s: float = setting(
+        600.0, "Time limit of a request in seconds, from its arrival to its last token.", above=0.0, highest=86400.0
+    )
+    max_open_requests: int = setting(
+        1024, "Open requests of one HTTP process: those being received, waiting or being answered.", lowest=1
+    )
+    max_header_bytes: int = setting(
+        16 << 10, "Longest request header, in bytes, including the path and query.", lowest=1024
+    )
+    max_json_depth: int = setting(64, "Deepest nesting of lists and objects in a request's JSON.", lowest=4)
+    max_json_values: int = setting(100_000, "Most values in a request's JSON.", lowest=100)
+    max_question_chars: int = setting(
+        1 << 20, "Most characters in a request's prompt, or in all of its messages together.", lowest=1
+    )
+    body_timeout_s: float = setting(
+        60.0, "Time in seconds within which a request's body must arrive.", above=0.0, highest=3600.0
+    )
     stall_timeout_s: float = setting(
-        20.0, "After which a client that neither sends nor takes a byte is cut off.", above=0.0, highest=3600.0
+        20.0,
+        "Time in seconds after which a client that neither sends nor receives a byte is disconnected.",
+        above=0.0,
+        highest=3600.0,
     )
 
 
@@ -139,74 +154,93 @@ class LimitSettings(_Part):
 class ModelSettings(_Part):
     """The model that answers."""
 
-    name: str | None = setting(None, "Directory, .gguf file or hub id. Not set: the installed SmolLM2-135M.")
-    weights: Literal["fp8", "int4"] | None = setting(None, "That linear layers' are rounded to, and on a GPU kept in.")
+    name: str | None = setting(None, "Model directory, .gguf file or hub id. Not set: the installed SmolLM2-135M.")
+    weights: Literal["fp8", "int4"] | None = setting(
+        None,
+        "Format that linear layers and experts are rounded to, and in bfloat16 kept in. Not set: they are not rounded.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSettings(_Part):
-    """How contexts that are registered with the service become artifacts; as the options of `csattn build`."""
+    """How the service builds contexts into artifacts; the options are those of `csattn build`."""
 
-    preset: Literal["default", "lists", "paper"] = setting(_BUILD.preset, "Of the index.")
-    dtype: Literal["float32", "bfloat16", "float16"] = setting(_BUILD.dtype, "Of the model and of the KV.")
+    preset: Literal["default", "lists", "paper"] = setting(
+        _BUILD.preset,
+        "Kind of index: default, a sketch; lists, Top-L lists with corrections; paper, the lists as published.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = setting(_BUILD.dtype, "Dtype of the model and of the KV cache.")
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "That prefills and indexes; auto: a GPU where there is one."
+        "auto", "Device that prefills and indexes contexts; auto: a GPU if there is one, else the CPU."
     )
     kmeans: Literal["faiss", "torch"] | None = setting(
-        None, "lists: places the centroids. Not set: torch on a GPU or macOS, else faiss."
+        None,
+        "Library that runs k-means, for the presets lists and paper. Not set: torch on a GPU or macOS, else faiss.",
     )
-    chat: bool = setting(_BUILD.chat, "Wrap contexts by the model's chat template.")
+    chat: bool = setting(_BUILD.chat, "Wrap contexts in the model's chat template.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings(_Part):
-    """Where index and KV lie, and what decodes."""
+    """What decodes, and where indexes and KV caches are kept."""
 
     placement: Literal["cpu", "device", "hybrid", "host"] = setting(
-        "cpu", "cpu: no GPU. On a GPU, index and KV: both on the device, the index alone (hybrid), or none (host)."
+        "cpu",
+        "cpu: decode without a GPU. Otherwise decode on a GPU that holds index and KV (device), the index (hybrid), or "
+        "neither (host); the rest is in host memory.",
     )
     selector: SelectorName = setting(
         "csattn",
-        "Of requests that name none. On a GPU csattn, full, or in placement device exact, and then all requests' own.",
+        "Selector of requests that name none. On a GPU, where it applies to every request: csattn, full, or, in "
+        "placement device, exact.",
     )
     slot_share: float = setting(
         0.15,
-        "hybrid, host: share of a context's rows, and of requests' own there, that have a slot on the device.",
+        "Size of the device's cache in placements hybrid and host, as a share of a context's rows, or of a request's "
+        "own rows on the host.",
         above=0.0,
         highest=1.0,
     )
     all_where_faster: bool = setting(
         False,
-        "device: read all rows of contexts in steps that take less time so: over short ones, of questions, of many "
-        "requests on one. What a request is told then depends a little on who else asks.",
+        "In placement device, read all rows in steps where that is faster: over short contexts, of questions, or of "
+        "many requests on one context. An answer then depends slightly on the requests that share its steps.",
     )
     tail_capacity: int | None = setting(
         None,
-        "Rows of a request's own, question and answer: an answer ends where there are none. Not set: as many as there "
-        "are positions, or as there is memory for: on a GPU an eighth of its memory that is left, but 2048.",
+        "Most tokens of a request's question and answer together; an answer ends there. Not set: as many as the model "
+        "has positions, or as fit in half of the memory; on a GPU in an eighth of its free memory, but at least 2048.",
         lowest=1,
     )
-    num_contexts: int = setting(4, "On a GPU: loaded at the same time; others wait in the store.", lowest=1)
+    num_contexts: int = setting(
+        4,
+        "Contexts that are loaded on a GPU at the same time; the others stay in the store. Without effect on a CPU.",
+        lowest=1,
+    )
     max_context_len: int | None = setting(
         None,
-        "On a GPU: rows of the longest context. Not set: as many as the model has positions, or as half of the "
-        "device's memory that is left has room for.",
+        "Most tokens of a context on a GPU. Not set: as many as the model has positions, or as fit in half of the "
+        "device's free memory.",
         lowest=1,
     )
     kv_codec: str | None = setting(
-        None, "Keeps contexts' rows as q8_0, q4_0, fp8, float16, ..., or k=q8_0,v=q4_0. Not set: as built."
+        None, "Format of contexts' keys and values: q8_0, q4_0, fp8, float16, ..., or k=q8_0,v=q4_0. Not set: as built."
     )
     context_bytes: int | None = setting(
         None,
-        "Of contexts that are loaded at the same time, KV as it is kept and index, in each attention worker; "
-        "others wait in the store. Not set: as far as there is memory.",
+        "Most bytes of loaded contexts, KV and index, in each attention worker; the others stay in the store. Not set: "
+        "as much as fits in memory.",
         lowest=1,
     )
-    num_devices: int = setting(1, "GPUs that share out the model's heads, each with its part of all.", lowest=1)
+    num_devices: int = setting(1, "GPUs of an attention worker; they split the model by heads.", lowest=1)
     num_threads: int | None = setting(
-        None, "CPU threads: of searches, and in placement cpu of a whole step. Not set: one for each CPU.", lowest=1
+        None,
+        "CPU threads for searches and, in placement cpu, for all other computation. Not set: one per CPU.",
+        lowest=1,
     )
-    num_search_workers: int = setting(0, "Processes of their own that search on the CPU. 0: threads do.", lowest=0)
+    num_search_workers: int = setting(
+        0, "Separate processes that search, in placements cpu and host. 0: threads search.", lowest=0
+    )
 
     def __post_init__(self) -> None:
         _Part.__post_init__(self)
@@ -226,50 +260,62 @@ class RaySettings(_Part):
     """The service's processes on a Ray cluster; unused with --local."""
 
     address: str | None = setting(
-        None, "Of the cluster, or auto. Not set: one on this machine, while the service runs."
+        None,
+        "Address of the Ray cluster, or auto. Not set: start one on this machine, for as long as the service runs.",
     )
     num_attention_workers: int = setting(
-        1, "Each with the model, and a device of its own where there are GPUs.", lowest=1
+        1,
+        "Processes that decode, each with its own copy of the model and, in placements on a GPU, its own devices.",
+        lowest=1,
     )
-    num_ingress_replicas: int = setting(1, "Processes that take HTTP requests.", lowest=1)
+    num_ingress_replicas: int = setting(1, "Processes that receive HTTP requests.", lowest=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings(_Part):
-    """Where artifacts are."""
+    """Where artifacts are stored."""
 
-    path: Path = setting(Path("store"), "Directory that holds artifacts.")
+    path: Path = setting(Path("store"), "Directory that holds the artifacts.")
 
     def __post_init__(self) -> None:
         _Part.__post_init__(self)
         if url := _URL.match(str(self.path)):
             rest = str(self.path)[url.end() :]
             raise ConfigError(
-                f"path must be a directory, for a service writes into its store, got the URL {url[1]}://{rest}; name a "
-                "directory, and copy artifacts into it that lie elsewhere (docs/many-contexts.md says who reads URLs)"
+                f"path must be a directory, because a service writes into its store, got the URL {url[1]}://{rest}; "
+                "name a directory, and copy artifacts from elsewhere into it (docs/many-contexts.md says who reads "
+                "URLs)"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSettings(_Part):
-    """What is kept of prompts and turns for later ones that begin alike.
+    """Cache of prompts and conversation turns, for later requests that begin with the same tokens.
 
-    No kind takes more of the disk than it leaves free.
+    Each of its two kinds takes at most as much of the disk as it leaves free.
     """
 
     memory_bytes: int = setting(
-        1 << 30, "Of host memory, for rows of turns, a quarter of it at most; 0 keeps none.", lowest=0
+        1 << 30,
+        "Host memory, in bytes, for rows of turns; at most a quarter of what is free at the start. 0: keep no rows.",
+        lowest=0,
     )
-    disk_bytes: int = setting(16 << 30, "Of the store's disk, for rows of turns; 0: memory alone has them.", lowest=0)
-    context_bytes: int = setting(64 << 30, "Of the store's disk, for contexts that prompts have brought.", lowest=0)
+    disk_bytes: int = setting(
+        16 << 30, "Disk space of the store, in bytes, for rows of turns. 0: keep them in memory only.", lowest=0
+    )
+    context_bytes: int = setting(
+        64 << 30, "Disk space of the store, in bytes, for contexts that were built from prompts.", lowest=0
+    )
     context_tokens: int = setting(
-        1024, "A prompt of which more is not kept becomes a context first; less goes into steps.", lowest=0
+        1024,
+        "A prompt with more new tokens than this is built into a context first; fewer are computed in decode steps.",
+        lowest=0,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All settings of the service. None of them changes while it runs."""
+    """All settings of the service. They do not change while it runs."""
 
     server: ServerSettings = field(default_factory=ServerSettings)
     limits: LimitSettings = field(default_factory=LimitSettings)
@@ -283,12 +329,14 @@ class Settings:
 
 
 SEARCH_WORDS = {
-    "keep": "Share of the context fetched at each step for each KV head, in (0, 1].",
-    "sink_len": "First rows of the context, always read.",
-    "window_len": "Last rows of the context, and of the request's own, always read.",
-    "lookahead": "1: search a layer ahead, on the predicted query; 0: on its own. Not set: as suits the placement.",
-    "search_period": "Search at every N-th token of a request; those between read what it chose.",
-    "rest": "Rows that are not read: by the sketch's codes, by moments, or not at all. Not set: as suits the index.",
+    "keep": "Share of the context's rows chosen at each step for each KV head, in (0, 1].",
+    "sink_len": "First rows of the context that are always read.",
+    "window_len": "Last rows of the context, and last rows of the request, that are always read.",
+    "lookahead": "1: search one layer ahead, with a predicted query; 0: with the layer's own query. "
+    "Not set: 1 in placement host, else 0.",
+    "search_period": "Search at every N-th token of a request; the tokens between reuse its choice.",
+    "rest": "How rows that are not read are attended to: by their codes (sketch), by an estimate (moments), or not at "
+    "all (none). Not set: sketch with the selector csattn over a sketch, else none.",
 }
 
 

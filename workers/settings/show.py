@@ -12,8 +12,8 @@ from workers.settings.sources import variable_of
 
 _HEAD = """\
 Settings of csattn, all at their defaults: keep the lines that you change.
-What is said in more than one place holds in this order: flags, environment, this file, defaults.
-Every setting has an environment variable: server.port is {variable}."""
+Flags override environment variables, these override this file, and it overrides the defaults.
+Every setting has an environment variable: that of server.port is {variable}."""
 
 
 def describe(loaded: Loaded) -> dict[str, dict[str, Any]]:

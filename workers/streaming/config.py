@@ -41,6 +41,6 @@ class StreamConfig:
         """Raise ConfigError if there are more places than the model has positions."""
         if self.max_rows > max_positions:
             raise ConfigError(
-                f"a stream that keeps {self.max_rows} rows needs as many positions, the model has {max_positions}; "
-                "ask for a shorter window"
+                f"a stream that keeps {self.max_rows} rows needs as many positions, and the model has "
+                f"{max_positions}; ask for a shorter window"
             )

@@ -45,9 +45,9 @@ class StreamSession:
             or len(spec.indexed_layers) < spec.num_layers
         ):
             raise ConfigError(
-                f"{loaded.name} has layers whose rows cannot be given other places: without RoPE or with RoPE of their "
-                "own, with sinks or capped logits, with a state, latents or compressed rows, or that do not see all "
-                "rows; stream with another model"
+                f"{loaded.name} has layers whose rows cannot be moved to other positions: without RoPE or with "
+                "separate RoPE, with sinks or capped logits, with a state, latents or compressed rows, or that do "
+                "not attend to all rows; stream with another model"
             )
         config.require_positions(geometry.max_positions)
         self.loaded = loaded
@@ -128,7 +128,7 @@ class StreamCache(AttendingCache):
         """Raises ConfigError while the session is not open, because keys would then be rotated and the model would not
         attend to these rows; and if an earlier step stopped midway, so that layers have different tokens."""
         if not self._session.is_open:
-            raise ConfigError("the session of this stream has ended, or has not begun; go on in an open one")
+            raise ConfigError("the session of this stream has ended, or has not begun; continue in an open one")
         if layer_idx == 0 and (
             any(rows.is_step_open for rows in self.rows) or len({rows.kv_len for rows in self.rows}) > 1
         ):

@@ -27,7 +27,10 @@ def page_views(cache: Tensor) -> tuple[Tensor, Tensor]:
     """Return views of a cache: values [num_pages, 64, 128] float8_e4m3fn and scales [num_pages, 64] float32."""
     require_array("cache", cache, ("num_pages", PAGE_SIZE, 1, TOKEN_BYTES), torch.uint8, torch.int8)
     if behind := cache.data_ptr() % 4:
-        raise ArrayError(f"cache begins {behind} bytes past a multiple of 4; its scales want one: call .clone() first")
+        raise ArrayError(
+            f"cache begins {behind} bytes past a multiple of 4; its scales must be aligned to 4 bytes: call .clone() "
+            "first"
+        )
     pages = cache.view(torch.uint8).view(len(cache), PAGE_BYTES)
     values = pages[:, : PAGE_SIZE * HEAD_DIM].view(FP8).view(len(cache), PAGE_SIZE, HEAD_DIM)
     return values, pages[:, PAGE_SIZE * HEAD_DIM :].view(torch.float32)

@@ -49,11 +49,11 @@ def compiled(
     if shared_bytes > (room := limits().block_bytes):
         raise ConfigError(
             f"{shape.group_size} query heads of {shape.head_dim} dimensions that share a KV head take "
-            f"{-(-shared_bytes // 1024)} KiB of shared memory to search by, and a block on this GPU has {room >> 10}; "
-            "decode on the CPU"
+            f"{-(-shared_bytes // 1024)} KiB of shared memory in the search, and a thread block on this GPU has "
+            f"{room >> 10}; decode on the CPU"
         )
     if query_dtype not in QUERY_TYPES:
-        raise ConfigError(f"queries of {query_dtype} cannot be searched with; use float32, float16 or bfloat16")
+        raise ConfigError(f"the search does not take queries of {query_dtype}; use float32, float16 or bfloat16")
     defines: dict[str, object] = {
         "GROUP_SIZE": shape.group_size,
         "NUM_HEADS": shape.num_index_heads,

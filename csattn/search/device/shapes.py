@@ -51,8 +51,8 @@ class SketchShape:
         if self.head_dim > WIDE_HEAD_DIM and self.group_size > MAX_WIDE_GROUP_SIZE:
             raise ConfigError(
                 f"{self.group_size} query heads of {self.head_dim} dimensions share a KV head, the search on a GPU "
-                f"takes at most {MAX_WIDE_GROUP_SIZE} that are wider than {WIDE_HEAD_DIM}: a block has no memory for "
-                "more; decode on the CPU"
+                f"takes at most {MAX_WIDE_GROUP_SIZE} that are wider than {WIDE_HEAD_DIM}: a thread block has no "
+                "shared memory for more; decode on the CPU"
             )
         if self.head_dim % 8:
             raise ConfigError(f"head_dim is {self.head_dim}, the search on a GPU takes multiples of 8; use the CPU")

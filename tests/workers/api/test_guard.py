@@ -133,9 +133,7 @@ def test_there_is_nothing_else(service: Running, method: str, path: str, status:
 
 def test_an_address_without_its_beginning_is_told_what_it_lacks(service: Running) -> None:
     reply = httpx2.post(f"{service.url}/chat/completions", headers=AUTH, json={})
-    assert (
-        'nothing at "/chat/completions"; what OpenAI\'s clients call is below /v1' in reply.json()["error"]["message"]
-    )
+    assert 'nothing at "/chat/completions"; OpenAI\'s API is below /v1' in reply.json()["error"]["message"]
 
 
 def test_a_requests_id_comes_back(service: Running) -> None:

@@ -170,11 +170,11 @@ def test_the_form_of_an_answer() -> None:
         ),
         (
             {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
-            "input must not answer a call of a tool that no message before has made",
+            "input must not answer a tool call that no earlier message has made",
         ),
         (
             {"input": [{"type": "function_call", "call_id": f"c{i}", "name": "f"} for i in range(129)]},
-            r"input\[128\].call_id is that of one call more than the 128",
+            r"input\[128\].call_id exceeds the 128 calls",
         ),
         ({"previous_response_id": "resp_1"}, "previous_response_id is .*nothing is stored here"),
         ({"conversation": "conv_1"}, "nothing is stored here"),

@@ -90,11 +90,11 @@ CAPABILITIES = {
     "other selectors over the same artifact": Capability(selector="quest"),
 }
 REFUSALS = {
-    1: "where the GPU searches; search workers serve",
+    1: "where the GPU searches; search workers are for",
     2: "a host budget is for decoding",
     3: "a GPU decodes with",
-    4: "where a GPU attends it scores their index keys",
-    5: "on a GPU they all lie there",
+    4: "a GPU that attends to them also scores their index keys",
+    5: "on a GPU all of them are on the device",
 }
 
 

@@ -347,7 +347,7 @@ def test_bad_steps_are_refused_and_change_nothing(store) -> None:
             engine.open(6, 0, CONFIG, "csattn")
         with pytest.raises(ConfigError, match="unknown selector"):
             engine.open(0, 0, CONFIG, "best")
-        with pytest.raises(ConfigError, match="rest moments goes with"):
+        with pytest.raises(ConfigError, match="rest moments works only with"):
             engine.open(0, 0, SearchConfig(rest="moments"), "h2o")
         with pytest.raises(ConfigError, match="loaded already"):
             engine.add_context(0, artifact)
@@ -363,7 +363,7 @@ def test_bad_steps_are_refused_and_change_nothing(store) -> None:
         with pytest.raises(ConfigError, match="cannot be watched"):
             engine.step([StepRow(0, 1)], watch=(1, 0))
         engine.step([StepRow(0, 1)] * 4)
-        with pytest.raises(ContextError, match="6 rows of its own and there is room for 5"):
+        with pytest.raises(ContextError, match="6 rows of its own, and there is room for 5"):
             engine.step([StepRow(0, 1)] * 2)
         engine.step([StepRow(0, 1)])
         with pytest.raises(ContextError, match="room for 5"):

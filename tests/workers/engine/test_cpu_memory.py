@@ -53,7 +53,7 @@ def test_rows_that_are_read_where_they_are_mapped_need_none(artifact: Artifact, 
 def test_what_a_selector_makes_needs_memory_too(artifact: Artifact, monkeypatch) -> None:
     with make_engine([artifact]) as engine:
         leave(monkeypatch, 100)
-        with pytest.raises(MemoryPlanError, match="what quest makes of the context needs"):
+        with pytest.raises(MemoryPlanError, match="the data that quest computes from the context needs"):
             engine.open(0, 0, CONFIG, "quest")
         engine.open(0, 0, CONFIG, "exact")  # reads the keys as they are
         leave(monkeypatch, 1 << 30)

@@ -323,8 +323,8 @@ def test_keys_that_are_not_told_apart_are_told_of(artifacts, placement, monkeypa
     with make_engine(placement, kv_format=KvFormat.parse("fp8")) as ready:
         ready.add_context(0, artifacts[0])
     (record,) = caplog.records
-    assert "not told apart in fp8, in 3 of 3 layers (0, 1, 2)" in record.getMessage()
-    assert record.getMessage().endswith("give no KV codec")
+    assert "cannot be distinguished in fp8, in 3 of 3 layers (0, 1, 2)" in record.getMessage()
+    assert record.getMessage().endswith("use no KV codec")
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -333,7 +333,7 @@ def test_memory_is_planned_for_queries_that_are_told_ahead(artifacts, lookahead)
         config = replace(CONFIG, lookahead=lookahead)
         sizing = replace(ready._placing._sizing, search=config)
         plan = plan_memory(0, preset("default"), sizing.shape(preset("default"), 400), "device", 0)
-        planned = {part.name: part.device_bytes for part in plan.parts}["what tells queries a layer ahead"]
+        planned = {part.name: part.device_bytes for part in plan.parts}["the predictors of the next layer's queries"]
     assert planned == lookahead * 2 * 3 * 4 * 17 * 16 * 4  # contexts, layers, query heads, maps in float32
 
 
@@ -368,7 +368,7 @@ def test_what_an_engine_cannot_do_is_a_sentence(artifacts) -> None:
         with pytest.raises(ConfigError, match="in use in slots"):
             ready.remove_context(0)
         ready.step([StepRow(0, 1)] * 3)
-        with pytest.raises(ContextError, match="5 rows of its own and there is room for 4"):
+        with pytest.raises(ContextError, match="5 rows of its own, and there is room for 4"):
             ready.step([StepRow(0, 1)] * 2)
         ready.close_slot(0)
         ready.remove_context(0)
@@ -400,7 +400,9 @@ def test_memory_is_planned_again_for_a_longer_context_that_is_alone(artifacts, m
     with make_engine("hybrid", max_context_len=None) as ready:
         ready.add_context(0, artifacts[0])
         ready.open(0, 0, CONFIG, "csattn")
-        with pytest.raises(MemoryPlanError, match="340 rows, memory is planned for contexts up to 300 while"):
+        with pytest.raises(
+            MemoryPlanError, match="340 rows, and while others are in use, memory is planned for contexts of up to 300"
+        ):
             ready.add_context(1, artifacts[1])
         ready.close_slot(0)
         with pytest.raises(MemoryPlanError, match="others are in use"):

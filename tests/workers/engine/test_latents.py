@@ -275,7 +275,7 @@ def test_what_a_gpu_does_not_do_is_refused_before_a_weight_is_read(tmp_path) -> 
         with pytest.raises(ConfigError, match=f"attends to all of them; placement {placement} would bring all"):
             require_weights(str(tmp_path), "float32", None, placement)
     tiny_config("deepseek_v3", qk_rope_head_dim=24).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="parts that turn have 24 numbers; a GPU takes powers of two"):
+    with pytest.raises(ConfigError, match="parts that RoPE rotates have 24 numbers; a GPU takes powers of two"):
         require_weights(str(tmp_path), "float32", None, "device")
 
 
@@ -284,10 +284,10 @@ def test_what_a_gpu_does_not_do_is_refused_before_a_weight_is_read(tmp_path) -> 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"selector": "quest"}, "selector 'quest' has nothing to do"),
-        ({"config": SearchConfig(rest="sketch")}, "rest sketch has nothing to do"),
-        ({"kv_format": KvFormat.parse("q8_0")}, "a KV codec is for keys and values"),
-        ({"host_budget_bytes": 1 << 20}, "a host budget is for keys and values"),
+        ({"selector": "quest"}, "selector 'quest' has no effect"),
+        ({"config": SearchConfig(rest="sketch")}, "rest sketch has no effect"),
+        ({"kv_format": KvFormat.parse("q8_0")}, "a KV codec works on keys and values"),
+        ({"host_budget_bytes": 1 << 20}, "a host budget works on keys and values"),
     ],
 )
 def test_what_is_not_for_a_request_to_say_is_refused(
@@ -305,11 +305,11 @@ def test_what_is_not_for_a_request_to_say_is_refused(
 def test_nobody_looks_on(model: LoadedModel, on_gpu: None) -> None:
     with make_engine(model) as engine:
         engine.open(0, NO_CONTEXT, CONFIG, "csattn")
-        with pytest.raises(ConfigError, match="a look at what is attended to"):
+        with pytest.raises(ConfigError, match="a record of what is attended to"):
             engine.step([StepRow(0, 3)], watch=(0, 0))
     with CpuEngine(model, num_threads=1) as engine:
         engine.open(0, NO_CONTEXT, CONFIG, "csattn")
-        with pytest.raises(ConfigError, match="a look at what is attended to"):
+        with pytest.raises(ConfigError, match="a record of what is attended to"):
             engine.observe(0, lambda seen: None)
 
 

@@ -131,7 +131,7 @@ def test_where_all_layers_see_everything(tmp_path: Path) -> None:
     with torch.no_grad():
         want = model.model(ids).logits[0, -3:]
     np.testing.assert_allclose(np.stack(got.logits), want.numpy(), rtol=0, atol=1e-3)
-    with pytest.raises(ConfigError, match="cannot be given other places"):
+    with pytest.raises(ConfigError, match="cannot be moved to other positions"):
         StreamSession(model, StreamConfig())
 
 
@@ -141,7 +141,7 @@ def test_other_selectors_choose_from_them(artifact: Artifact, selector: str) -> 
 
 
 def test_what_tokens_attended_to_is_not_told(artifact: Artifact) -> None:
-    with pytest.raises(ConfigError, match="some of whose layers attend to rows of others"):
+    with pytest.raises(ConfigError, match="some of whose layers share the rows of others"):
         said(artifact, "h2o")
 
 
@@ -149,6 +149,6 @@ def test_what_tokens_attended_to_is_not_told(artifact: Artifact) -> None:
 def test_a_geometry_that_makes_no_sense(rows_of: tuple[int, ...]) -> None:
     sizes = dict.fromkeys(("num_layers", "num_q_heads", "num_kv_heads"), 3) | {"head_dim": 8}
     sizes |= dict.fromkeys(("hidden_size", "vocab_size", "max_positions"), 9)
-    with pytest.raises(ConfigError, match="rows of layers before them"):
+    with pytest.raises(ConfigError, match="rows of earlier layers"):
         ModelGeometry(**sizes, reaches=(0, 4, 4), rows_of=rows_of)
     ModelGeometry(**sizes, reaches=(0, 4, 4), rows_of=(0, 1, 1))

@@ -179,8 +179,8 @@ def test_what_is_faster() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"selector": "full"}, "not for placement device and selector full;"),
-        ({"placement": "hybrid"}, "not for placement hybrid and selector csattn;"),
+        ({"selector": "full"}, "not with placement device and selector full;"),
+        ({"placement": "hybrid"}, "not with placement hybrid and selector csattn;"),
         ({"config": SearchConfig(lookahead=1)}, "decides at each step, but lookahead is 1 and search_period 1"),
         ({"config": SearchConfig(search_period=4)}, "lookahead is 0 and search_period 4"),
         ({"kv_format": KvFormat.parse("fp8")}, "leave the KV codec out"),
@@ -195,9 +195,9 @@ def test_what_it_does_not_go_with_is_refused(half, changes, message) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {}, r"which are 4 over 2 heads of 16 in torch\.float32 here"),
+        ("llama", {}, r"this model has 4 over 2 heads of 16 in torch\.float32;"),
         ("gemma4_text", {"global_head_dim": 272}, "4 over 2 heads of 272 in torch"),
-        pytest.param("deepseek_v3", {}, "which are latents here", marks=pytest.mark.large_gpu),
+        pytest.param("deepseek_v3", {}, "this model has latents;", marks=pytest.mark.large_gpu),
     ],
 )
 def test_models_without_a_kernel_are_refused(family: str, changes: dict[str, int], message: str) -> None:

@@ -351,13 +351,13 @@ def test_what_cannot_be_shared_out_is_a_sentence() -> None:
     rounded = wrap_model(make_model("llama"), byte_tokenizer(), "rounded")
     linear = rounded.model.model.layers[0].self_attn.o_proj
     linear.quantized = QuantizedWeight.rounded(linear.weight.data, "fp8")
-    with pytest.raises(ConfigError, match=r"3 devices cannot share 2 KV heads .* 1 or 2 can"):
+    with pytest.raises(ConfigError, match=r"3 devices cannot split 2 KV heads .* 1 or 2 can"):
         SplitEngine(loaded(), CONFIG, "hybrid", 3, **OPTIONS)
-    with pytest.raises(ConfigError, match="norms over all heads together, which are not shared out"):
+    with pytest.raises(ConfigError, match="norms over all heads together, which csattn cannot split"):
         SplitEngine(loaded("olmoe"), CONFIG, "hybrid", 2, **OPTIONS)
-    with pytest.raises(ConfigError, match="search workers serve one device"):
+    with pytest.raises(ConfigError, match="search workers support only one device"):
         SplitEngine(loaded(), CONFIG, "hybrid", 2, searcher=object(), **OPTIONS)
-    with pytest.raises(ConfigError, match=r"2 devices cannot share this model's weights of 8 or 4 bits: .*; 1 can"):
+    with pytest.raises(ConfigError, match=r"2 devices cannot split this model's weights of 8 or 4 bits: .*; 1 can"):
         SplitEngine(rounded, CONFIG, "hybrid", 2, **OPTIONS)
     with pytest.raises(ConfigError, match="unknown placement 'cloud'"):
         SplitEngine(loaded(), CONFIG, "cloud", 2, **OPTIONS)

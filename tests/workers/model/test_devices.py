@@ -37,7 +37,7 @@ devices.Devices(Share(0, 2), torch.device("cpu"), Path({meeting!r}))
 """
 LOCKED = """
 import ctypes; from workers.model.deadline import ends_within
-with ends_within(0.5, "another device has not come"):
+with ends_within(0.5, "another device has not reached"):
     ctypes.PyDLL(None).sleep(600)  # with Python's lock
 """
 
@@ -47,7 +47,7 @@ def test_a_process_ends_that_waits_for_others(tmp_path: Path, code: str) -> None
     command = [sys.executable, "-c", code.format(meeting=str(tmp_path / "meeting"))]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=100)
     assert done.returncode == -signal.SIGKILL
-    assert "another device has not come" in done.stderr and "ends: start it again" in done.stderr
+    assert "another device has not reached" in done.stderr and "ends: start it again" in done.stderr
 
 
 def test_tensors_that_share_memory_are_sent_once_and_share_it_there() -> None:

@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused() -> None:
         runner.batch_size_for(4)
     with pytest.raises(ContextError, match="token id 256 is not in the model's vocabulary of 256"):
         prefill(runner, [1, 256], 0, CONTEXT_LENS[0], 0)
-    with pytest.raises(ContextError, match="a tail of 61 rows was asked for, tails hold 60"):
+    with pytest.raises(ContextError, match="a tail of 61 rows was requested, tails hold 60"):
         prefill(runner, [1] * 61, 0, CONTEXT_LENS[0], 0)
     with pytest.raises(ConfigError, match="batch sizes must be positive"):
         make_runner(model, ())

@@ -229,7 +229,7 @@ def test_launchers_that_fail_are_told_of() -> None:
     def launch(spec):
         raise RuntimeError("no room on this node")
 
-    with pytest.raises(SearchLostError, match="do not come up: RuntimeError: no room on this node"):
+    with pytest.raises(SearchLostError, match="do not start: RuntimeError: no room on this node"):
         WorkerSearcher(2, launch=launch)
 
 

@@ -28,7 +28,7 @@ def server() -> Server:
         (backend_with(2, prompt=BuildCounts(num_failed=3)), "2 requests have 10 s"),
         (
             backend_with(1, registered=BuildCounts(1, 1, 5), prompt=BuildCounts(0, 1)),
-            "1 request has 10 s; builds that stop, and go on when it is back: 3",
+            "1 request has 10 s; builds that stop, and continue after a restart: 3",
         ),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_rest_that_the_selector_has_not_is_refused_before_the_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(making, "load_model", lambda *_, **__: pytest.fail("a model is loaded"))
     settings = Settings(engine=EngineSettings(selector="quest"), search=SearchConfig(rest="sketch"))
-    with pytest.raises(ConfigError, match="rest sketch goes with the selectors csattn and exact"):
+    with pytest.raises(ConfigError, match="rest sketch works only with the selectors csattn and exact"):
         make_backend(settings, Threads())
 
 
@@ -65,11 +65,11 @@ def test_a_selector_that_no_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = Settings(engine=EngineSettings(num_devices=2))
-    with pytest.raises(ConfigError, match="2 devices are GPUs, and the placement is cpu; choose one device"):
+    with pytest.raises(ConfigError, match="2 GPUs were given, and the placement is cpu; choose one device"):
         make_backend(on_cpu, Threads())
     monkeypatch.setattr(making, "require_device", lambda: None)
     too_many = Settings(engine=EngineSettings(placement="hybrid", num_devices=99))
-    with pytest.raises(NoDeviceError, match="99 devices are asked for, and this process sees"):
+    with pytest.raises(NoDeviceError, match="99 devices were requested, and this process sees"):
         make_backend(too_many, Threads())
 
 
@@ -84,7 +84,7 @@ def test_search_workers_for_several_devices_are_refused(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("engine", "search", "message"),
     [
-        ({"placement": "cpu"}, {}, "not for placement cpu and selector csattn;"),
+        ({"placement": "cpu"}, {}, "not with placement cpu and selector csattn;"),
         ({"placement": "device"}, {"lookahead": 1}, "but lookahead is 1"),
     ],
 )
@@ -100,7 +100,7 @@ def test_numbers_that_it_does_not_read_are_refused_before_the_model_is_loaded(
     monkeypatch.setattr(making, "load_model", lambda *_, **__: pytest.fail("a model is loaded"))
     engine = EngineSettings(placement="device", all_where_faster=True)
     settings = Settings(engine=engine, model=ModelSettings(name=str(save(tmp_path))))
-    with pytest.raises(ConfigError, match=r"4 over 2 heads of 16 in torch\.float32 here"):
+    with pytest.raises(ConfigError, match=r"this model has 4 over 2 heads of 16 in torch\.float32;"):
         make_backend(settings, Threads())
 
 

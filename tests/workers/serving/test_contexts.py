@@ -106,7 +106,9 @@ def test_a_text_becomes_a_context_that_answers_and_outlives_its_service(
     num_tokens = before[1][0].num_tokens
     assert begun == "the context otter is being built"
     assert re.fullmatch(rf"the context otter, of {num_tokens:,} tokens, was built in \d+\.\d s", done)
-    assert re.fullmatch(rf"the context mink, of {num_tokens:,} tokens, was there already, found in \d+\.\d s", found)
+    assert re.fullmatch(
+        rf"the context mink, of {num_tokens:,} tokens, was in the store already, found in \d+\.\d s", found
+    )
     assert asyncio.run(again()) == before
     assert not list((place / "store" / TEXTS).iterdir()), "the text is not kept longer than its building"
 
@@ -155,7 +157,7 @@ def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(
         contexts = registry(place)
         await contexts.register("short", "too short")
         await contexts.register("waits", text_of("waits"))
-        assert next(i for i in await contexts.infos() if i.name == "waits").what == "waits for another build"
+        assert next(i for i in await contexts.infos() if i.name == "waits").what == "waiting for another build"
         assert contexts.counts == BuildCounts(num_waiting=1, num_building=1)
         deleted = await contexts.delete("waits")
         assert deleted is None and "waits" not in {info.name for info in await contexts.infos()}
@@ -188,7 +190,7 @@ def test_a_build_that_dies_is_told_of_and_can_be_tried_again(tmp_path: Path, mon
         tries.append(1)
         assert Path(source[-1]).read_text() == "a text"
         if len(tries) == 1:
-            raise BuildFailedError("the build was ended by signal 9")
+            raise BuildFailedError("the build was killed by signal 9")
         return {"artifact": "0" * 16, "context_len": 300, "reused": False}
 
     monkeypatch.setattr(Builder, "build", die)
@@ -196,7 +198,7 @@ def test_a_build_that_dies_is_told_of_and_can_be_tried_again(tmp_path: Path, mon
     async def main() -> None:
         contexts = registry(tmp_path)
         await contexts.register("a", "a text")
-        assert (await ended(contexts, "a")).what == "the build was ended by signal 9"
+        assert (await ended(contexts, "a")).what == "the build was killed by signal 9"
         assert (await contexts.register("a", "a text")).state == "building"
         assert (await ended(contexts, "a")).state == "ready"
 
@@ -305,7 +307,10 @@ def test_an_empty_text_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("Once.", "an index needs at least 256"), ("Lamps burn. " * 200, "1024 positions, one at least for the question")],
+    [
+        ("Once.", "an index needs at least 256"),
+        ("Lamps burn. " * 200, "1024 positions, of which the question needs at least one"),
+    ],
 )
 def test_a_text_that_can_never_be_a_context_is_refused_at_once(tmp_path: Path, text: str, why: str) -> None:
     async def main() -> None:
@@ -322,7 +327,7 @@ def test_a_text_that_can_never_be_a_context_is_refused_at_once(tmp_path: Path, t
 def test_tokens_that_the_model_does_not_embed_are_no_context() -> None:
     model = load_tiny()
     ids = np.full(300, model.geometry.vocab_size, np.int32)
-    with pytest.raises(ContextError, match="the model's embedding has those below"):
+    with pytest.raises(ContextError, match="the model's embedding has ids below"):
         make_plan(model, ids, preset("default"), {})
 
 

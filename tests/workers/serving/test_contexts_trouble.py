@@ -55,7 +55,7 @@ def test_a_file_of_contexts_that_is_damaged_is_told_to_who_asks(tmp_path: Path) 
     (tmp_path / "store" / context_file.FILE_NAME).write_bytes(b"{")
     contexts = registry(tmp_path)
     for asked in (contexts.start(), contexts.infos(), contexts.artifact_path("a"), contexts.delete("a")):
-        with pytest.raises(ServingError, match="move it away and name the contexts again") as refused:
+        with pytest.raises(ServingError, match="move it away and register the contexts again") as refused:
             asyncio.run(asked)
         assert str(tmp_path) not in refused.value.message and str(tmp_path) in refused.value.detail
 

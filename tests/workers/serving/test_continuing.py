@@ -77,7 +77,7 @@ def test_a_schema_holds_for_what_follows(store: Path) -> None:
 def test_a_context_without_a_template_has_no_answers_to_go_on_with(store: Path) -> None:
     async def main() -> None:
         async with backend_of(chat_model("hermes"), store) as backend:
-            with pytest.raises(BadRequestError, match="got an answer to go on with"):
+            with pytest.raises(BadRequestError, match="got an answer to continue"):
                 await answer(backend, ask("bare", turns=begun("A he")[1:], continues=True))
 
     asyncio.run(main())

@@ -68,7 +68,7 @@ def test_what_another_model_built_is_not_ready_here(store: Path, other: LoadedMo
                 assert list(opened.values()) == [1], "a poll does not read what is known"
             with pytest.raises(ContextNotReadyError) as refused:
                 await answer(theirs, ask("heron"))
-            assert "'heron' cannot be answered from" in str(refused.value) and str(store) not in str(refused.value)
+            assert "'heron' cannot be used" in str(refused.value) and str(store) not in str(refused.value)
             told = refused.value.detail
             assert told.replace(f"{store}/", "") == info.what != told, (
                 "the log names the place, a client learns no path"

@@ -32,7 +32,7 @@ def fill(flow: Flow) -> float:
     """Ask until there is no room: what the next one is told."""
     while flow.num_in_flight < RUNNING + QUEUED:
         flow.reserve()
-    with pytest.raises(OverloadedError, match="come again in") as refused:
+    with pytest.raises(OverloadedError, match="try again in") as refused:
         flow.reserve()
     assert refused.value.retry_after_s is not None
     return refused.value.retry_after_s

@@ -172,7 +172,7 @@ def test_a_small_machine_keeps_rows_in_a_quarter_of_its_memory(tmp_path, monkeyp
         kept.find(b"mine", []).keep(range(640), lambda *_: lambda: torch.zeros(30, dtype=torch.uint8))
         kept.flush()
         assert kept.counts.memory_blocks == 3
-    assert "GiB, and 100 B is kept to: a quarter of the memory" in caplog.text
+    assert "GiB, but only 100 B is used: a quarter of the free memory" in caplog.text
 
 
 def test_tokens_are_looked_at_when_a_block_has_become_whole(tmp_path, monkeypatch) -> None:

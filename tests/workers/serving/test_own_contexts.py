@@ -40,7 +40,7 @@ def test_a_long_beginning_becomes_a_context_that_others_find(tmp_path, builds, c
     (_, first), (said, second) = answers(tmp_path / "kept", *question)
     assert len(builds) == 1 and first.context_tokens == second.context_tokens == 512
     begun, built = [record.getMessage() for record in caplog.records if record.name.endswith("own_contexts")]
-    assert begun == "a context of 512 tokens is being built of a prompt"
+    assert begun == "a context of 512 tokens is being built from a prompt"
     assert re.fullmatch(r"a context of 512 tokens was built in \d+\.\d s", built)
     assert first.cached_tokens == 0 and second.cached_tokens >= second.context_tokens
     assert computed(second) <= len("How many hours does lamp 3 burn?") + 30 + BLOCK_ROWS
@@ -231,7 +231,7 @@ def test_a_context_that_cannot_be_built_is_a_sentence(tmp_path, monkeypatch) -> 
         raise ArtifactError("the disk is full")
 
     monkeypatch.setattr(Builder, "build", fail)
-    with pytest.raises(ContextNotReadyError, match="made of the prompt's beginning: the disk is full"):
+    with pytest.raises(ContextNotReadyError, match="built from the prompt's beginning: the disk is full"):
         answers(tmp_path, ask(DOCUMENT))
     assert not list((tmp_path / DIRECTORY).rglob("*.json"))
 
@@ -285,7 +285,7 @@ def test_files_that_cannot_be_loaded_are_told_to_the_log_alone(tmp_path, builds,
         monkeypatch.setattr(Builder, "build", damaged)
     else:
         monkeypatch.setattr(residency, "read_index", unreadable)
-    with pytest.raises(ServingError, match=r"its files .* the service's operator finds what is wrong") as refused:
+    with pytest.raises(ServingError, match=r"its files .* the service's log has the details") as refused:
         answers(tmp_path, ask(DOCUMENT))
     assert builds[0].name not in refused.value.message and str(tmp_path) not in refused.value.message
     assert str(builds[0]) in refused.value.detail

@@ -119,7 +119,9 @@ def test_contexts_make_room_for_what_is_prepared(built: Path, monkeypatch) -> No
             assert await answer(backend, QUEST) == want
             assert list(engine._contexts) == [0, 2]
             monkeypatch.setattr(budget, "host_memory_bytes", lambda: 0)
-            with pytest.raises(OverloadedError, match=r"in use, and there is no room for more .what sparq makes"):
+            with pytest.raises(
+                OverloadedError, match=r"in use, and there is no room for more .the data that sparq computes"
+            ):
                 await answer(backend, ask("heron", selector="sparq"))
             assert list(engine._contexts) == [0]
 
@@ -129,7 +131,7 @@ def test_contexts_make_room_for_what_is_prepared(built: Path, monkeypatch) -> No
 def test_what_cannot_be_prepared_is_the_requests_fault(built: Path) -> None:
     async def main() -> None:
         async with backend_of(built, ESTIMATING) as backend:
-            with pytest.raises(BadRequestError, match="rest moments goes with"):
+            with pytest.raises(BadRequestError, match="rest moments works only with"):
                 await answer(backend, QUEST)
 
     asyncio.run(main())

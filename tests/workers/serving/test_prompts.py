@@ -135,7 +135,7 @@ def test_a_message_of_which_the_template_writes_nothing_is_refused() -> None:
         manifest = Manifest()
         token_ids = context_ids(tokenizer, text_of("heron"), "system")
 
-    with pytest.raises(BadRequestError, match="the prompt has no token; send some text") as refused:
+    with pytest.raises(BadRequestError, match="the prompt has no tokens; send some text") as refused:
         prompt_ids(tokenizer, Opened(), ask(("user", "")))
     assert refused.value.param == "messages"
 

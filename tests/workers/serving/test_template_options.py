@@ -62,7 +62,7 @@ def test_an_effort_without_a_switch_is_refused_unless_it_asks_for_nothing(kind: 
         if kind == "hermes" and effort == "none":
             assert form.switched(ask(reasoning_effort=effort)) == ask()
             continue
-        with pytest.raises(BadRequestError, match="no switch for how much it thinks") as refused:
+        with pytest.raises(BadRequestError, match="no switch for reasoning effort") as refused:
             form.switched(ask(reasoning_effort=effort))
         assert refused.value.param == "reasoning_effort"
 
@@ -87,8 +87,8 @@ def test_a_schema_holds_behind_the_thought_or_from_the_start(store: Path, option
     [
         ("switched", {"template_options": {"enable": 1}}, "has no enable; leave it out"),
         ("switched", {"template_options": {"today": "Monday"}}, "or give the template no options"),
-        ("bare", {"template_options": OFF}, "got options of a template"),
-        ("bare", {"reasoning_effort": "none"}, "got options of a template"),
+        ("bare", {"template_options": OFF}, "got template options"),
+        ("bare", {"reasoning_effort": "none"}, "got template options"),
     ],
 )
 def test_what_the_template_cannot_do_is_refused(store: Path, context: str, more: dict[str, Any], words: str) -> None:

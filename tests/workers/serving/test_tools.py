@@ -131,8 +131,8 @@ def test_forms_are_known_by_the_template() -> None:
     [
         (None, "has no tools"),
         ("{{ messages }}", "has no tools"),
-        ("{{ tools }} <tool_call><function=f>", "form that is not read"),
-        ("{{ tools }} call them!", "form that is not read"),
+        ("{{ tools }} <tool_call><function=f>", "form that this service does not parse"),
+        ("{{ tools }} call them!", "form that this service does not parse"),
     ],
 )
 def test_tools_that_the_template_does_not_have_are_refused(template: str | None, words: str) -> None:
@@ -309,9 +309,9 @@ def test_refusals_come_before_any_work(store: Path) -> None:
         async with backend_of(model, store, engine) as backend:
             for asked, words in (
                 (ask("hermes", schema={"uniqueItems": True}), "uniqueItems"),
-                (ask("hermes", prompt=(1, 100_000)), "token 100000"),
-                (ask("hermes", logit_bias=((100_000, 1.0),)), "token 100000"),
-                (ask("hermes", stop_token_ids=(5, 100_000)), "stop_token_ids names the token 100000"),
+                (ask("hermes", prompt=(1, 100_000)), "token id 100000"),
+                (ask("hermes", logit_bias=((100_000, 1.0),)), "token id 100000"),
+                (ask("hermes", stop_token_ids=(5, 100_000)), "stop_token_ids has the token id 100000"),
             ):
                 with pytest.raises(BadRequestError, match=words):
                     await answer(backend, asked)

@@ -154,7 +154,7 @@ def test_a_stream_up_to_the_models_last_position() -> None:
     with StreamSession(loaded(), config) as session:
         assert len(session._places._cos) == MAX_POSITIONS
         logits_of(session, token_ids(8), [5, 3])
-    with pytest.raises(ConfigError, match="1025 rows needs as many positions, the model has 1024"):
+    with pytest.raises(ConfigError, match="1025 rows needs as many positions, and the model has 1024"):
         StreamSession(loaded(), StreamConfig(sink_len=5, window_len=MAX_POSITIONS - 4))
 
 
@@ -198,7 +198,7 @@ def test_sessions_over_one_model_may_end_in_any_order() -> None:
 
 def test_a_stream_without_an_open_session_is_refused_and_goes_on_in_one() -> None:
     session, ids = StreamSession(loaded(), StreamConfig(window_len=8)), token_ids(20)
-    with pytest.raises(ConfigError, match="has ended, or has not begun; go on in an open one"):
+    with pytest.raises(ConfigError, match="has ended, or has not begun; continue in an open one"):
         next(session.tokens(ids))
     with session:
         with pytest.raises(ConfigError, match="open already; make another"):

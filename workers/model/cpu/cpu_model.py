@@ -40,7 +40,8 @@ class CpuModel:
         self.kind = str(model.dtype).removeprefix("torch.")
         if self.kind not in DTYPES or model.device.type != "cpu":
             raise ModelError(
-                f"a step on the CPU wants weights in {', '.join(DTYPES)} there, got {model.dtype} on {model.device}"
+                f"a step on the CPU needs weights in {', '.join(DTYPES)} on the CPU, got {model.dtype} on "
+                f"{model.device}"
             )
         self.max_rows, self.shape = max_rows, self._weights.spec
         shape = self.shape

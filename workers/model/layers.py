@@ -267,9 +267,8 @@ class StepLayers:
         else:
             heads = self.heads(layer_idx)
             self._attention.attend(layer_idx, heads.q, self._rows, heads.attended)
-        if (
-            buffers is not None or not self._attention.in_graph
-        ):  # work on other streams has joined, or a graph begins here
+        # work on other streams has joined, or a graph begins here
+        if buffers is not None or not self._attention.in_graph:
             self._ops.break_chain()
 
     def _finish_layer(self, layer_idx: int, ahead: bool) -> None:

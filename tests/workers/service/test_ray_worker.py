@@ -32,7 +32,7 @@ def test_a_worker_that_is_busy_is_not_taken_for_one_that_has_ended(monkeypatch: 
         worker.status = status
         worker._actor = SimpleNamespace(**{name: SimpleNamespace(remote=never) for name in ("call", "heartbeat")})
         with pytest.raises(WorkerLostError, match=r"has not answered within 0\.01 s"):
-            await worker._ask("call", "hold", timeout_s=0.01)
+            await worker._call_actor("call", "hold", timeout_s=0.01)
         assert worker.status is status
         await worker.heartbeat("i")
         assert worker.status is None, "it does not even hear that this process lives"

@@ -290,7 +290,7 @@ def test_what_is_too_costly_begins_behind_the_most_that_is_told(keyword: str, mo
 
 def test_a_schema_that_turns_out_too_costly_is_at_fault_itself() -> None:
     grammar = Grammars(loaded()).make_now(ask(schema={"$ref": "#"}), ChatForm(loaded().tokenizer))
-    with pytest.raises(BadRequestError, match=r"too costly .*; ask for a simpler one"):
+    with pytest.raises(BadRequestError, match=r"became too costly: .*; ask for a simpler one"):
         grammar.allowed(256)
 
 

@@ -404,10 +404,7 @@ def test_a_token_without_an_embedding_is_the_requests_fault(built: Path, monkeyp
         async with running(built) as backend:
             with monkeypatch.context() as patch:
                 patch.setattr(prefixes, "prompt_ids", lambda *_: [1, vocab_size])
-                with pytest.raises(
-                    BadRequestError,
-                    match=f"messages has the token id {vocab_size}, and the model.s embedding has ids below {vocab_size}",
-                ):
+                with pytest.raises(BadRequestError, match=f"token id {vocab_size}, .* has ids below {vocab_size}"):
                     await answer(backend, ask(repetition_penalty=1.5))
             assert isinstance((await answer(backend, ask()))[1], Done)
 

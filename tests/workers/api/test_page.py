@@ -69,7 +69,7 @@ def test_the_page_shows_state_contexts_and_charts(browser: Any) -> None:
         for text in ("80\u00a0%", "97\u00a0%", "43\u00a0%", "layer 13 of 30", "1,000", "this process", NASTY):
             assert text in contexts
         workers = page.inner_text("#workers")
-        for text in ("this process", "answers", "0 of 4", "none", "8,192 tokens: the disk is full", "for 10 s", NASTY):
+        for text in ("this process", "answers", "0 of 4", "none", "8,192 tokens not built: the disk is full", "for 10 s", NASTY):
             assert text in workers
         assert page.locator("#contexts img, #workers img").count() == 0
         page.wait_for_selector("#charts path.curve[d*=L]", state="attached")  # a second answer has come
@@ -132,12 +132,12 @@ def test_a_service_that_went_away_is_told_in_a_sentence(browser: Any) -> None:
         page = opened(browser, service, [])
         page.wait_for_selector("#charts path.curve[d*=L]", state="attached")
         for reply, why in (
-            ({"status": 502, "body": "<html>Bad Gateway</html>"}, r"What answers here is not csattn.*\(status 502\)\."),
-            ({"status": 500, "body": '"of another program"'}, r"What answers here is not csattn.*\(status 500\)\."),
+            ({"status": 502, "body": "<html>Bad Gateway</html>"}, r"The reply is not from csattn.*\(status 502\)\."),
+            ({"status": 500, "body": '"of another program"'}, r"The reply is not from csattn.*\(status 500\)\."),
             (None, r"The service cannot be reached\."),
         ):
             page.route("**/v1/status", answering(reply))
-            page.locator("#why", has_text=re.compile(rf"^{why} What is below is of \d.*\.$")).wait_for()
+            page.locator("#why", has_text=re.compile(rf"^{why} The figures below are from \d.*\.$")).wait_for()
             assert page.title() == "smollm2-135m, no answer – csattn"
             page.unroute("**/v1/status")
         page.locator("#state", has_text=re.compile("^ready$")).wait_for()
@@ -168,7 +168,7 @@ def test_a_key_that_none_can_be_is_told_so(browser: Any) -> None:
         for key in ("\u05e9\u05dc\u05d5\u05dd", "two words"):
             page.fill("#key", key)
             page.keyboard.press("Enter")
-            assert page.inner_text("#key-error").startswith("A key has letters, digits and signs of ASCII only")
+            assert page.inner_text("#key-error").startswith("A key consists of printable ASCII characters")
         assert page.evaluate("sessionStorage.length") == 0
         page.close()
 

@@ -21,7 +21,7 @@ $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const key = $("key").value.trim();
   $("key").value = "";
-  if (!/^[!-~]+$/.test(key)) return refuseKey("A key has letters, digits and signs of ASCII only, and no spaces.");
+  if (!/^[!-~]+$/.test(key)) return refuseKey("A key consists of printable ASCII characters without spaces.");
   sessionStorage.setItem(KEY, key);
   ask();
 });
@@ -38,11 +38,11 @@ async function ask() {
     const said = await reply.json().catch((error) => { if (error.name !== "SyntaxError") throw error; });
     if (mine.signal.aborted) return;
     if (reply.status === 401) return askForKey(key);
-    if (!reply.ok || !said) throw new Error(said?.error?.message ?? `What answers here is not csattn, or a proxy before it (status ${reply.status}).`);
+    if (!reply.ok || !said) throw new Error(said?.error?.message ?? `The reply is not from csattn; a proxy may have sent it (status ${reply.status}).`);
     show(said);
   } catch (error) {
     if (mine.signal.aborted) return;
-    setState("failed", "no answer", `${why(error)}${drawnAt ? ` What is below is of ${drawnAt}.` : ""}`);
+    setState("failed", "no answer", `${why(error)}${drawnAt ? ` The figures below are from ${drawnAt}.` : ""}`);
   }
   if (!document.hidden) timer = setTimeout(ask, 1000 * EVERY_S);
 }
@@ -161,7 +161,7 @@ function showWorkers(workers) {
     const row = element("tr"), state = element("td"), answers = worker.since !== null;
     state.append(element("span", `pill ${answers ? "ready" : "failed"}`, answers ? "answers" : "no answer"));
     for (const failed of worker.failed_builds) {
-      state.append(element("small", "", `no context of a prompt's ${plain(failed.num_tokens)} tokens: ${failed.why}; not tried again for ${plain(Math.ceil(failed.retry_in_s))} s`));
+      state.append(element("small", "", `context of a prompt's ${plain(failed.num_tokens)} tokens not built: ${failed.why}; not tried again for ${plain(Math.ceil(failed.retry_in_s))} s`));
     }
     row.append(element("td", "id", worker.name), state);
     const cells = [`${plain(worker.running)} of ${plain(worker.slots)}`, plain(worker.contexts), bytes(worker.held_bytes),

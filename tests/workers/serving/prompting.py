@@ -70,7 +70,7 @@ def answers(store: Path, *asks: Ask, **options: Any) -> list[tuple[str, Done]]:
 
 
 def afresh(tmp_path: Path, asked: Ask, **options: Any) -> str:
-    """Return the answer of a service that keeps nothing."""
+    """Return the answer of a service that keeps no rows."""
     return answers(tmp_path / "fresh", asked, memory_bytes=0, **options)[0][0]
 
 

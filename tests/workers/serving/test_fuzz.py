@@ -67,7 +67,7 @@ class Fuzz:
             self.arrive()
 
     def leave(self) -> None:
-        """A reader goes away; what it had read is the start of its answer."""
+        """A reader leaves; what it has read must be the start of its answer."""
         if not self.alive:
             return
         request = list(self.alive)[int(self.rng.integers(len(self.alive)))]

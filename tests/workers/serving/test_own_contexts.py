@@ -60,7 +60,7 @@ def test_many_that_come_at_once_with_one_document_wait_for_one_build(tmp_path, b
 
 
 def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, monkeypatch) -> None:
-    """For a request that comes again, or has stayed, the context is still built."""
+    """The context of a request that has stayed or is repeated is still built."""
     begun, may_end, real = asyncio.Event(), asyncio.Event(), Builder.build
 
     async def wait(self: Builder, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, m
 
 
 def test_no_build_begins_in_a_service_that_closes(tmp_path, builds, monkeypatch) -> None:
-    """Requests that were looking for a context, and those that come later, get an error that says so."""
+    """Earlier requests that still look for a context, and later ones, fail with WorkerLostError."""
     is_looking, may_go_on, real = threading.Event(), threading.Event(), OwnContexts._longest
 
     def look(*args: Any) -> Found:

@@ -92,7 +92,7 @@ def tokens_kept(rows) -> list[list[int]]:
     seed=st.integers(0, 1000),
 )
 def test_the_rows_that_leave_are_those_of_the_oracle(heavy_len, window_len, spread, seed) -> None:
-    """With a spread of 60 most weights are exactly 0, so that rows tie: the oldest leaves."""
+    """With a spread of 60 most weights are exactly 0, so that rows tie: the oldest is evicted."""
     q, k, v = make_rows(40, 2, 2, seed, spread)
     v[:, :, 0] = torch.arange(40)
     _, seen = reference.heavy_attention(q, k, v, FREQUENCIES, SCALE, heavy_len, window_len)

@@ -16,7 +16,7 @@ def text_of(secret: str) -> str:
 
 
 def build(store: Path, text: str, chat: bool = True, model: LoadedModel | None = None) -> str:
-    """The artifact's id."""
+    """Build an artifact of the text in the store, and return its id."""
     model = model or loaded()
     wrapping = choose_wrapping(model.tokenizer, chat)
     ids = context_ids(model.tokenizer, text, wrapping)

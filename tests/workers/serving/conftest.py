@@ -1,4 +1,4 @@
-"""A store with a few small contexts, shared by the tests that only read it; and builds without their process."""
+"""A store of a few small contexts, shared by tests that only read it; and builds in the tests' own process."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Own contexts are built here, instead of in a process: the stores of those that were."""
+    """Build contexts of prompts in this process instead of another. The list has the store of each build."""
     made: list[Path] = []
 
     async def build(self: Builder, source: list[str], store: Path, tell: Any, nice: int) -> dict[str, Any]:

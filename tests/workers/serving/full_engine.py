@@ -1,4 +1,4 @@
-"""A `StepEngine` in a hundred lines of numpy: full attention, row by row. What any engine's keep = 1 must say."""
+"""A `StepEngine` in a hundred lines of numpy: full attention, row by row. Any engine must equal it at keep = 1."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +25,9 @@ class Slot:
 
 
 class FullEngine:
-    """Rows are computed one after another, so nothing of a step can touch another row of it.
+    """Computes rows one after another, so that no row of a step can affect another.
 
-    The selector `window` attends to sinks and windows alone; all others to everything.
+    The selector `window` attends only to sinks, window and own rows; all others attend to every row.
     """
 
     def __init__(

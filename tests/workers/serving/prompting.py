@@ -1,4 +1,4 @@
-"""A service whose requests name no context, and what it says: for the tests of what is kept of prompts."""
+"""A service whose requests name no context, and its answers: for tests of what is kept of prompts."""
 
 import asyncio
 from contextlib import aclosing
@@ -16,7 +16,7 @@ from workers.settings import KeptSettings, Settings, StoreSettings
 
 SEARCH = SearchConfig(keep=0.1, window_len=32)
 DOCUMENT = "".join(f"Lamp {n} is {'red' if n % 3 else 'blue'} and burns {n * 7 % 24} hours. " for n in range(23))
-# long enough for blocks: a byte is a token
+# long enough to fill blocks of rows: a token is a byte
 FIRST, SECOND = "Tell me of lamps, and of what they are made. " * 3, "And of their hours? " * 4
 
 
@@ -32,7 +32,7 @@ def make_backend(
 
 
 def turns_of(*texts: str) -> tuple[Turn, ...]:
-    """The user's and the assistant's, in turn."""
+    """Return turns of the user and the assistant, alternating."""
     return tuple(Turn("assistant" if number % 2 else "user", text) for number, text in enumerate(texts))
 
 
@@ -44,7 +44,7 @@ def ask(*texts: str, new: int = 20, salt: str = "", **more: Any) -> Ask:
 
 
 async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:
-    """When its rows are kept, too: a thread of theirs takes them over behind."""
+    """Return the answer once its rows are kept, too, which a thread does in the background."""
     text = ""
     async with aclosing(backend.generate(asked)) as events:
         async for event in events:
@@ -60,7 +60,7 @@ def computed(done: Done) -> int:
 
 
 def answers(store: Path, *asks: Ask, **options: Any) -> list[tuple[str, Done]]:
-    """Of a service that lives as long as these, one after another."""
+    """Answer the requests one after another, in a service of their own."""
 
     async def main() -> list[tuple[str, Done]]:
         async with make_backend(store, **options) as backend:
@@ -70,7 +70,7 @@ def answers(store: Path, *asks: Ask, **options: Any) -> list[tuple[str, Done]]:
 
 
 def afresh(tmp_path: Path, asked: Ask, **options: Any) -> str:
-    """What is said where nothing is kept."""
+    """Return the answer of a service that keeps no rows."""
     return answers(tmp_path / "fresh", asked, memory_bytes=0, **options)[0][0]
 
 

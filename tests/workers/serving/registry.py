@@ -1,4 +1,4 @@
-"""Contexts by name without a service. In a file of its own: a process of this alone need not load transformers."""
+"""Named contexts without a service. In a file of its own, so that a process can use it without transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def settings_of(place: Path, model: Path | None = None) -> Settings:
 
 
 class AnyText(ContextTexts):
-    """A build alone tells whether it can be a context."""
+    """Accepts any text: only its build finds out whether it can be a context."""
 
     def __init__(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Requests as the tests of the scheduler make them, and what their readers got."""
+"""Requests for the tests of the scheduler, and what their readers got."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from workers.serving.scheduler import Scheduler
 
 
 class Clock:
-    """Time goes on when it is told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -51,7 +51,7 @@ def make_request(
     timeout_s: float = 1e9,
     **sampling: Any,
 ) -> Request:
-    """Submitted: its place is reserved."""
+    """Reserve a place for a request, and submit it."""
     scheduler.flow.reserve()
     asked = Sampling(**{"max_new_tokens": 5, **sampling})
     ids = loaded().tokenizer(question).input_ids if isinstance(question, str) else question
@@ -77,7 +77,7 @@ def make_request(
 
 
 def read(request: Request) -> tuple[str, Done | ServingError | None]:
-    """All text that is there, and how it ended if it did."""
+    """Return all text that is there, and how the request ended, if it did."""
     text, last = "", None
     while (event := request.outlet.take()) is not None:
         assert last is None, "nothing comes after the end"
@@ -89,7 +89,7 @@ def read(request: Request) -> tuple[str, Done | ServingError | None]:
 
 
 def run(scheduler: Scheduler, max_turns: int = 10_000) -> int:
-    """Take turns until there is nothing to do; the number of turns."""
+    """Take turns until there is nothing to do, and return their number."""
     for turn in range(max_turns):
         if scheduler.turn() != 0.0:
             return turn + 1

@@ -1,4 +1,4 @@
-"""Whether the book-keeping of the service is right: `check` raises AssertionError where it is not."""
+"""`check` raises AssertionError if the service's bookkeeping is inconsistent."""
 
 from functools import singledispatch
 from typing import Any
@@ -27,7 +27,7 @@ def _(scheduler: Scheduler) -> None:
 
 @check.register
 def _(residency: Residency) -> None:
-    """Raise AssertionError where more is held than may be, or a context has a place of another."""
+    """Raise AssertionError if more is held than the budget allows, contexts share an id, or users are miscounted."""
     budget = residency._settings.context_bytes
     assert budget is None or residency.held_bytes <= budget, f"{residency!r} exceeds its budget of {budget:,} bytes"
     numbers = [resident.context_id for resident in residency._residents.values()]

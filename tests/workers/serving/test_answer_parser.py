@@ -1,4 +1,4 @@
-"""Text into reasoning, calls and what is said: the same however the text is cut."""
+"""Parsing an answer into reasoning, calls and text: the result does not depend on how the answer is cut."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ FORMATS = {"none": None, "hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
 
 
 def told(pieces: list[str], form: CallFormat | None, thinks: bool = False, is_thinking: bool = False) -> Any:
-    """Text, reasoning, and calls as (name, arguments)."""
+    """Parse the pieces. Return text, reasoning, and calls as (name, arguments)."""
     parser = AnswerParser("id", form, TOOLS, thinks=thinks, is_thinking=is_thinking)
     parts = [*map(parser.add, pieces), parser.finish()]
     calls = gathered([Piece("", calls=tuple(part.calls)) for part in parts])
@@ -41,7 +41,7 @@ CASES: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', ("", CALLED[:1])),
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", CALLED[:1])),
     ("hermes", '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "add"}</tool_call>',
-     ("", [("add", '{"a": "\\ud83d"}')])),  # half a character, as it came
+     ("", [("add", '{"a": "\\ud83d"}')])),  # half a surrogate pair, passed on as it came
     ("hermes", "<tool_call>\n{no JSON}\n</tool_call>", ("<tool_call>\n{no JSON}\n</tool_call>", [])),
     ("hermes", f"<tool_call>{call('rm')}</tool_call> x", (f"<tool_call>{call('rm')}</tool_call> x", [])),
     ("hermes", "<tool_call> not even", ("<tool_call> not even", [])),

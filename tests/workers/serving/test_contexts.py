@@ -1,4 +1,4 @@
-"""Contexts by name: built in the background by real processes, kept over a kill, told of when they fail."""
+"""Named contexts: built in the background by real processes, resumed after a kill, reported when they fail."""
 
 import asyncio
 import hashlib
@@ -45,7 +45,7 @@ TIMEOUT_S = 120.0
 
 
 async def ended(contexts: Contexts | LocalBackend, name: str) -> ContextInfo:
-    """Its state when its building has ended."""
+    """Wait until the context's build has ended, and return the context's info."""
     infos: Callable[[], Any] = contexts.infos if isinstance(contexts, Contexts) else contexts.contexts
     async with asyncio.timeout(TIMEOUT_S):
         while True:
@@ -64,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def beside_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not behind them, where a build may wait for minutes."""
+    """Run builds at normal priority: at a lower one, they may wait for other tests for minutes."""
     monkeypatch.setattr(context_build, "_set_nice", lambda process, nice: True)
 
 
@@ -163,7 +163,7 @@ def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(
         assert deleted is None and "waits" not in {info.name for info in await contexts.infos()}
         failed = await ended(contexts, "short")
         async with asyncio.timeout(TIMEOUT_S):
-            while contexts.counts.num_building:  # its record is written before its place is free
+            while contexts.counts.num_building:  # the record is written before the build's place is free
                 await asyncio.sleep(0.01)
         assert contexts.counts == BuildCounts(num_failed=1)
         assert failed.state == "failed" and "an index needs at least" in failed.what
@@ -208,7 +208,7 @@ def test_a_build_that_dies_is_told_of_and_can_be_tried_again(tmp_path: Path, mon
 def test_a_name_that_stands_for_another_text_since_is_built_of_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was deleted, and registered again, at another service of the store than the one that still builds it."""
+    """It was deleted and registered again by another service of the store, while this one still builds it."""
     begun: list[str] = []
 
     async def build(self: Builder, source: list[str], store: Path, tell: Any) -> dict[str, Any]:
@@ -351,7 +351,7 @@ def test_a_damaged_file_is_refused_with_what_to_do(tmp_path: Path, damage: bytes
     ],
 )  # fmt: skip
 def test_a_record_that_no_service_writes_is_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
-    """The store may come from somebody else: nothing in it leads out of it, or fails further on."""
+    """The store may come from somebody else: no record may lead out of it, or cause an error later."""
     sound = {"name": "a", "created_at": 1.0, "text_sha256": "0" * 64, "artifact_id": "0" * 16, "num_tokens": 5}
     file = tmp_path / FILE_NAME
     file.write_text(json.dumps({"version": 1, "contexts": [sound]}))

@@ -1,4 +1,4 @@
-"""Contexts of a store in which something is missing, or that cannot be written any more."""
+"""Contexts of a store that lacks files, is damaged, or can no longer be written."""
 
 import asyncio
 import errno
@@ -100,7 +100,7 @@ def test_a_service_on_a_store_that_cannot_be_written_says_so(
 def test_a_build_whose_end_cannot_be_written_down_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A disk that is full stops the build and the file of contexts alike: nobody may wait for ever."""
+    """A full disk stops both the build and the file of contexts, and nobody may wait forever."""
 
     async def fill_the_disk(*args: Any) -> dict[str, Any]:
         monkeypatch.setattr(context_file, "write_bytes", no_room)
@@ -121,7 +121,7 @@ def test_a_build_whose_end_cannot_be_written_down_is_told_of(
         for refused in (contexts.delete("a"), contexts.register("b", "a text")):
             with pytest.raises(StorageUnavailableError, match=r"cannot be .*ed: .*No space left") as told:
                 await refused
-            sent = pickle.loads(pickle.dumps(told.value))  # it crosses processes
+            sent = pickle.loads(pickle.dumps(told.value))  # the error crosses processes
             assert str(tmp_path) not in sent.message and f"cannot write {tmp_path}" in sent.detail
             assert (sent.status, sent.retry_after_s) == (503, 30.0)
         for number in range(3):
@@ -136,7 +136,7 @@ def test_a_build_whose_end_cannot_be_written_down_is_told_of(
 
 
 def test_many_texts_at_once_leave_threads_to_who_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads are few, and to make tokens of a long text takes one for seconds."""
+    """There are few threads, and tokenizing a long text occupies one for seconds."""
     may_go_on, coming = threading.Event(), list[int]()
 
     def require(self: Any, text: str) -> None:
@@ -169,7 +169,7 @@ def test_many_texts_at_once_leave_threads_to_who_reads(tmp_path: Path, monkeypat
 def test_a_text_is_not_dropped_between_its_writing_and_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another process that could not register the same one."""
+    """Another process, which could not register the same text, tries to drop it."""
     others, write = registry(tmp_path), contexts_module.write_bytes
     dropping: list[threading.Thread] = []
 

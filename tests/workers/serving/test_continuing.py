@@ -1,4 +1,4 @@
-"""Answers that the prompt begins: how the template writes them, and how what follows is read."""
+"""Answers whose beginning is in the prompt: how the template writes it, and how the continuation is parsed."""
 
 import asyncio
 from pathlib import Path
@@ -36,7 +36,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_prompt_ends_where_the_answer_stopped(store: Path) -> None:
     model = chat_model("hermes")
     turns = begun("A he")
-    closed = "ron<|im_end|>\n"  # of the whole answer
+    closed = "ron<|im_end|>\n"  # the rest of the whole answer, and its end token
     want = whole(model, [*begun("A heron")])
     prompt = model.tokenizer.decode(want).removesuffix("<|im_start|>assistant\n").removesuffix(closed)
     assert prompt.endswith("assistant\nA he")
@@ -55,7 +55,7 @@ def test_the_prompt_ends_where_the_answer_stopped(store: Path) -> None:
         ("hermes", "A he", " ron", (" ron", "", 0)),
         ("hermes", "Well.", f"\n<tool_call>{CALL}</tool_call>", ("\n", "", 1)),
         ("llama", "{", '"a": 1}', ('"a": 1}', "", 0)),
-        ("llama", "As JSON: ", CALL, (CALL, "", 0)),  # the answer does not begin with it
+        ("llama", "As JSON: ", CALL, (CALL, "", 0)),  # not at the beginning of the answer, so no call
         ("may_think", "A he", "<think>ron", ("<think>ron", "", 0)),
         ("thinking", "A he", "ron", ("ron", "", 0)),
         ("thinking", "<think>\nA he", " ron</think>\n\nIt is.", ("It is.", " ron", 0)),

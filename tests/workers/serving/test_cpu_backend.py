@@ -1,4 +1,4 @@
-"""The backend over the engine that machines without a GPU have: a request's bits do not depend on the others."""
+"""The backend over the CPU engine: a request's answer is bitwise independent of the other requests."""
 
 import asyncio
 from collections.abc import Iterator
@@ -33,12 +33,12 @@ MEASURED = (
 
 def backend_of(store: Path, search: SearchConfig = SEARCH, kv_format: KvFormat | None = None) -> LocalBackend:
     engine = CpuEngine(loaded(), max_rows=16, num_slots=16, tail_capacity=128, num_threads=2, kv_format=kv_format)
-    kept = KeptSettings(disk_bytes=0)  # the store is that of all tests
+    kept = KeptSettings(disk_bytes=0)  # the tests share the store
     return LocalBackend(engine, loaded(), Settings(store=StoreSettings(path=store), search=search, kept=kept))
 
 
 def kinds() -> Iterator[Ask]:
-    """Different contexts, lengths, shares, selectors and ways to draw."""
+    """Requests with different contexts, lengths, shares of rows, selectors and sampling."""
     others = "exact", "full", "window", "h2o", "sparq", "magicpig"
     selectors = [name for other in others for name in ("csattn", other)]
     for n in range(16):
@@ -77,7 +77,7 @@ def test_sixteen_streams_at_once_equal_each_alone(built: Path) -> None:
 
 
 def test_coded_contexts_take_turns_in_the_memory_there_is(built: Path, monkeypatch) -> None:
-    """As much as two of them take."""
+    """There is memory for two of them."""
 
     async def main() -> None:
         async with backend_of(built, kv_format=KvFormat.parse("float16")) as backend:
@@ -105,7 +105,7 @@ def test_coded_contexts_take_turns_in_the_memory_there_is(built: Path, monkeypat
 
 @pytest.mark.parametrize("selector", ["csattn", "full"])
 def test_tokens_are_those_of_a_session(built: Path, selector) -> None:
-    """As `csattn generate` answers, text for text, where everything is read."""
+    """If every row is read, the text is that of `csattn generate`."""
     search = SearchConfig(keep=1.0, window_len=32, lookahead=1)
     path = built / str(ContextFile(built).read()["heron"].artifact_id)
     with open_artifact(path) as artifact, csattn_session(loaded(), artifact, search, selector) as session:
@@ -124,7 +124,7 @@ def test_tokens_are_those_of_a_session(built: Path, selector) -> None:
 
 
 def test_a_model_that_chooses_its_rows_itself_is_served(tmp_path: Path) -> None:
-    """From a context, and from turns that are kept; a selector that is not for it is refused, and the others go on."""
+    """From a context and from kept turns. A selector that it cannot use is refused, and other requests go on."""
     model = loaded("deepseek_v32")
     name_artifact(tmp_path, "heron", build(tmp_path, text_of("heron"), model=model), "float32")
     engine = CpuEngine(model, max_rows=8, num_slots=4, tail_capacity=700, num_threads=2)

@@ -1,4 +1,4 @@
-"""What ends an answer, and what may not: the model's own end, tokens and texts that stop it, a grammar."""
+"""What ends an answer and what must not: the model's end token, stop tokens, stop strings, a grammar."""
 
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ def test_pieces_say_what_was_used_so_far_where_that_is_asked_for(store: Path) ->
 
 @given(st.sets(st.integers(0, 9)), st.lists(st.booleans(), min_size=7, max_size=7))
 def test_what_is_allowed_without_some_tokens(token_ids: set[int], mask: list[bool]) -> None:
-    """All of it, rather than nothing at all."""
+    """The mask is unchanged if nothing would be left of it."""
     before = set(np.flatnonzero(mask).tolist())
     after = set(np.flatnonzero(allowed_without(np.array(mask), token_ids)).tolist())
     assert after == (before - token_ids or before)

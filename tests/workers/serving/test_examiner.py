@@ -1,4 +1,4 @@
-"""A store that services of several models share: each lists as ready what it can answer from, and changes nothing."""
+"""A store shared by services of several models: each lists as ready what it can answer from, and changes nothing."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def other() -> LoadedModel:
-    """Of the same shape, with other weights."""
+    """A model of the same shape, with other weights."""
     return wrap_model(make_model(seed=1), byte_tokenizer(), "another")
 
 
@@ -133,7 +133,7 @@ def test_a_file_that_lost_bytes_since_it_was_looked_at_is_told_of(store: Path) -
 
 
 class Copying(FullEngine):
-    """Steps go on, and end no process, when a file loses bytes."""
+    """Copies contexts out of their files, so that a file that loses bytes kills no process."""
 
     def add_context(self, context_id, artifact, meanwhile=lambda: None):
         super().add_context(context_id, artifact, meanwhile)
@@ -141,8 +141,8 @@ class Copying(FullEngine):
 
 
 def test_a_loaded_context_that_lost_bytes_is_refused_before_a_row_is_read(store: Path, monkeypatch) -> None:
-    """Its rows are mapped: to read one that is gone ends the process. Who uses it already does not keep it for others,
-    and the one that is loaded then is another, for the bytes may lie in other files."""
+    """Its rows are memory-mapped: reading a lost one would kill the process. A running request does not keep the
+    context for others, and a repaired one is loaded anew, because its bytes may lie in other files."""
     monkeypatch.setattr(residency, "_CHECK_S", 0.0)
     rows = next(store.glob("*/layer-001.kv.safetensors"))
     whole = rows.read_bytes()
@@ -172,7 +172,7 @@ def test_a_loaded_context_that_lost_bytes_is_refused_before_a_row_is_read(store:
 
 
 def test_a_loaded_context_whose_files_cannot_be_asked_is_answered_from(store: Path, monkeypatch) -> None:
-    """What is mapped of a file that is gone is there."""
+    """A mapped file stays readable after its path is gone."""
     monkeypatch.setattr(residency, "_CHECK_S", 0.0)
     rows = next(store.glob("*/layer-001.kv.safetensors"))
 
@@ -190,7 +190,7 @@ def test_a_loaded_context_whose_files_cannot_be_asked_is_answered_from(store: Pa
 
 
 def test_damage_that_a_load_found_is_told_of_until_the_file_is_another(store: Path, monkeypatch) -> None:
-    """Of an index that no size tells of: its floats are NaN."""
+    """File sizes do not show the damage: the index holds NaN."""
     index = next(store.glob("*/layer-001.index.safetensors"))
     whole = index.read_bytes()
     header_len = int.from_bytes(whole[:8], "little")
@@ -228,7 +228,7 @@ def test_damage_that_a_load_found_is_told_of_until_the_file_is_another(store: Pa
     ("file", "name"), [(state_file(0), "memory"), (state_file(2), "conv"), (index_file(3), "next_query_scale")]
 )
 def test_what_layers_without_an_index_keep_is_looked_at(tmp_path: Path, file: str, name: str) -> None:
-    """Of layers of linear attention: NaN there would be every answer's."""
+    """A model with linear attention: NaN in its states or in a prediction's scale would spoil every answer."""
     model = loaded("qwen3_5_text")
     path = tmp_path / build(tmp_path, text_of("heron"), model=model)
     found = examiner.Examiner(model)

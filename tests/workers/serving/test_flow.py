@@ -1,4 +1,4 @@
-"""When a request that finds no room is told to come again. Time is a fake clock's."""
+"""The time after which a request that finds no room may try again. The clock is fake."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ def flow(clock: Clock) -> Flow:
 
 
 def fill(flow: Flow) -> float:
-    """Ask until there is no room: what the next one is told."""
+    """Reserve all places, and return the seconds after which the next request may try again."""
     while flow.num_in_flight < RUNNING + QUEUED:
         flow.reserve()
     with pytest.raises(OverloadedError, match="try again in") as refused:
@@ -39,7 +39,7 @@ def fill(flow: Flow) -> float:
 
 
 def answer(flow: Flow, clock: Clock, batches: int, took_s: float) -> None:
-    """As many at a time as run, one batch after the other."""
+    """Answer batches of RUNNING requests, one after another."""
     for _ in range(batches):
         clock.now += took_s
         for _ in range(RUNNING):
@@ -91,7 +91,7 @@ def test_the_first_burst_is_told_more_the_longer_it_takes(flow: Flow, clock: Clo
 
 def test_what_was_not_answered_tells_nothing(flow: Flow, clock: Clock) -> None:
     fill(flow)
-    for _ in range(100):  # refused by what they ask
+    for _ in range(100):  # refused because of what they ask for
         flow.release(was_answered=False)
         flow.reserve()
     clock.now += 4.0

@@ -1,4 +1,4 @@
-"""Thousands of random arrivals, cancels, time-outs, slow readers and faults: nothing is lost, nobody is disturbed."""
+"""Random arrivals, cancellations, time-outs, slow readers and faults: no request is lost or disturbed."""
 
 from collections import Counter
 from functools import cache
@@ -36,7 +36,7 @@ class Fuzz:
         self.rng, self.store = rng, store
         self.engine = FullEngine(loaded(), max_rows=8, num_slots=6)
         self.scheduler, _, self.clock = make_scheduler(store, self.engine, max_running=6, max_queued=10)
-        self.alive: dict[Request, tuple[int, list[str]]] = {}  # kind, and the text that was read
+        self.alive: dict[Request, tuple[int, list[str]]] = {}  # kind, and the pieces of text that were read
         self.slow: set[Request] = set()
         self.outcomes: Counter[str] = Counter()
 
@@ -67,7 +67,7 @@ class Fuzz:
             self.arrive()
 
     def leave(self) -> None:
-        """A reader goes away; what it had read is the start of its answer."""
+        """A reader leaves; what it has read must be the start of its answer."""
         if not self.alive:
             return
         request = list(self.alive)[int(self.rng.integers(len(self.alive)))]

@@ -1,4 +1,4 @@
-"""Random walks through what a grammar allows: whatever is drawn, the answer is of the schema, or calls the tools."""
+"""Random walks through a grammar: whichever allowed tokens are drawn, the answer fits the schema or calls the tools."""
 
 import asyncio
 import json
@@ -48,8 +48,10 @@ def ask(**more: Any) -> Ask:
 def walk(
     kind: str, asked: Ask, seed: int, own_tokens: bool = True, begins: str = "", most: int = 6000
 ) -> tuple[str, str, list[Any]]:
-    """An answer that begins so, and then is drawn of all that is allowed: text, reasoning and calls. What ends texts
-    is likelier than it else would be."""
+    """Draw an answer after `begins` from all allowed tokens, and return its text, reasoning and calls.
+
+    Tokens that tend to end texts get more weight.
+    """
     model = chat_model(kind, own_tokens)
     form, rng = ChatForm(model.tokenizer), np.random.default_rng(seed)
     grammar = Grammars(model).make_now(asked, form)
@@ -136,7 +138,7 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(kind: str, opening:
 @pytest.mark.parametrize("own_tokens", [True, False])
 @pytest.mark.parametrize("kind", ["hermes", "mistral"])
 @pytest.mark.parametrize(
-    ("text", "may_be"),  # None: but not end there
+    ("text", "may_be"),  # None: allowed, but the answer may not end there
     [
         ('{"name": "add", "arguments": {"a": 1}}\n{"name":"go-on","arguments":{"何日": "七月"}}', True),
         ('```json\n{\n  "name": "add",\n  "arguments": {\n    "a": 1\n  }\n}\n```', True),
@@ -313,7 +315,7 @@ def test_multiples_that_go_together_are_held_to() -> None:
 
 
 def test_a_decoder_of_bytes_may_stand_behind_others() -> None:
-    """Some releases of transformers make such of a GGUF file: tokens are bytes all the same."""
+    """Some releases of transformers make such a decoder from a GGUF file; tokens are still bytes."""
     model = deepcopy(loaded())
     others = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]
     model.tokenizer.backend_tokenizer.decoder = decoders.Sequence([*others, decoders.ByteLevel()])

@@ -1,4 +1,4 @@
-"""What services have kept in a store, seen from outside: measured, removed, and done without by those that run."""
+"""What services keep in a store: measured and removed from outside, and running services go on without it."""
 
 import asyncio
 import errno
@@ -17,7 +17,7 @@ from csattn.errors import ArtifactError
 from tests.workers.serving.prompting import DOCUMENT, FIRST, SECOND, answer, answers, ask, make_backend
 from workers.serving.kept_store import DIRECTORY, KeptFiles, kept_files, remove_kept
 
-pytestmark = pytest.mark.usefixtures("builds")  # no process builds
+pytestmark = pytest.mark.usefixtures("builds")  # build in this process
 
 ASKED = ask(DOCUMENT + "Which are red?"), ask(FIRST, "x", SECOND)
 
@@ -36,7 +36,7 @@ def test_what_was_kept_is_measured_and_removed_and_made_again(tmp_path: Path, bu
 
 
 def test_a_context_that_goes_while_all_are_measured_counts_nothing(tmp_path: Path, monkeypatch) -> None:
-    """Another service removes it: this one would else fail the request for whose context it makes room."""
+    """Another service removes it; an error would fail the request for whose context this one makes room."""
     said, real, gone = answers(tmp_path, ASKED[0]), os.scandir, list[str]()
 
     def look(path: Any) -> Any:
@@ -65,7 +65,7 @@ def test_nothing_is_removed_while_a_service_uses_the_store(tmp_path: Path) -> No
 
 
 def test_a_service_that_no_lock_tells_of_goes_on_without_what_was_removed(tmp_path: Path, builds) -> None:
-    """Its file system has none, or it runs on another machine."""
+    """Its file system has no locks, or it runs on another machine."""
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -152,7 +152,7 @@ def test_a_process_that_is_forked_does_not_stay_alone_in_a_store(tmp_path: Path)
 
 @pytest.mark.parametrize("link", ["kept", "kept/0123", f"kept/{'0' * 32}"])
 def test_links_of_a_store_that_was_copied_lead_nowhere(tmp_path: Path, link: str) -> None:
-    """They may point at anything of whoever cleans up."""
+    """They may point at any file of the user who cleans up."""
     own, store = tmp_path / "home", tmp_path / "store"
     (own / "docs" / "old").mkdir(parents=True)
     (own / "docs" / "letter").write_text("precious")

@@ -1,4 +1,4 @@
-"""Turns are kept: prompts begin with what was kept of those before them, and say what they would say without it."""
+"""Turns are kept: a prompt reuses the rows kept of earlier ones, and its answer is the same as without them."""
 
 import asyncio
 import errno
@@ -33,11 +33,11 @@ from workers.serving.kept_store import DIRECTORY
 from workers.serving.messages import Ask, ContextTooLongError, Done
 from workers.settings import EngineSettings, KeptSettings, Settings, StoreSettings
 
-pytestmark = pytest.mark.usefixtures("builds")  # no process builds
+pytestmark = pytest.mark.usefixtures("builds")  # build in this process
 
 
 def test_a_turn_computes_what_is_new_and_says_the_same(tmp_path) -> None:
-    """In one service, and by another that begins where the first was ended."""
+    """Each turn has a new service, over what the services before have stored."""
     said, texts = "", [FIRST]
     for turn in range(4):
         [(said, done)] = answers(tmp_path / "kept", ask(*texts), context_tokens=680)
@@ -66,7 +66,7 @@ def test_a_conversation_in_one_service_finds_its_turns_in_memory(tmp_path) -> No
 
 
 def test_a_salt_keeps_what_it_leaves_for_itself(tmp_path, builds) -> None:
-    """Rows and contexts; and the store of another salt's contexts tells nothing to who builds."""
+    """Both rows and contexts: each salt has a store of its own, and neither file names nor rows contain the salt."""
     long, short = DOCUMENT + "Which are red?", FIRST
     asks = [ask(text, salt=salt) for text in (short, long) for salt in ("mine", "yours", "")]
     first = answers(tmp_path, *asks)
@@ -80,7 +80,7 @@ def test_a_salt_keeps_what_it_leaves_for_itself(tmp_path, builds) -> None:
 
 
 def test_tenants_with_one_text_and_secrets_of_their_own_stay_apart(tmp_path) -> None:
-    """240 requests of 8, beside each other: each is answered as if it were alone, and finds its own alone."""
+    """240 requests of 8 tenants, 60 of them at once: each is answered as if alone, and finds only its tenant's rows."""
     tenants = [f"tenant {number}" for number in range(8)]
     asks = {tenant: ask(f"{FIRST} The word is {tenant[::-1]}.", new=6, salt=tenant) for tenant in tenants}
     want = {tenant: afresh(tmp_path, asks[tenant]) for tenant in tenants}
@@ -100,7 +100,7 @@ def test_tenants_with_one_text_and_secrets_of_their_own_stay_apart(tmp_path) -> 
 
 
 def test_rows_are_kept_apart_by_all_that_decides_them(tmp_path) -> None:
-    """Context or none, how it is read, and the model."""
+    """By the context, if any, by `keep` and selector, and by the model."""
     long = DOCUMENT + "Which are red?" + FIRST
     answers(tmp_path, ask(long), ask(FIRST))
     for asked in (ask(long, keep=0.5), ask(long, selector="full")):
@@ -113,7 +113,7 @@ def test_rows_are_kept_apart_by_all_that_decides_them(tmp_path) -> None:
 
 
 def test_a_hash_that_two_prompts_share_finds_neither_s_rows_for_the_other(tmp_path, monkeypatch) -> None:
-    """With every block's key the same, and with keys that tell only how long a prompt is."""
+    """Tried with one key for all blocks, and with keys that depend only on the length of a prompt."""
 
     class Stub:
         def __init__(self, data: bytes = b"") -> None:
@@ -149,7 +149,7 @@ def test_a_long_prompt_of_which_nothing_is_kept_takes_no_memory(tmp_path) -> Non
 
 
 def test_what_a_long_prompt_s_blocks_are_takes_little_memory(tmp_path) -> None:
-    """Beside their rows, which are counted: here of a byte."""
+    """Not counting their rows, which have a budget of their own and take a byte here."""
     kept = open_kept_rows(loaded(), Settings(store=StoreSettings(path=tmp_path), kept=KeptSettings(disk_bytes=0)))
     own = kept.find(b"mine", [])
     tracemalloc.start()
@@ -176,7 +176,7 @@ def test_a_small_machine_keeps_rows_in_a_quarter_of_its_memory(tmp_path, monkeyp
 
 
 def test_tokens_are_looked_at_when_a_block_has_become_whole(tmp_path, monkeypatch) -> None:
-    """And of its block alone the name is made."""
+    """And only its own block's name is made."""
     kept: list[int] = []
     named: list[BlockName] = []
     real = OwnRows.keep
@@ -254,7 +254,7 @@ def test_rows_of_one_who_left_are_kept(tmp_path) -> None:
 
 
 def test_prompts_and_scores_of_them(tmp_path) -> None:
-    """A prompt whose tokens are scored is fed whole; text and tokens begin alike."""
+    """A prompt whose tokens are scored is computed whole; one of token ids reuses the rows of its text."""
     ids = tuple(loaded().tokenizer(FIRST).input_ids)
     asks = ask(prompt=FIRST), ask(prompt=ids), ask(prompt=FIRST, echo=True, top_logprobs=1, new=5)
     (said, first), (again, second), (echoed, third) = answers(tmp_path, *asks)
@@ -263,7 +263,7 @@ def test_prompts_and_scores_of_them(tmp_path) -> None:
 
 
 def test_every_token_of_a_long_prompt_has_its_score(tmp_path, builds) -> None:
-    """So none of it becomes a context, nor comes from what is kept."""
+    """So no part of it becomes a context or comes from kept rows."""
     prompt = FIRST * 3
 
     async def main() -> None:
@@ -303,13 +303,13 @@ def test_the_disk_keeps_to_its_budget(tmp_path) -> None:
 
 
 def files_bytes(store: Path, asked: Ask) -> int:
-    """Of a block, with its label."""
+    """Answer, and return the size of the largest block file, with its label."""
     answers(store, asked)
     return max(path.stat().st_size for path in files_of(store))
 
 
 def test_rows_that_were_read_otherwise_have_another_identity() -> None:
-    """With `all_where_faster` steps attend to more: nobody goes on from them who has not set it."""
+    """With `all_where_faster`, steps attend to more rows: requests without it must not reuse theirs."""
     settings = [Settings(engine=EngineSettings(placement="device", all_where_faster=x)) for x in (False, True)]
     some, every = (row_identity(loaded(), each, "a", "", "csattn", SearchConfig()) for each in settings)
     assert some != every

@@ -1,4 +1,4 @@
-"""The backend in one process: many readers of one event loop, one engine, and every way to leave."""
+"""The backend in one process: many readers on one event loop, one engine, and every way in which readers leave."""
 
 import asyncio
 import dataclasses
@@ -40,7 +40,7 @@ from workers.settings import KeptSettings, LimitSettings, Settings, StoreSetting
 
 
 def settings_of(store: Path, **limits: Any) -> Settings:
-    kept = KeptSettings(disk_bytes=0)  # the store is that of all tests
+    kept = KeptSettings(disk_bytes=0)  # the tests share the store
     return Settings(store=StoreSettings(path=store), limits=LimitSettings(**limits), kept=kept)
 
 
@@ -62,7 +62,7 @@ def ask(context: str = "heron", question: str = "who?", max_new_tokens: int = 6,
 
 
 async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:
-    """Without how much of it was there already: what is said does not depend on that."""
+    """Return the text and its end. The number of cached tokens is set to 0, because the text does not depend on it."""
     text = ""
     async with aclosing(backend.generate(asked)) as events:
         async for event in events:
@@ -73,7 +73,7 @@ async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:
 
 
 async def outcomes_of(backend: LocalBackend) -> dict[str, float]:
-    """How many requests have ended how."""
+    """Return the number of ended requests by outcome."""
     return {
         sample.labels["outcome"]: sample.value
         for metric in await backend.metrics()
@@ -90,7 +90,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_mixed_requests_are_answered_from_their_own_contexts(built: Path) -> None:
-    """Each of 120 gets the answer that it gets alone, and contexts answer differently."""
+    """Each of 120 requests gets the answer that it gets alone, and contexts answer differently."""
 
     async def main() -> None:
         kinds = [
@@ -326,7 +326,7 @@ def test_no_thread_of_a_closed_backend_is_left(built: Path) -> None:
             await answer(backend, ask())
         return backend
 
-    backend = asyncio.run(main())  # held: what is forgotten lets its threads go by itself
+    backend = asyncio.run(main())  # keep a reference: a collected backend ends its threads anyway
     threads = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("csattn")]
     for thread in threads:
         thread.join(10)
@@ -335,7 +335,7 @@ def test_no_thread_of_a_closed_backend_is_left(built: Path) -> None:
 
 
 def test_the_time_to_finish_counts_from_the_beginning_of_the_end(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not from when builds have ended, which may take as long again."""
+    """It does not count from the end of builds, which may take as long again."""
     given: list[float] = []
     end, end_builds = StepThread.close, Builder.close
 
@@ -361,7 +361,7 @@ def test_the_time_to_finish_counts_from_the_beginning_of_the_end(built: Path, mo
 
 
 def test_closing_ends_requests_that_no_step_has_seen(built: Path) -> None:
-    """They wait to become tokens, or have just become tokens: nobody would take them any more."""
+    """They wait for the tokenizer, or have just left it: nobody would take them any more."""
 
     async def main() -> None:
         opened = threading.Event()

@@ -1,4 +1,4 @@
-"""Labels of contexts: as many as there may be, and none of a context that is gone."""
+"""Metrics and their context labels: a bounded number, and none of a deleted context."""
 
 import time
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_what_is_watched_has_a_sample_before_it_moves() -> None:
 
 
 def test_each_metric_is_explained() -> None:
-    """Not by its name once more."""
+    """By a sentence, not by its name again."""
     for metric in Metrics().collect():
         assert metric.documentation.endswith(".") and " " in metric.documentation, metric.name
 

@@ -1,4 +1,4 @@
-"""Files are told of by their names in the store, and no other path or word is touched."""
+"""Messages name files by their paths in the store, and no other path or word is changed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Contexts that prompts bring: found by those who begin alike, built once, within a budget, made again when damaged."""
+"""Contexts built from long prompts: shared by equal beginnings, built once, within a budget, rebuilt when damaged."""
 
 import asyncio
 import errno
@@ -31,7 +31,7 @@ from workers.serving.messages import ContextNotReadyError, ContextTooLongError, 
 from workers.serving.own_contexts import Found, OwnContexts
 from workers.serving.residency import Residency
 
-pytestmark = pytest.mark.usefixtures("builds")  # no process builds
+pytestmark = pytest.mark.usefixtures("builds")  # build in this process
 
 
 def test_a_long_beginning_becomes_a_context_that_others_find(tmp_path, builds, caplog) -> None:
@@ -60,7 +60,7 @@ def test_many_that_come_at_once_with_one_document_wait_for_one_build(tmp_path, b
 
 
 def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, monkeypatch) -> None:
-    """And who comes again, or has stayed, has it built all the same."""
+    """The context of a request that has stayed or is repeated is still built."""
     begun, may_end, real = asyncio.Event(), asyncio.Event(), Builder.build
 
     async def wait(self: Builder, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, m
 
 
 def test_no_build_begins_in_a_service_that_closes(tmp_path, builds, monkeypatch) -> None:
-    """Not for who was looking for a context meanwhile, nor for who comes then; they are told."""
+    """Earlier requests that still look for a context, and later ones, fail with WorkerLostError."""
     is_looking, may_go_on, real = threading.Event(), threading.Event(), OwnContexts._longest
 
     def look(*args: Any) -> Found:
@@ -137,7 +137,7 @@ def test_a_damaged_context_is_made_again(tmp_path, builds, name) -> None:
 
 
 def test_every_byte_is_looked_at_by_one_of_many_who_come_at_once(tmp_path, builds, monkeypatch) -> None:
-    """All threads would else read the same, and whoever wants a file of the store would wait for them."""
+    """Otherwise all threads would read the same bytes, and everyone who needs a file of the store would wait."""
     answers(tmp_path, ask(DOCUMENT + FIRST, new=1))
     looks, real = [], own_contexts.open_artifact
 
@@ -181,7 +181,7 @@ def test_a_context_that_the_process_may_not_map_stays(tmp_path, builds, monkeypa
 
 
 def test_a_registered_context_is_found_by_its_file_as_the_system_message(tmp_path, builds) -> None:
-    """Files end with a newline, which builds leave out."""
+    """Files end with a newline, which builds strip."""
     text = text_of("heron")
     name_artifact(tmp_path / "kept", "heron", build(tmp_path / "kept", text), "float32")
     asked = [
@@ -247,7 +247,7 @@ def test_a_full_disk_is_told_of_with_the_file_and_what_to_do(tmp_path, monkeypat
 
 
 def test_why_a_build_failed_does_not_tell_of_its_salt(tmp_path, monkeypatch, caplog) -> None:
-    """Every tenant sees it on the page."""
+    """Every tenant can see the reason in the status."""
     places: list[Path] = []
 
     async def fail(self: Builder, source: list[str], store: Path, *_: Any, **__: Any) -> None:
@@ -268,7 +268,7 @@ def test_why_a_build_failed_does_not_tell_of_its_salt(tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize("fault", ["damaged", "unreadable"])
 def test_files_that_cannot_be_loaded_are_told_to_the_log_alone(tmp_path, builds, monkeypatch, fault) -> None:
-    """Their path has the salt's hash."""
+    """Their path contains the salt's hash."""
     whole = Builder.build
 
     async def damaged(self: Builder, source: list[str], store: Path, *rest: Any, **options: Any) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def test_files_that_cannot_be_loaded_are_told_to_the_log_alone(tmp_path, builds,
 
 
 def test_a_build_that_keeps_failing_is_tried_again_after_waits_that_grow(tmp_path, builds, monkeypatch, caplog) -> None:
-    """And other prompts' builds are not held up by it; what they wait for is told."""
+    """It does not hold up other prompts' builds, and the status has its reason."""
     tries, is_full, real, clock = [], True, Builder.build, Clock()
 
     async def build(self: Builder, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -373,7 +373,7 @@ def test_contexts_keep_to_their_budget(tmp_path, builds) -> None:
 
 
 def test_salts_and_contexts_that_went_leave_nothing(tmp_path, builds, monkeypatch) -> None:
-    """On the disk and in memory, also of another service on that store, which removed none of them."""
+    """On disk and in memory, also in another service on that store, which removed none of them itself."""
     monkeypatch.setattr(examiner, "_FEW", 1)
 
     async def main() -> None:
@@ -394,7 +394,7 @@ def test_salts_and_contexts_that_went_leave_nothing(tmp_path, builds, monkeypatc
 
 
 def test_two_services_build_the_same_at_once(tmp_path, builds, monkeypatch) -> None:
-    """Neither takes away what the other builds of."""
+    """Neither removes the token ids that the other builds from."""
     real, sources = Builder.build, list[str]()
     is_done = asyncio.Event()
 
@@ -457,7 +457,7 @@ def test_where_the_oldest_is_in_use_another_makes_room(tmp_path, builds, monkeyp
 
 
 def test_a_small_disk_keeps_no_more_contexts_than_it_has_left(tmp_path, builds, monkeypatch, caplog) -> None:
-    """What is kept to is told in the log, once, and as a measure."""
+    """The reduced budget is logged once, and is in the metrics."""
     caplog.set_level("INFO", "workers.serving.kept_store")
     answers(tmp_path, ask(DOCUMENT))
     monkeypatch.setattr(kept_store, "available_bytes", lambda path: 0)

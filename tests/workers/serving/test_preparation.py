@@ -1,4 +1,4 @@
-"""What a request needs of a whole context is made beside the steps: once, and while the context cannot go."""
+"""Data of a whole context is prepared for requests in parallel with steps: once, while the context is held."""
 
 import asyncio
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ QUEST, EXACT = ask("heron", selector="quest"), ask("heron", selector="exact")
 
 
 class Gate:
-    """Stands before a function: its calls are counted, and wait until the gate opens."""
+    """Wraps a function: its calls are counted, and wait until the gate opens."""
 
     def __init__(self, function) -> None:
         self.opened, self.num_calls, self._function = Event(), 0, function
@@ -33,7 +33,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch) -> Iterator[Gate]:
-    """Before what any selector makes of a layer."""
+    """A gate for `prepare`, which makes any selector's data for a layer."""
     gate = Gate(preparation.prepare)
     monkeypatch.setattr(preparation, "prepare", gate)
     yield gate
@@ -71,7 +71,7 @@ def test_streams_go_on_while_a_context_is_prepared(built: Path, monkeypatch, gat
 
 
 def test_a_context_that_is_prepared_is_not_unloaded(built: Path, gate: Gate) -> None:
-    """Nor when it is forgotten, and nobody waits any more."""
+    """Not even when it is forgotten and no request waits for it any more."""
 
     async def main() -> None:
         async with backend_of(built) as backend:
@@ -105,7 +105,7 @@ def test_a_preparation_that_fails_is_told_and_tried_again(built: Path, monkeypat
 
 
 def test_contexts_make_room_for_what_is_prepared(built: Path, monkeypatch) -> None:
-    """A context that nobody uses goes, and the least recently used first; those in use stay."""
+    """Unused contexts are unloaded, least recently used first; those in use stay."""
 
     async def main() -> None:
         async with backend_of(built) as backend:

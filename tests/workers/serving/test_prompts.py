@@ -1,4 +1,4 @@
-"""From messages to the ids that follow a context: those of the chat template, and refusals as sentences."""
+"""Messages become the token ids that the chat template puts after a context, or are refused with a sentence."""
 
 import errno
 from dataclasses import replace
@@ -18,7 +18,7 @@ from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, 
 from workers.serving.prompts import prompt_ids, room_for
 
 TOKENIZER = loaded().tokenizer
-# knows no system role, and trims what is said
+# this template has no system role, and trims messages
 STRICT = (
     "{% for message in messages %}{% if message['role'] not in ['user', 'assistant'] %}"
     "{{ raise_exception('only user and assistant') }}{% endif %}"
@@ -78,7 +78,7 @@ def test_a_prompt_goes_on_where_the_context_ends(artifact, bare) -> None:
 
 
 def user_wrapped(built: Path):
-    """An artifact as one whose context is in the first user message: token ids and notes are all that matters."""
+    """A stand-in for an artifact whose context is in the first user message: only token ids and notes matter."""
     tokenizer = byte_tokenizer(STRICT)
 
     class Manifest:
@@ -125,7 +125,7 @@ def test_a_context_without_a_template_takes_one_message(bare) -> None:
 
 
 def test_a_message_of_which_the_template_writes_nothing_is_refused() -> None:
-    """A step without a token of it would fail for all requests."""
+    """A request without tokens would make the step fail for all requests."""
     tokenizer = byte_tokenizer("{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
     class Manifest:
@@ -168,7 +168,7 @@ def test_room_is_what_positions_and_rows_leave() -> None:
 
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_behind_a_special_token_only_the_end_is_tokenised_and_nothing_changes(text, question) -> None:
-    """A context's text may hold special tokens, and beginnings of them, too."""
+    """Texts may contain special tokens, and beginnings of them."""
     tokenizer = byte_tokenizer(
         "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>\n{% endfor %}"
     )

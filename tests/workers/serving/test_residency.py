@@ -1,4 +1,4 @@
-"""Contexts that do not fit beside each other: within the budget at every moment, in turn, and none for nothing."""
+"""Contexts that do not fit into memory together: always within the budget, in turn, and loaded only when needed."""
 
 import asyncio
 import errno
@@ -32,7 +32,7 @@ from workers.settings import EngineSettings
 
 
 class Counting(FullEngine):
-    """Counts what is loaded."""
+    """Counts how often each artifact is loaded."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(loaded(), **options)
@@ -50,7 +50,7 @@ def size_of(store: Path, name: str) -> int:
 
 @asynccontextmanager
 async def within(store: Path, engine: FullEngine, budget: int | None) -> AsyncIterator[LocalBackend]:
-    """A service whose residency is checked whenever something is loaded."""
+    """A service whose residency is checked at every load."""
     settings = replace(settings_of(store), engine=EngineSettings(context_bytes=budget))
     async with LocalBackend(engine, loaded(), settings) as backend:
         add = engine.add_context
@@ -72,7 +72,7 @@ async def keep_asking(backend: LocalBackend, name: str, said: list[str], over: a
 
 @pytest.mark.parametrize("spare", [0, -1])
 def test_the_budget_is_kept_to_the_byte(built: Path, monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
-    """One byte less than two contexts take holds one."""
+    """With one byte less than two contexts take, only one is held."""
     monkeypatch.setattr(resident, "TURN_S", 0.0)
     monkeypatch.setattr(resident, "TURN_LOADS", 0.0)
     sizes = sorted(size_of(built, name) for name in SECRETS)
@@ -96,7 +96,7 @@ def test_the_budget_is_kept_to_the_byte(built: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_contexts_that_are_always_in_use_take_turns(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is room for one. Nobody waits for ever."""
+    """There is room for one, and nobody waits forever."""
     monkeypatch.setattr(resident, "TURN_S", 0.15)
     monkeypatch.setattr(resident, "TURN_LOADS", 0.0)
 
@@ -119,7 +119,7 @@ def test_contexts_that_are_always_in_use_take_turns(built: Path, monkeypatch: py
 def test_a_context_takes_new_requests_until_it_has_had_its_turn(
     built: Path, monkeypatch: pytest.MonkeyPatch, turn_s: float
 ) -> None:
-    """While others wait for its room, and it is in use."""
+    """It is in use, and another context waits for its room."""
     monkeypatch.setattr(resident, "TURN_S", turn_s)
     monkeypatch.setattr(resident, "TURN_LOADS", 0.0)
 
@@ -267,7 +267,7 @@ def test_a_context_larger_than_the_budget_is_refused_in_a_sentence(built: Path) 
 
 
 def test_contexts_that_the_process_may_not_map_beside_others_take_their_place(built: Path, monkeypatch) -> None:
-    """No more than it may have open or mapped is damage: nothing is refused for it, and none is told of as failed."""
+    """A limit on open files or mappings is not damage: no request is refused, and no context is reported as failed."""
     engine, real = Counting(), reader.map_file
 
     def one_beside(path: Path, layout: Any) -> Any:
@@ -308,10 +308,10 @@ def test_what_is_held_ahead_of_need_never_costs_another_its_place(built: Path) -
 
 
 def test_files_are_read_until_they_are_no_longer_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is gone meanwhile is met by others."""
+    """A missing directory is no error here: whoever needs its files reports it."""
     for name in ("layer-000.kv.safetensors", "layer-000.index.safetensors", "tokens.safetensors"):
         (tmp_path / name).write_bytes(bytes(1000))
-    (tmp_path / "._layer-000").mkdir()  # nobody's
+    (tmp_path / "._layer-000").mkdir()  # not a file of an artifact
     monkeypatch.setattr(page_cache, "_reports_residency", lambda path: False)
     read = count_reads(tmp_path, monkeypatch)
     page_cache.read_index(tmp_path)
@@ -340,7 +340,7 @@ def test_what_is_in_memory_is_not_read_again(tmp_path: Path, monkeypatch: pytest
     page_cache.read_rows(tmp_path, never)
     assert not read
     with path.open("rb+") as file:
-        os.fsync(file.fileno())  # pages that are not on the disk stay
+        os.fsync(file.fileno())  # dirty pages are not dropped
         os.posix_fadvise(file.fileno(), piece, piece, os.POSIX_FADV_DONTNEED)
     if page_cache._missing(path, 2 * piece + 100) != [piece]:
         pytest.skip("this file system does not drop pages")
@@ -351,7 +351,7 @@ def test_what_is_in_memory_is_not_read_again(tmp_path: Path, monkeypatch: pytest
 
 
 def count_reads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Bytes that are read from now on, by file of the directory."""
+    """Return a counter of the bytes that are read from now on, by name of the directory's file."""
     read, real = Counter[str](), os.pread
 
     def count(file: int, num_bytes: int, start: int) -> bytes:
@@ -385,11 +385,11 @@ def test_room_is_what_the_placement_needs(built: Path) -> None:
         room_for_contexts(spec, hybrid, 7 * kv, 1 << 40) == 7 and room_for_contexts(spec, hybrid, 1 << 40, others) == 0
     )
     assert room_for_contexts(spec, hybrid, 1 << 40, 1 << 40) == 9
-    longer = replace(spec, context_len=1 + 4 * max_slots())  # of whose rows a cache has not room for a half
+    longer = replace(spec, context_len=1 + 4 * max_slots())  # too long for a cache of half its rows
     kv, others = context_bytes(longer)
     assert room_for_contexts(longer, replace(hybrid, slot_share=0.5), 1 << 50, others + kv // 4) == 1
 
 
 def replace_head_dim(spec: Any) -> Any:
-    """One that the codec can keep."""
+    """Return the spec with a head_dim that the codec can encode."""
     return replace(spec, model=replace(spec.model, head_dim=32))

@@ -1,4 +1,4 @@
-"""Drawing tokens: the definition of top_p, frequencies, and the same draw whatever else is drawn."""
+"""Sampling: top_p as defined, frequencies as the distribution's, and draws independent of all others."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -71,7 +71,7 @@ def test_one_token_is_left_at_least(asked, rng) -> None:
 
 
 def test_frequencies_are_the_shares(rng) -> None:
-    """Chi-square with 7 degrees of freedom: 24.3 is passed once in a thousand."""
+    """Chi-square test with 7 degrees of freedom: 24.3 is exceeded once in a thousand."""
     logits, num = rng.standard_normal(8).astype(np.float32), 20_000
     shares = np.exp(logits.astype(np.float64) / 0.8)
     want = num * shares / shares.sum()
@@ -79,7 +79,7 @@ def test_frequencies_are_the_shares(rng) -> None:
 
 
 def test_a_large_vocabulary_is_drawn_from_like_a_small_one(rng) -> None:
-    """Flat enough for thousands of tokens to be kept."""
+    """The distribution is so flat that thousands of tokens are kept."""
     logits = (0.1 * rng.standard_normal(20_000)).astype(np.float32)
     kept = kept_reference(logits, how(1.0, 0.6))
     assert len(kept) > 5000
@@ -104,7 +104,7 @@ def test_a_large_vocabulary_is_drawn_from_like_a_small_one(rng) -> None:
 def test_the_token_is_that_of_the_definition(vocab_size, asked, rng) -> None:
     logits = (2 * rng.standard_normal(vocab_size)).astype(np.float32)
     logits[::3] = np.round(logits[::3], 1)  # many are equal
-    logits[rng.permutation(vocab_size)[: vocab_size // 2]] = -np.inf  # forbidden, half of a vector and whole ones
+    logits[rng.permutation(vocab_size)[: vocab_size // 2]] = -np.inf  # half of all tokens are forbidden
     seed = 5
     for position in range(40):
         at = np.random.Generator(np.random.Philox(key=seed, counter=position)).random()
@@ -119,7 +119,7 @@ def test_what_has_no_weight_is_never_drawn(place, at) -> None:
     rooms = Scratch().of(2000)
     for top_k, top_p in [(0, 1.0), (5, 1.0), (0, 0.5), (5, 0.5)]:
         for room in rooms:
-            room.fill(3)  # of a draw before
+            room.fill(3)  # left by an earlier draw
         how_it_is_drawn = np.float32(3), np.float32(0.5), np.float32(0), top_k, top_p, at
         assert draw_kernel(readonly(logits), *how_it_is_drawn, *rooms) == place
 
@@ -200,7 +200,7 @@ def test_logits_are_adjusted_by_the_definition(penalty, allowed, answer) -> None
 
 
 class Answer(list[int]):
-    """Which tells how many tokens were read of it."""
+    """Counts how many of its tokens are read."""
 
     num_read = 0
 

@@ -38,7 +38,7 @@ def test_sixteen_requests_at_once_are_each_answered_as_if_alone(
     monkeypatch.setattr(scheduling, "MANY_TOKENS", many_tokens)
     scheduler, engine, _ = make_scheduler(built, FullEngine(loaded(), draws=engine_draws))
     if engine_draws:
-        monkeypatch.setattr(Request, "choose", None)  # nobody asks for logits
+        monkeypatch.setattr(Request, "choose", None)  # no request needs logits
     requests = [make_request(scheduler, **asked) for asked in ASKED]
     run(scheduler)
     monkeypatch.undo()
@@ -110,18 +110,18 @@ def test_sharing_out_uses_the_room_and_nobody_gets_more_than_wanted(room, wants)
         ([(4, 0, 40), (4, 8, 60)], 10),
         ([(4, 0, 40), (4, 8, 80)], 10),
         ([(4, 0, 40), (4, 8, 81)], 6),
-        ([(4, 0, 40), (4, 7, 60)], 8),  # of fewer than it might have
+        ([(4, 0, 40), (4, 7, 60)], 8),  # the limit was not used up
         ([(4, 0, 40), (4, 8, 81), (4, 6, 81), (4, 5, 81), (4, 4, 60)], 4),
-        ([(4, 0, 40), (4, 8, 81), *[(4, 6, 60)] * 16], 6),  # for a while
+        ([(4, 0, 40), (4, 8, 81), *[(4, 6, 60)] * 16], 6),  # no growth for 16 short steps
         ([(4, 0, 40), (4, 8, 81), *[(4, 6, 60)] * 17], 7),
         ([(4, 0, 40), *[(4, 64, 60)] * 6], 27),
         ([(4, 0, 40), *[(4, 8, 90)] * 9], 4),
-        ([(4, 0, 40), *[(4, 64, 60)] * 6, (4, 1, 90)], 21),  # whatever else took so long
-        ([(4, 0, 40), *[(4, 16, 90)] * 9], 4),  # of as many questions
-        ([(4, 0, 40), (4, 8, 90), (4, 6, 90), (4, 5, 90), (4, 4, 90), (4, 1, 90)], 4),  # no fewer
-        ([(3, 0, 40), (4, 8, 90)], 8),  # what four take alone is not known
-        ([(4, 0, 40), *[(4, 0, 90)] * 9, (4, 8, 81)], 6),  # something else took the machine's time
-        ([(4, 0, 40), *[(4, 0, 90)] * 600, (4, 8, 80)], 10),  # until it has become the rule
+        ([(4, 0, 40), *[(4, 64, 60)] * 6, (4, 1, 90)], 21),  # shrinks, whatever took so long
+        ([(4, 0, 40), *[(4, 16, 90)] * 9], 4),  # 16 questions have a row each, whatever the limit
+        ([(4, 0, 40), (4, 8, 90), (4, 6, 90), (4, 5, 90), (4, 4, 90), (4, 1, 90)], 4),  # never below 4
+        ([(3, 0, 40), (4, 8, 90)], 8),  # the time of four decoding rows alone is not known
+        ([(4, 0, 40), *[(4, 0, 90)] * 9, (4, 8, 81)], 6),  # other load on the machine
+        ([(4, 0, 40), *[(4, 0, 90)] * 600, (4, 8, 80)], 10),  # until it has lasted for all remembered steps
         ([(4, 0, 0), (4, 8, 0)], 10),
     ],
 )
@@ -143,7 +143,7 @@ def test_what_rows_take_alone_is_asked_again_in_time() -> None:
 
 
 def test_a_question_beside_others_makes_steps_about_as_long_as_they_may_be(built: Path) -> None:
-    """Steps of 20 ms and 5 ms a row; alone it takes all the rows there are."""
+    """A step takes 20 ms and 5 ms a row. Alone, the question gets all rows."""
     scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_rows=64, num_slots=16))
     rows, sizes = QuestionRows(), list[int]()
     decoding = [make_request(scheduler, max_new_tokens=30) for _ in range(4)]
@@ -154,7 +154,7 @@ def test_a_question_beside_others_makes_steps_about_as_long_as_they_may_be(built
     for number in range(1000):
         plan = plan_step([*decoding, asking], 64, rows)
         sizes.append(sum(num_rows for _, num_rows in plan))
-        slow = 3 if 500 <= number < 510 else 1  # something else takes the machine's time
+        slow = 3 if 500 <= number < 510 else 1  # other load on the machine
         rows.add(4, sizes[-1] - 4, slow * (0.020 + 0.005 * sizes[-1]))
         assert [num_rows for _, num_rows in plan[:4]] == [1] * 4
     assert sizes.count(4) <= 4 and set(sizes[10:500] + sizes[540:]) <= {4, 12, 14}, "twelve take 80 ms"
@@ -162,7 +162,7 @@ def test_a_question_beside_others_makes_steps_about_as_long_as_they_may_be(built
 
 
 def test_steps_go_on_while_a_context_is_loaded(built: Path) -> None:
-    """What would load or remove another waits until it is; requests that come are begun, and end."""
+    """Loading or removing another context waits; requests that come meanwhile are begun and finished."""
 
     class Slow(FullEngine):
         def add_context(self, context_id, artifact, meanwhile=lambda: None):
@@ -240,6 +240,6 @@ def test_cancelling_frees_the_slot_within_a_step(built: Path) -> None:
     scheduler.turn()
     assert running.is_over and queued.is_over
     assert last.slot == 0 and len(last.token_ids) == 1
-    scheduler.inbox.cancel(running)  # again, as a reader does that leaves in any case
+    scheduler.inbox.cancel(running)  # again: a reader always cancels when it leaves
     assert run(scheduler)
     assert read(queued) == ("", None)

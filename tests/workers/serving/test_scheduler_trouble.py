@@ -42,7 +42,7 @@ def test_what_takes_too_long_is_ended_wherever_it_is(built: Path) -> None:
 
 
 def test_what_is_given_up_when_its_time_has_passed_took_too_long(built: Path) -> None:
-    """As after a step that took so long that its reader's own clock was first."""
+    """As after a step that took so long that the reader's own timeout came first."""
     scheduler, _, clock = make_scheduler(built)
     requests = [make_request(scheduler, max_new_tokens=200, timeout_s=timeout_s) for timeout_s in (5.0, 50.0)]
     scheduler.turn()
@@ -78,7 +78,7 @@ def test_a_reader_that_does_not_read_is_waited_for_and_then_left(built: Path) ->
         scheduler.turn()
     stuck = make_request(scheduler, max_new_tokens=MAX_UNREAD + 300)
     run(scheduler)
-    clock.now += STALL_S  # though nothing has come meanwhile that the scheduler would have woken for
+    clock.now += STALL_S  # nothing has woken the scheduler meanwhile
     scheduler.turn()
     assert stuck.is_over and len(stuck.outlet) == MAX_UNREAD + 1
     assert isinstance(read(stuck)[1], TimedOutError)
@@ -98,7 +98,7 @@ def test_over_the_queues_length_requests_are_told_when_to_come_again(built: Path
         make_request(scheduler, max_new_tokens=4)
     with pytest.raises(OverloadedError) as measured:
         make_request(scheduler)
-    # two slots, four steps of ten seconds each: a request every twenty seconds, and three wait
+    # two slots, four steps of ten seconds each: a request ends every twenty seconds, and three wait
     assert 20 <= measured.value.retry_after_s <= 90
 
 

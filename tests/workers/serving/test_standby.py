@@ -1,4 +1,4 @@
-"""The process that waits for the next build: real ones, of a real command line."""
+"""The standby process that waits for the next build: real processes of the real command line."""
 
 import asyncio
 import os
@@ -38,8 +38,8 @@ async def waiting(builder: Builder) -> Process:
 def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_the_service(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that has built builds again with the model that it has. None does that failed, was killed, or is behind what
-    somebody waits for; nor is one that is not up yet waited for."""
+    """A process builds again with the model that it has loaded, unless it failed, was killed, or runs at a lower
+    priority that cannot be raised. A build does not wait for a process that is still starting."""
     store = settings.store.path
     texts = [store.parent / f"{number}.txt" for number in range(3)]
     for number, text in enumerate(texts):
@@ -67,7 +67,7 @@ def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_t
             await build(empty)
         assert builder._used is None and first.returncode == 1, "one that has failed is not asked again"
 
-        await builder.close()  # with the one that was to come later
+        await builder.close()  # also the process that was to start later
         builder.start(settle_s=0.0)
         killed = await waiting(builder)
         killed.kill()
@@ -82,7 +82,7 @@ def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_t
         behind = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
         assert behind == {os.getpriority(os.PRIO_PROCESS, 0) + 1}, "all of its threads stand behind"
         shares = Path("/proc/sys/kernel/sched_autogroup_enabled")
-        if os.geteuid() == 0 and shares.exists() and shares.read_text().strip() == "1":  # others may not so soon again
+        if os.geteuid() == 0 and shares.exists() and shares.read_text().strip() == "1":  # others are rate-limited
             assert Path(f"/proc/{second.pid}/autogroup").read_text().split()[-1] == "1"
 
         with monkeypatch.context() as patch:
@@ -105,7 +105,7 @@ def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_t
 
 
 def test_a_build_ends_with_a_service_that_is_killed(settings: Settings) -> None:
-    """It would wait for another one's, or hold what the next service builds, with a model of its own."""
+    """Otherwise it would wait for another build, or block the next service's, with a model in memory."""
     store, other = settings.store.path, settings.store.path.parent / "killed"
     (text := store.parent / "killed.txt").write_text("Yet another text. " * 20)
     other.mkdir()
@@ -118,9 +118,9 @@ def test_a_build_ends_with_a_service_that_is_killed(settings: Settings) -> None:
         with BuildLock(other / f"{BUILDING_PREFIX}{built['artifact']}{LOCK_SUFFIX}").acquire():
             process = builder._used
             building = asyncio.create_task(builder.build(source, other, lambda *told: None, nice=0))
-            await asyncio.sleep(0)  # it has been asked for
+            await asyncio.sleep(0)  # the build has been requested
             assert process is not None and process.stdin is not None
-            process.stdin.close()  # as the service's end is
+            process.stdin.close()  # as when the service ends
             async with asyncio.timeout(WAIT_S):
                 assert await process.wait() == 0
             with pytest.raises(BuildFailedError):

@@ -1,4 +1,4 @@
-"""Options of chat templates: what the model is asked with them, and how its answer is read then."""
+"""Options of chat templates: the prompt that they give, and how the answer is parsed with them."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Text as it comes: together exactly the whole, and never a part of a stop string."""
+"""Streamed text: its pieces make exactly the whole text, without any part of the stop string that ends it."""
 
 from copy import deepcopy
 
@@ -18,7 +18,7 @@ BYTES = byte_tokenizer()
 
 
 def metaspace_tokenizer() -> PreTrainedTokenizerFast:
-    """As SentencePiece models have it: words begin with a mark, unknown bytes are tokens, the first space goes."""
+    """Like SentencePiece models: words begin with a mark, unknown bytes are tokens, the first space is stripped."""
     words = ["\u2581a", "\u2581tide", "s", ",", "\u2581", "é", "<s>", "</s>"]
     vocab = {token: i for i, token in enumerate([f"<0x{byte:02X}>" for byte in range(256)] + words)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
@@ -78,7 +78,7 @@ def test_a_character_is_told_when_its_last_byte_is_there() -> None:
     assert streamed(BYTES, BYTES("aé\u20ac").input_ids) == ["a", "", "é", "", "", "\u20ac", ""]
 
 
-EURO, NO_CHARACTER = BYTES("\u20ac").input_ids, BYTES.get_vocab()["ÿ"]  # three bytes; one that none begins with
+EURO, NO_CHARACTER = BYTES("\u20ac").input_ids, BYTES.get_vocab()["ÿ"]  # three bytes; a byte that begins no character
 REPEATED = {
     "words": (BYTES, BYTES("the tide is high at noon. ").input_ids),
     "line ends": (BYTES, BYTES("\n").input_ids),
@@ -118,7 +118,7 @@ def test_parts_of_characters_come_through_metaspace(token_ids) -> None:
 
 
 def stopped_by_definition(text: str, stops: list[str]) -> str:
-    """Read on until a stop string is whole; cut off the longest that is."""
+    """Read until a stop string is complete; cut off the longest one that ends there."""
     for end in range(len(text) + 1):
         if whole := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end - max(map(len, whole))]
@@ -126,7 +126,7 @@ def stopped_by_definition(text: str, stops: list[str]) -> str:
 
 
 def found(pieces: list[str], stops: list[str]) -> list[str]:
-    """What is told after each piece, and at the end."""
+    """Return the text that is passed on after each piece, and at the end."""
     finder, told = StopFinder(stops), []
     for piece in pieces:
         told.append(finder.add(piece))
@@ -157,7 +157,7 @@ def test_only_what_could_become_a_stop_string_is_held_back() -> None:
 
 
 def written(text: str, stop: str) -> tuple[list[tuple[str, str]], bool]:
-    """Text and scored tokens of each piece, one byte a token; whether the stop string came."""
+    """Return text and scored tokens of each piece, one byte a token, and whether the stop string came."""
     writer, pieces = Writer(BYTES, (stop,)), []
     for token_id in BYTES(text).input_ids:
         pieces.append(writer.add(token_id, TokenScore(token_id, "", 0.0)))

@@ -1,4 +1,4 @@
-"""Tools, thoughts, schemas and echoes on the decoding side: what is prompted, and what comes back."""
+"""Tools, reasoning, schemas and echoes on the decoding side: the prompts, and what comes back."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ TALK = (
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A context of each tiny chat model, by the name of its kind."""
+    """A store with a context of each tiny chat model, named after its kind."""
     store = tmp_path_factory.mktemp("tools")
     for kind in ("hermes", "thinking", "may_think", "mistral", "llama"):
         name_artifact(store, kind, build(store, text_of("heron"), model=chat_model(kind)), "float32")
@@ -74,7 +74,7 @@ def whole(model: LoadedModel, turns: list[Turn], **more: Any) -> list[int]:
 @pytest.mark.parametrize("turns", [TALK[:1], TALK, (Turn("system", "Be short."), *TALK)])
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
 def test_tools_are_told_as_the_template_has_them(store: Path, kind: str, turns: tuple[Turn, ...]) -> None:
-    """After the context's own message; where that is where the template has them, as it writes all of it."""
+    """After the context's own message. If the template puts them there, the ids are those of the whole conversation."""
     model = chat_model(kind)
     with open_artifact(store / build(store, text_of("heron"), model=model)) as artifact:
         got = prompt_ids(model.tokenizer, artifact, ask(kind, turns=turns, tools=(ADD,)))
@@ -156,7 +156,7 @@ def test_a_context_without_a_template_takes_no_tools(built: Path) -> None:
 
 
 class SayingEngine(FullEngine):
-    """Says what it is told, whatever it is asked: token by token, once the question is in."""
+    """Answers any question with the given tokens, one by one, once the question has been fed."""
 
     def __init__(self, loaded: LoadedModel, ids: list[int], question_len: int) -> None:
         super().__init__(loaded, tail_capacity=2000)
@@ -182,13 +182,13 @@ async def events_of(backend: LocalBackend, asked: Ask) -> tuple[list[Piece], Don
     async with aclosing(backend.generate(asked)) as events:
         async for event in events:
             if isinstance(event, Done):
-                return pieces, replace(event, cached_tokens=0)  # what is said does not depend on it
+                return pieces, replace(event, cached_tokens=0)  # the text does not depend on it
             pieces.append(event)
     raise AssertionError("events end with Done")
 
 
 def saying(store: Path, kind: str, text: str, **more: Any) -> tuple[list[Piece], Done]:
-    """What is told of an answer of that text."""
+    """Return the events of an answer in which the model generates this text."""
 
     async def main() -> tuple[list[Piece], Done]:
         model = chat_model(kind)
@@ -246,13 +246,13 @@ def test_logprobs_are_as_many_as_tokens_whatever_the_text_becomes(store: Path) -
     text = f"<think>Hm.</think>A <tool_call>{CALL}</tool_call>"
     pieces, done = saying(store, "may_think", text, tools=(ADD,), top_logprobs=1)
     scores = [score for piece in pieces for score in piece.scores]
-    assert len(scores) == done.new_tokens - 1  # all but the end
+    assert len(scores) == done.new_tokens - 1  # all but the end token
     assert "".join(score.text for score in scores) == text
 
 
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
 def test_what_must_be_called_is_called(store: Path, kind: str) -> None:
-    """By a model of random weights, drawing and not; the same alone and among others."""
+    """By a model of random weights, greedy or sampled, and with the same result alone and in a batch."""
 
     async def main() -> None:
         model = chat_model(kind)
@@ -280,7 +280,7 @@ def told(pieces: list[Piece]) -> str:
 
 
 def test_a_grammar_goes_with_its_request(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finished or cancelled."""
+    """It is freed when the request finishes or is cancelled."""
     grammars: list[weakref.ref[Any]] = []
     real: Callable[..., Request] = LocalBackend._request  # type: ignore[assignment]
 
@@ -355,7 +355,7 @@ def test_an_echo_has_the_prompt_and_its_scores(built: Path, prompt: str | None, 
 
 
 def test_repetition_counts_context_and_question(built: Path) -> None:
-    """So heavy a penalty keeps what the context has away from the answer."""
+    """Such a large penalty keeps the context's tokens out of the answer."""
 
     async def main() -> None:
         async with running(built) as backend:

@@ -1,7 +1,7 @@
-"""What streams attend to, token by token: the definitions that `WindowRows` and `HeavyRows` must meet.
+"""Attention of streams, token by token: the definitions that `WindowRows` and `HeavyRows` must meet.
 
-A token sees some rows of the sequence, its own last. They are numbered in the order of their tokens, and these numbers,
-their places in the cache, are the positions by which query and keys are rotated.
+A token sees some rows of the sequence, the last of which is its own. They are numbered in the order of their tokens.
+RoPE takes these numbers, their places in the cache, as positions of query and keys.
 """
 
 import torch
@@ -19,7 +19,7 @@ def window_attention(
     sink_len: int,
     window_len: int,
 ) -> Tensor:
-    """Attention to the first sink_len and the last window_len rows, of all tokens: out, like q."""
+    """Return each token's attention to the first sink_len and the last window_len rows, shaped like q."""
     outs = []
     for token in range(q.shape[1]):
         seen = [row for row in range(token + 1) if row < sink_len or row > token - window_len]
@@ -40,10 +40,10 @@ def heavy_attention(
     heavy_len: int,
     window_len: int,
 ) -> tuple[Tensor, list[list[list[int]]]]:
-    """Attention to heavy hitters and the last window_len rows, of all tokens: out, like q, and what each token saw.
+    """Return each token's attention to heavy hitters and the last window_len rows, shaped like q, and the rows it saw.
 
-    A row's mass is the attention it has had since it came, summed over tokens and the group's query heads. Where a
-    token finds heavy_len + window_len rows, the one of least mass that is not among the last window_len - 1 leaves
+    A row's mass is the attention it has received so far, summed over tokens and the group's query heads. When a
+    token finds heavy_len + window_len rows, the row of least mass outside the last window_len - 1 is evicted
     first; of equals, the oldest. The rows seen are [token][KV head], ascending.
     """
     num_kv_heads = k.shape[0]
@@ -73,7 +73,7 @@ def _attend_from(
     frequencies: Tensor,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """out [group_size, head_dim], weights [group_size, num_rows]. Row i has place i, the queries that of the last."""
+    """Return out [group_size, head_dim] and weights [group_size, num_rows]. Row i has place i, queries the last."""
     angles = torch.outer(torch.arange(len(k), dtype=torch.float64), frequencies.double())
     cos, sin = torch.cat([angles, angles], 1).cos().to(q.dtype), torch.cat([angles, angles], 1).sin().to(q.dtype)
     scores = rotate(q, cos[-1], sin[-1]) @ rotate(k, cos, sin).T * softmax_scale

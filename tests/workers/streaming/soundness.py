@@ -1,4 +1,4 @@
-"""Whether the book-keeping of streams is right: `check` raises AssertionError where it is not."""
+"""`check` raises AssertionError if a stream's bookkeeping is inconsistent."""
 
 from functools import singledispatch
 from typing import Any

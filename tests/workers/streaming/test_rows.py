@@ -1,4 +1,4 @@
-"""Rows that a stream keeps: the same attention as by definition, and memory that does not grow."""
+"""Rows that a stream keeps: attention as defined, in memory that does not grow."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def make_rows(num_tokens, num_kv_heads=2, group_size=2, seed=0, spread=1.5, dtyp
 
 
 def poisoned(rows):
-    """Memory that must not be read holds NaN."""
+    """Fill memory that must not be read with NaN."""
     for value in (*vars(rows).values(), *vars(rows._window).values()):
         if torch.is_tensor(value) and value.dtype != torch.float64:
             value.fill_(torch.nan)
@@ -50,7 +50,7 @@ def attend_in_parts(rows, q, k, v, sizes):
 
 
 def parts_of(num_tokens, seed):
-    """The sizes of pieces that a text of so many tokens may come in."""
+    """Return random sizes of pieces, of num_tokens in all."""
     rng, sizes = np.random.default_rng(seed), []
     while sum(sizes) < num_tokens:
         sizes.append(min(int(rng.choice([1, 1, 1, 2, 7, 40])), num_tokens - sum(sizes)))
@@ -78,7 +78,7 @@ def test_heavy_rows_attend_as_defined_however_the_text_is_cut(heavy_len, window_
 
 
 def tokens_kept(rows) -> list[list[int]]:
-    """Each head's tokens in the order of their places, where the first number of a value is its token."""
+    """Return each head's tokens in the order of their places. A value's first number must be its token."""
     window = slice(max(0, rows._window.end - rows._window_len), rows._window.end)
     values = torch.cat([rows._heavy_v[:, : rows._num_heavy], rows._window.v[:, window]], dim=1)
     return values[:, :, 0].int().tolist()
@@ -92,7 +92,7 @@ def tokens_kept(rows) -> list[list[int]]:
     seed=st.integers(0, 1000),
 )
 def test_the_rows_that_leave_are_those_of_the_oracle(heavy_len, window_len, spread, seed) -> None:
-    """With a spread of 60 most weights are exactly 0, so that rows tie: the oldest leaves."""
+    """With a spread of 60 most weights are exactly 0, so that rows tie: the oldest is evicted."""
     q, k, v = make_rows(40, 2, 2, seed, spread)
     v[:, :, 0] = torch.arange(40)
     _, seen = reference.heavy_attention(q, k, v, FREQUENCIES, SCALE, heavy_len, window_len)
@@ -105,7 +105,7 @@ def test_the_rows_that_leave_are_those_of_the_oracle(heavy_len, window_len, spre
 
 
 def test_without_any_preference_the_oldest_rows_are_the_heavy_ones() -> None:
-    """Equal attention accumulates with age, so of what has left the window the newest has least."""
+    """With equal attention, mass grows with age: the newest row outside the window has least."""
     q, k, v = make_rows(20, 1, 1)
     v[:, :, 0] = torch.arange(20)
     rows = heavy_rows(3, 4, k)
@@ -115,7 +115,7 @@ def test_without_any_preference_the_oldest_rows_are_the_heavy_ones() -> None:
 
 def test_a_row_that_is_looked_at_stays_where_a_window_loses_it() -> None:
     q, k, v = make_rows(60, 1, 1, spread=0.1)
-    k[:, 5] = q[:, :] = torch.tensor([0.0, 0, 0, 6, 0, 0, 0, 0])  # the slowest dimension: hardly turned by places
+    k[:, 5] = q[:, :] = torch.tensor([0.0, 0, 0, 6, 0, 0, 0, 0])  # the slowest dimension: RoPE hardly rotates it
     v[:, :, 0] = torch.arange(60)
     rows = heavy_rows(2, 6, k)
     attend_in_parts(rows, q, k, v, [60])
@@ -123,7 +123,7 @@ def test_a_row_that_is_looked_at_stays_where_a_window_loses_it() -> None:
 
 
 def test_attention_still_counts_after_millions_of_tokens() -> None:
-    """The quarters that a token gives to each of four rows would be lost on a float32 of 2 ** 24."""
+    """A token gives each of four rows a quarter, which a float32 sum of 2 ** 24 would lose."""
     q, k, v = make_rows(5, 1, 1)
     rows = heavy_rows(3, 1, k)
     attend_in_parts(rows, torch.zeros_like(q)[:, :4], k[:, :4], v[:, :4], [4])
@@ -150,7 +150,7 @@ def test_half_precision_rows_attend_nearly_as_defined(dtype, policy) -> None:
 
 @pytest.mark.parametrize("policy", ["window", "heavy"])
 def test_memory_is_fixed_and_places_stay_below_their_number(policy) -> None:
-    """A place beyond the table, which has as many as rows are kept, would be an IndexError."""
+    """The table has as many places as rows are kept; a place beyond it would be an IndexError."""
     q, k, v = make_rows(1500, 1, 1)
     rows = window_rows(4, 28, 1, k) if policy == "window" else heavy_rows(16, 16, k, block_len=1)
     attend_in_parts(rows, q[:, :100], k[:, :100], v[:, :100], [1] * 100)

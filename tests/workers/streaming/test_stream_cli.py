@@ -32,7 +32,7 @@ def test_stream_continues_a_text_beyond_its_window(capsys, model, policy, kept) 
 
 
 def test_a_short_stream_says_what_generate_says(capsys, model) -> None:
-    """Nothing has left, so the policies and full attention agree; the prompt may come from standard input."""
+    """No row has been evicted, so the policies and full attention agree; the prompt may come from standard input."""
     said = []
     for policy in ("window", "h2o"):
         done = in_process(

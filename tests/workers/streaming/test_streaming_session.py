@@ -1,4 +1,4 @@
-"""Models that generate from the rows of a stream, against transformers' own attention over the same rows."""
+"""Models that generate from a stream's rows, compared with transformers' own attention over the same rows."""
 
 from types import SimpleNamespace
 
@@ -36,7 +36,7 @@ def model_of(family, rope=None):
 
 
 def logits_of(session, ids, sizes):
-    """The model's logits after every token, fed to one stream in parts of those sizes."""
+    """Return the model's logits after every token; one stream gets the tokens in parts of these sizes."""
     cache = session.cache()
     with torch.inference_mode():
         parts = torch.from_numpy(ids).long()[None].split(sizes, 1)
@@ -45,10 +45,10 @@ def logits_of(session, ids, sizes):
 
 @torch.inference_mode()
 def plain_logits(model, ids, kept_of):
-    """transformers' own attention, a token at a time, over a cache made anew from the rows that the token sees.
+    """Return the logits of transformers' own attention, token by token, over a new cache of the rows that a token sees.
 
     kept_of: token -> the earlier tokens it sees. Keys are kept before RoPE and rotated to their places in that cache
-    by the model's own module; the key that a step adds is turned back by the same angles.
+    by the model's own module; the key that a step adds is rotated back by the same angles.
     """
     rotary, width = model.model.rotary_emb, model.config.hidden_size
     keys = [[] for _ in model.model.layers]
@@ -291,7 +291,7 @@ def test_what_is_no_number_is_not_taken_for_a_token(value, of_ids) -> None:
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 def test_a_stream_is_seen_by_either_name_of_a_cache(name) -> None:
-    """transformers calls it `cache` from 5.24 on; unseen, its keys would be rotated twice."""
+    """transformers names it `cache` from 5.24 on. In a cache that is not recognised, keys would be rotated twice."""
     decoder = torch.nn.Identity()
     decoder.forward = lambda **given: given
     with unrotated(SimpleNamespace(model=decoder), dict):

@@ -1,4 +1,4 @@
-"""Attention to everything: the definition that sparse placements are compared with."""
+"""Full attention: the definition that sparse attention is compared with."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from workers.model.ops import DeltaState
 class FullAttention:
     """`StepAttention` over contexts that lie contiguous on the device, in float32 whatever the model's dtype.
 
-    Every row is scored against every context; what is not its own is masked. Tails are the attention's own.
+    Every row is scored against every context; contexts other than its own are masked. This object owns the tails.
     """
 
     lookahead = False
@@ -24,7 +24,7 @@ class FullAttention:
     def __init__(
         self,
         contexts: Sequence[Tensor],  # per layer: [num_contexts, num_kv_heads, max_context_len, 2, head_dim]
-        context_lens: Sequence[int],  # rows of each context that count
+        context_lens: Sequence[int],  # valid rows of each context
         num_tails: int,
         tail_capacity: int,
         softmax_scale: float,
@@ -33,7 +33,7 @@ class FullAttention:
     ) -> None:
         self.states: list[DeltaState | None] = [None] * len(contexts)
         self.latents: list[LatentSpec | None] = [None] * len(contexts)
-        self._chosen: dict[int, Tensor] = {}  # of the step's rows, by the last layer that has an indexer
+        self._chosen: dict[int, Tensor] = {}  # by row of the step: the choice of the last layer that has an indexer
         self._kinds, self._sinks = kinds or len(contexts) * [AttentionSpec()], sinks or len(contexts) * [None]
         self._contexts, self._softmax_scale = list(contexts), softmax_scale
         device, max_context_len = contexts[0].device, contexts[0].shape[2]
@@ -78,7 +78,7 @@ class FullAttention:
         num_scores = num_contexts * max_context_len
         on_context = weights[..., :num_scores].reshape(*grouped.shape[:3], num_contexts, max_context_len)
         on_tail = weights[..., num_scores:]
-        tail_v = tail[..., 1, :].masked_fill(~seen_tail.view(batch_size, 1, -1, 1), 0.0)  # unwritten may be NaN
+        tail_v = tail[..., 1, :].masked_fill(~seen_tail.view(batch_size, 1, -1, 1), 0.0)  # unwritten rows may be NaN
         attended = torch.einsum("bhgcn,chnd->bhgd", on_context, context[..., 1, :])
         attended = attended + torch.einsum("bhgn,bhnd->bhgd", on_tail, tail_v)
         out.copy_(attended.reshape(out.shape))
@@ -105,7 +105,7 @@ class FullAttention:
 
 
 def _first_seen(reach: Reach | None, positions: Tensor) -> Tensor:
-    """`Reach.first_seen` of all positions, without a look at them: graphs are captured of it."""
+    """`Reach.first_seen` of all positions, without reading them on the host: CUDA graphs capture it."""
     if reach is None:
         return torch.zeros_like(positions)
     return positions - positions % reach.num_rows if reach.chunked else (positions + 1 - reach.num_rows).clamp(min=0)

@@ -331,7 +331,7 @@ def test_experts_in_four_bits_are_pairs_of_small_floats(tmp_path: Path, rng) -> 
     tensors = {"mlp.experts.up_blocks": torch.from_numpy(blocks), "mlp.experts.up_scales": torch.from_numpy(scales)}
     save_file(tensors, tmp_path / "model.safetensors")
     state, kept = read_state(tmp_path, {"quant_method": "mxfp4"}, torch.float32)
-    assert not kept  # scales of 2 ** 2 and more
+    assert not kept  # some scales are 2 ** 2 or more
     assert list(state) == ["mlp.experts.up"] and np.array_equal(state["mlp.experts.up"].numpy(), meant)
 
 

@@ -28,8 +28,8 @@ class FullAttention:
         num_tails: int,
         tail_capacity: int,
         softmax_scale: float,
-        kinds: Sequence[AttentionSpec] | None = None,  # of the layers; None: plain ones
-        sinks: Sequence[Tensor | None] | None = None,  # [num_q_heads] each
+        kinds: Sequence[AttentionSpec] | None = None,  # one for each layer; default: plain attention
+        sinks: Sequence[Tensor | None] | None = None,  # per layer: [num_q_heads] sink logits, or None
     ) -> None:
         self.states: list[DeltaState | None] = [None] * len(contexts)
         self.latents: list[LatentSpec | None] = [None] * len(contexts)
@@ -74,7 +74,7 @@ class FullAttention:
         if sinks is not None:
             sink_logits = sinks.float().view(1, num_kv_heads, -1, 1).expand(batch_size, -1, -1, -1)
             scores = torch.cat([scores, sink_logits], dim=-1)
-        weights = scores.softmax(-1).nan_to_num(0.0)[..., : seen.shape[-1]]  # idle rows see nothing
+        weights = scores.softmax(-1).nan_to_num(0.0)[..., : seen.shape[-1]]  # idle rows: NaN without sinks
         num_scores = num_contexts * max_context_len
         on_context = weights[..., :num_scores].reshape(*grouped.shape[:3], num_contexts, max_context_len)
         on_tail = weights[..., num_scores:]

@@ -100,7 +100,7 @@ def test_a_device_adds_in_the_order_of_ranks(batch_size, hidden_size, num_device
         assert (exchange.counts[:num_programs] == count).all()
         for other in others:
             assert torch.equal(exchanges[other][1][half, rank], words_of(parts[rank][2], count))
-    for other, (_, memory) in enumerate(exchanges):  # and nothing else was written
+    for other, (_, memory) in enumerate(exchanges):  # nothing else was written
         written = torch.zeros_like(memory, dtype=torch.bool)
         written[:, list(others) if other == rank else [rank]] = True
         assert not memory[~written].any()

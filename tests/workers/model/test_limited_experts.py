@@ -135,7 +135,7 @@ def test_scores_of_logits_near_and_far(run: Run) -> None:
 
 @KINDS
 def test_of_equal_scores_the_first_are_chosen(run: Run) -> None:
-    """Also where all scores are 0: then all shares are 0."""
+    """This holds if all scores are 0, too: then all shares are 0."""
     spec = EXPERTS["limited"]
     logits = torch.tensor([[-300.0] * 9, [3.0] * 9, [1.0, 25.0, 2.0, 25.0, 30.0, 25.0, 0.0, 30.0, 25.0]], device=DEVICE)
     weights, buffers = (

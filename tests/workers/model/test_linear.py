@@ -71,7 +71,7 @@ def as_linear(weight: Weight) -> Linear:
 def definition(
     x: torch.Tensor,  # [num_rows, num_in] float32
     weight: Weight,  # [num_out, num_in]
-    out: torch.Tensor,  # [num_rows, num_out] float32: what was there before
+    out: torch.Tensor,  # [num_rows, num_out] float32: its previous contents
     bias: torch.Tensor | None = None,  # [num_out]
     activation: Activation | None = None,
     up_weight: Weight | None = None,  # [num_out, num_in]

@@ -75,7 +75,7 @@ def test_other_shapes(changes) -> None:
 
 
 def test_requests_in_one_batch_say_what_they_say_alone() -> None:
-    """Rows of different contexts, positions and tails, beside an idle one."""
+    """The rows have different contexts, positions and tails; one more row is idle."""
     model = loaded("qwen3").model
     runner = make_runner(model, batch_sizes=(2, 4))
     rows = []
@@ -149,7 +149,7 @@ class PredictionsRecorded(FullAttention):
 
 @pytest.mark.parametrize("family", [name for name in ALL_FAMILIES if name != "deepseek_v4"])  # its rows are compressed
 def test_predicted_queries_are_those_of_the_layers_own_modules(family) -> None:
-    """As sessions do: this layer's input through the next layer's norm and projection, then the map, then RoPE."""
+    """As in a session: this layer's input goes through the next layer's norm and projection, the map, and RoPE."""
     from bench.accuracy.attending.rotation import rotate_for
     from csattn.models.query import queries_before_rope
 

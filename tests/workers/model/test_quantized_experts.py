@@ -65,7 +65,7 @@ def test_experts(kind: tuple[str, WeightFormat, int, bool], sizes: tuple[int, in
 
 @pytest.mark.parametrize("kind", KINDS_OF_EXPERTS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
 def test_a_row_does_not_depend_on_the_rows_beside_it(kind: tuple[str, WeightFormat, int, bool]) -> None:
-    """Nor does it depend, then, on the tiles that its thread block computed before."""
+    """This includes which tiles a thread block computes before the row's own."""
     spec, hidden_size, batch_size = EXPERTS[kind[0]], 700, 12
     weights, x = (
         make_quantized_experts(spec, hidden_size, kind[1:]),

@@ -161,7 +161,7 @@ def test_codes_of_other_inputs_in_the_last_run_count_nothing(kind, batch_size: i
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_lies_behind_a_row_is_not_read(kind) -> None:
-    """What lies before and after x in memory is NaN, and so are the scales of other outputs."""
+    """NaNs surround x in memory, and the scales of other outputs are NaN."""
     whole = make_quantized(70, 200, *kind)
     poison = torch.full_like(whole.scales, NAN)
     poison[:, 3:43] = whole.scales[:, 3:43]

@@ -43,7 +43,7 @@ class Alone:
 
 
 def with_streams(weights: ModelWeights, num: int) -> tuple[ModelWeights, list[Any]]:
-    """Return weights with `num` streams, and `transformers`' modules that mix them: each branch's, and the final one."""
+    """Return weights with `num` streams, and `transformers`' modules that mix them: each branch's and the last."""
     spec = replace(weights.spec, streams=make_spec(num, 3))
     modules = make_modules(spec.streams, spec.hidden_size, 2 * spec.num_layers, spec.norm_eps)
     mixes = [stream_weights(module) for module in modules[:-1]]

@@ -166,7 +166,7 @@ def test_tapes_compute_what_the_definition_computes(family: str, ahead: bool) ->
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_row_has_the_bits_it_has_alone(family: str) -> None:
-    """Also beside rows of NaN, on any number of threads."""
+    """This holds in any batch, on any number of threads."""
     model = CpuModel(loaded(family).model, 7, 5, 9)
     for state in model.states:
         fill(state)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's checkpoints as they are published, FP8 with experts in FP4 or FP8, written here number by number."""
+"""DeepSeek-V4's checkpoints as published: FP8, with experts in FP4 or FP8, written here number by number."""
 
 import json
 import re
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif("deepseek_v4" not in ALL_FAMILIES, reason="these
 
 BLOCK, GROUP = 128, 32
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-# the widths of inputs fill blocks; and those of outputs
+# with INPUTS, all input widths are multiples of BLOCK; with OUTPUTS, all output widths too
 INPUTS = {"hidden_size": 256, "intermediate_size": 128, "q_lora_rank": 128, "o_lora_rank": 64, "n_routed_experts": 4}
 OUTPUTS = INPUTS | {"index_n_heads": 16}
 IN_FP8 = re.compile(r"\.attn\.w\w+\.|\.attn\.indexer\.wq_b\.|\.shared_experts\.")
@@ -38,13 +38,13 @@ QUANTIZED = {
 
 
 def exponents(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Tensor, np.ndarray]:
-    """Scales of about a hundredth, and what they are."""
+    """Return scales of about 0.01 in float8_e8m0fnu, and their values in float32."""
     stored = rng.integers(118, 123, shape, dtype=np.uint8)
     return torch.from_numpy(stored).view(torch.float8_e8m0fnu), np.exp2(stored.astype(np.float32) - 127)
 
 
 def in_fp8(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """A matrix, its scales, and what it stands for."""
+    """Return a float8_e4m3fn matrix, its scales, and the float32 matrix that they decode to."""
     numbers = torch.from_numpy(rng.normal(size=shape)).to(torch.float8_e4m3fn)
     scales, steps = exponents((-(-shape[0] // BLOCK), -(-shape[1] // BLOCK)), rng)
     each = np.repeat(np.repeat(steps, BLOCK, 0), BLOCK, 1)[: shape[0], : shape[1]]
@@ -66,7 +66,7 @@ def as_published(name: str) -> str:
 
 
 def publish(to: Path, rng: np.random.Generator, expert_dtype: str = "fp4", **sizes: Any) -> dict[str, Tensor]:
-    """A checkpoint as it is published; what its tensors stand for, by DeepSeek's names."""
+    """Write a checkpoint as DeepSeek publishes it. Returns what its tensors decode to, by DeepSeek's names."""
     save(to, "deepseek_v4", **sizes)
     state = {as_published(name): x for name, x in load_file(to / "model.safetensors").items()}
     meant = dict(state)
@@ -78,7 +78,7 @@ def publish(to: Path, rng: np.random.Generator, expert_dtype: str = "fp4", **siz
             state[name], state[name.replace(".weight", ".scale")], meant[name] = of(tuple(state[name].shape), rng)
         elif state[name].ndim == 2 and not name.startswith(("hc_", "layers.0.hc_")) and "ape" not in name:
             meant[name] = state[name] = state[name].bfloat16() if state[name].is_floating_point() else state[name]
-    state["mtp.0.ffn.experts.0.w1.weight"] = torch.ones(2, 16, dtype=torch.int8)  # whose scales nobody misses
+    state["mtp.0.ffn.experts.0.w1.weight"] = torch.ones(2, 16, dtype=torch.int8)  # needs no scales: it is not read
     write_files(to, state, quantization_config=QUANTIZED, expert_dtype=expert_dtype)
     return meant
 
@@ -90,7 +90,7 @@ def write_files(folder: Path, state: dict[str, Tensor], **of_config: Any) -> Non
 
 
 def require_meant(model: Any, meant: dict[str, Tensor], folder: Path) -> None:
-    """That a model has what its tensors stand for: as it is saved, by which other test it is what was loaded."""
+    """Check a model's tensors as it saves them. (Another test checks that it saves what was loaded.)"""
     model.save_pretrained(folder)
     there = {as_published(name): x for name, x in load_file(folder / "model.safetensors").items()}
     assert there.keys() == meant.keys()
@@ -230,7 +230,7 @@ def test_what_transformers_saves_is_loaded_and_saved_again(dtype: str, tmp_path:
 
 
 def test_a_config_as_it_is_published_describes_the_same_model(published: Path, tmp_path: Path) -> None:
-    """It has a ratio for each layer, also for those that predict further tokens."""
+    """A published config also has ratios for the layers that predict further tokens."""
     write_files(tmp_path, copied(published, tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
     rope = config.pop("rope_parameters")["compress"]

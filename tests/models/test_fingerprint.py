@@ -1,4 +1,4 @@
-"""What tells one model from another: its fingerprint."""
+"""A model's fingerprint tells it apart from other models."""
 
 from math import prod
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.tiny import byte_tokenizer, loaded, make_model, save
     ],
 )
 def test_what_weights_do_not_tell_changes_the_fingerprint(family, changes) -> None:
-    """A config.json that is corrected makes another model, also where each tensor is as it was."""
+    """A corrected config.json makes a different model, even if no tensor changes."""
     before, after = make_model(family), make_model(family, **changes)
     after.load_state_dict(before.state_dict())
     assert wrap_model(after, byte_tokenizer(), "x").fingerprint != wrap_model(before, byte_tokenizer(), "x").fingerprint
@@ -33,7 +33,7 @@ def test_what_weights_do_not_tell_changes_the_fingerprint(family, changes) -> No
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe"])
 def test_how_many_positions_there_are_does_not_change_the_fingerprint(family: str) -> None:
-    """KV does not depend on it."""
+    """KV does not depend on the number of positions."""
     before, after = make_model(family), make_model(family, max_position_embeddings=2048)
     after.load_state_dict(before.state_dict())
     assert wrap_model(after, byte_tokenizer(), "x").fingerprint == wrap_model(before, byte_tokenizer(), "x").fingerprint
@@ -53,7 +53,7 @@ def test_a_fingerprint_looks_at_every_input_and_few_values(shape: tuple[int, ...
 
 
 def test_a_bias_by_which_experts_are_chosen_changes_the_fingerprint() -> None:
-    """A buffer of most families: it is no parameter."""
+    """In most families this bias is a buffer, not a parameter."""
     model = make_model("minimax_m2")
     model.model.layers[1].mlp.e_score_correction_bias += 0.1
     assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded("minimax_m2").fingerprint

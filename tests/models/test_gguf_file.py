@@ -1,4 +1,4 @@
-"""GGUF files: what of them becomes a model, and what is refused rather than made another."""
+"""GGUF files are converted to the model that they describe, or refused."""
 
 import hashlib
 import os
@@ -45,7 +45,7 @@ def write_gguf(
     tokens = [*byte_tokenizer().convert_ids_to_tokens(range(256)), "ab", "cd", "<|endoftext|>", "<|im_end|>", "<|fim|>"]
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL if token.startswith("<|") else TokenType.NORMAL for token in tokens])
-    writer.add_token_merges(["a b", "c d"])  # of one alone, transformers 5.17 makes no tokenizer
+    writer.add_token_merges(["a b", "c d"])  # transformers 5.17 makes no tokenizer of a single merge
     for name, value in {**{f"{family}.{name}": size for name, size in sizes.items()}, **fields}.items():
         kind = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
         kind(name.replace("__", "."), value)
@@ -160,7 +160,7 @@ def test_a_turn_ends_at_every_token_that_ends_one(tmp_path: Path, monkeypatch: p
 
 
 def test_files_of_one_name_and_time_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two folders, and one after the other at the same place; a config is of who asked."""
+    """Files in two folders, and two in turn at the same path. Each caller gets its own copy of a config."""
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     for folder, theta, more in (("a", 1e4, "x"), ("b", 5e5, "x"), ("b", 2e4, "x" * 99)):
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -202,7 +202,7 @@ def test_a_conversion_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypa
 
 
 def gguf_of(model: Any) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]:
-    """Tensors and fields, for `write_gguf`."""
+    """Return a Llama model's tensors and fields, as `write_gguf` takes them."""
     config, tensors = model.config, dict[str, NDArray[np.float32]]()
     its = {
         "llama.context_length": config.max_position_embeddings,
@@ -218,7 +218,7 @@ def gguf_of(model: Any) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]
     dim = config.head_dim
     for name, tensor in model.state_dict().items():
         array = tensor.numpy()
-        if "q_proj" in name or "k_proj" in name:  # of each pair one stands behind the other
+        if "q_proj" in name or "k_proj" in name:  # GGUF has the two rows of a RoPE pair next to each other
             pairs = array.reshape(-1, 2, dim // 2, array.shape[1])
             array = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
         for ours, theirs in GGUF_NAMES.items():

@@ -1,4 +1,4 @@
-"""Models of the hub, where it can be asked and where it cannot."""
+"""Models of the hub, with and without a connection to it."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.tiny import save
 
 
 class NoAnswer(Exception):
-    """As an HTTP client's own errors are: of no class that is known here."""
+    """An error of a class that csattn does not know, as HTTP clients raise."""
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def timeouts_of_hub(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A hub that does not answer: how long each question waits for it, in seconds."""
+    """Simulate a hub that does not answer. Returns the list of each request's timeout, in seconds."""
     timeouts: list[float] = []
 
     def ask(self: HfApi, repo_id: str, *, timeout: float) -> None:
@@ -58,7 +58,7 @@ def test_without_a_hub_what_was_fetched_before_is_loaded(cache: Path, timeouts_o
 
 
 def test_weights_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mistral's repositories have them twice."""
+    """Mistral's repositories hold their weights in two layouts."""
     there = ["config.json", "model-1.safetensors", "consolidated.safetensors", "README.md", "pytorch_model.bin"]
 
     def names(hub_id: str, **patterns: list[str]) -> str:

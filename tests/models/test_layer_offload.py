@@ -1,4 +1,4 @@
-"""Layers that stay on the host compute the same where they are copied to, and are home again afterwards."""
+"""Offloaded layers compute the same on the device that they are copied to, and are back on the host afterwards."""
 
 from contextlib import suppress
 from typing import Any

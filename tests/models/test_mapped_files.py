@@ -1,4 +1,4 @@
-"""Weights in files without a name: the same numbers, which take no memory of their own."""
+"""Weights in memory-mapped files without a name: the same numbers, which take no anonymous memory."""
 
 import errno
 import json
@@ -24,12 +24,12 @@ from tests.tiny import make_model, save
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(mapped_files, "_MIN_BYTES", 1)
-    monkeypatch.setattr(mapped_files, "_IN_MEMORY", set())  # temporary directories may be
+    monkeypatch.setattr(mapped_files, "_IN_MEMORY", set())  # temporary directories may be in memory
     return tmp_path / "cache"
 
 
 def is_mapped(tensor: Tensor, cache: Path) -> bool:
-    """Whether its numbers lie in a file of the cache directory that has no name."""
+    """Whether a tensor's data is mapped from an unlinked file in the cache directory."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(number, 16) for number in line.split()[0].split("-"))
         if begin <= tensor.data_ptr() < end:
@@ -41,7 +41,7 @@ def is_mapped(tensor: Tensor, cache: Path) -> bool:
 @pytest.mark.parametrize("shape", [(5, 7), (1,), (3, 1, 4099)])
 def test_the_numbers_stay_and_may_be_changed(dtype: torch.dtype, shape: tuple[int, ...], cache: Path) -> None:
     here = torch.randn(shape).mul(100).to(dtype)
-    there = to_mapped_file(here.T.contiguous().T if here.ndim == 2 else here)  # also where they do not lie in order
+    there = to_mapped_file(here.T.contiguous().T if here.ndim == 2 else here)  # also if not contiguous
     assert is_mapped(there, cache) and not is_mapped(here, cache) and not list(cache.iterdir())
     assert torch.equal(there, here) and there.dtype == dtype and there.is_contiguous()
     there += 1
@@ -110,7 +110,7 @@ def test_half_of_the_disk_is_left(free: int | None, has_room: bool, monkeypatch:
 def test_where_nothing_can_be_written_is_no_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert has_disk_space(1)
     cache.mkdir()
-    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != cache or not mode & os.W_OK)  # of root, too
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != cache or not mode & os.W_OK)  # for root, too
     assert not has_disk_space(1)
 
 
@@ -163,7 +163,7 @@ def test_decoded_weights_lie_aside_where_products_read_few_bits(
 def test_decoded_experts_lie_aside_however_they_come(
     family: str, how: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
-    """In one tensor, or in a matrix for each, which are in one file for a layer until they are joined."""
+    """Experts come in one tensor, or as one matrix each: then a layer's matrices share a file until they are joined."""
     folder, given = tmp_path / "quantized", {"weights": how} if how == "int4" else {}
     plain = save(tmp_path / "plain", family, **({"intermediate_size": 96} if family == "gpt_oss" else {}))
     if how == "mxfp4":

@@ -1,4 +1,4 @@
-"""Models: what is loaded, what is refused and how."""
+"""Which models are loaded, and which are refused with which error."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_attention_that_would_come_out_wrong_is_refused(family, changes, match) 
 
 
 def test_a_window_that_is_as_long_as_all_positions_is_none() -> None:
-    """As Ministral 8B's, and Phi-3's of 128K."""
+    """Ministral 8B and Phi-3 128K have windows as long as all positions."""
     for family, window in (("mistral", 1024), ("mixtral", 4096), ("phi3", 262144)):
         assert len(describe(tiny_config(family, sliding_window=window)).indexed_layers) == 3
 
@@ -96,7 +96,7 @@ def test_a_saved_model_loads_with_its_identity(tmp_path: Path) -> None:
 
 
 def test_bars_of_other_loads_are_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a `load_model` transformers showed none in this process any more."""
+    """Loading shows no progress bars, and then restores the process's setting."""
     shows, had_bars = transformers.utils.logging, transformers.utils.logging.is_progress_bar_enabled()
     resolve, meanwhile = loader._resolve, []
     monkeypatch.setattr(
@@ -123,7 +123,7 @@ def test_a_chat_template_or_a_token_that_comes_after_loading_counts(tmp_path: Pa
 
 
 def test_a_tokenizer_that_says_to_strip_spaces_does_not(tmp_path: Path) -> None:
-    """transformers would not either, and warn at the first answer."""
+    """transformers ignores this setting as well, but would warn at the first answer."""
     settings = save(tmp_path) / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "clean_up_tokenization_spaces": True}))
     assert not load_model(str(tmp_path)).tokenizer.clean_up_tokenization_spaces
@@ -188,7 +188,7 @@ def test_a_family_that_an_older_transformers_lacks_is_told_of(tmp_path, monkeypa
 def test_a_damaged_model_is_told_of_in_one_sentence(
     tmp_path: Path, file: str, text: str | dict[str, object], match: str
 ) -> None:
-    """Libraries raise anything over it."""
+    """On damaged files libraries raise errors of any class."""
     path = save(tmp_path) / file
     path.write_text(text if isinstance(text, str) else json.dumps(json.loads(path.read_text()) | text))
     with pytest.raises(ModelError, match=match) as raised:
@@ -197,7 +197,7 @@ def test_a_damaged_model_is_told_of_in_one_sentence(
 
 
 def test_a_model_with_an_adapter_in_its_layers_is_refused() -> None:
-    """As peft puts it around them."""
+    """peft wraps a linear layer in a module with a `base_layer`."""
     model = make_model()
     attention = model.model.layers[1].self_attn
     attention.q_proj = torch.nn.ModuleDict({"base_layer": attention.q_proj})
@@ -243,7 +243,7 @@ def test_a_tokenizer_may_know_no_end() -> None:
 
 
 def test_what_is_refused_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It passes as it is; what libraries raise over a file is told as the file's fault."""
+    """csattn's own errors pass unchanged; those of libraries are reported as faults of the files."""
     path = str(save(tmp_path))
     for error, match in (
         (AssertionError("padding_idx"), "could not be loaded as a causal language model: padding_idx"),
@@ -284,7 +284,7 @@ def test_a_cache_that_training_left_off_is_on(tmp_path: Path) -> None:
 
 
 def test_no_other_cache_is_a_models_default(tmp_path: Path) -> None:
-    """transformers would not take a session's request beside it."""
+    """With another default, transformers would refuse the cache that holds a session's request."""
     settings = save(tmp_path) / "generation_config.json"
     settings.write_text(json.dumps({"cache_implementation": "static"}))
     assert load_model(tmp_path).model.generation_config.cache_implementation is None
@@ -327,7 +327,7 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 
 def test_fields_of_other_families_are_not_heeded() -> None:
-    """A config may carry any field; what a family's model does not look at changes nothing."""
+    """A config may carry any field; those that a family's model does not read change nothing."""
     stray = {"query_pre_attn_scalar": 7, "residual_multiplier": 0.1, "no_rope_layers": [0, 0, 0], "logits_scaling": 9.0}
     config = tiny_config("llama")
     before = describe(config)
@@ -341,13 +341,13 @@ def test_a_layer_without_rope_is_described_as_such() -> None:
         return [layer.attention.rope for layer in describe(tiny_config(family, **changes)).layers]
 
     assert ropes("smollm3") == [0, None, 0]
-    assert ropes("exaone4") == ropes("cohere2") == [0, None, 0]  # of those, others are local
+    assert ropes("exaone4") == ropes("cohere2") == [0, None, 0]  # the other layers are local
     assert ropes("exaone4", sliding_window=None, layer_types=3 * ["full_attention"]) == [0, 0, 0]
-    assert ropes("gemma3_text") == [0, 1, 1]  # as they are named in its config
+    assert ropes("gemma3_text") == [0, 1, 1]  # numbered in the order of its config
 
 
 def has_queries(name: str) -> bool:
-    """Which an index is made by."""
+    """Whether an index is made from the family's queries."""
     family = FAMILIES[name.partition(",")[0]]
     return not family.latents and not family.compressed
 
@@ -375,7 +375,7 @@ def test_positions_can_be_stretched(tmp_path) -> None:
     assert stretched.fingerprint != plain.fingerprint == load_model(source, stretch=1).fingerprint
     frequencies, factor = model_frequencies(stretched.model.model.rotary_emb)
     before, _ = model_frequencies(plain.model.model.rotary_emb)
-    # the fastest pair turns as before, the slowest a quarter as fast, and logits are sharpened a little
+    # the fastest pair rotates as before, the slowest a quarter as fast, and logits are scaled up a little
     torch.testing.assert_close(frequencies[0], before[0])
     torch.testing.assert_close(frequencies[-1], before[-1] / 4)
     assert factor > 1
@@ -385,7 +385,7 @@ def test_positions_can_be_stretched(tmp_path) -> None:
 
 
 def test_positions_that_yarn_was_added_for_are_the_models() -> None:
-    """As Qwen 2.5's and 3's cards say: the field stays as it is."""
+    """Qwen 2.5's and 3's model cards add YaRN and leave max_position_embeddings as it is."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
     for most, positions in ((640, 2048), (2048, 2048), (4096, 4096)):
         config = tiny_config("qwen3", rope_parameters=yarn, max_position_embeddings=most)

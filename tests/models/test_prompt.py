@@ -1,4 +1,4 @@
-"""Contexts and questions by tokenizers that put a space before words, as Llama's and Mistral's older ones do."""
+"""Contexts and questions with tokenizers that put a space before words, as older ones of Llama and Mistral do."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -27,7 +27,7 @@ TEXT = "A lamp , lit .\n\n  It burns  <s> twice</s> at  night."
 
 
 def spaced_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """As those models' files have it: a space before each stretch of text between special tokens."""
+    """Make a tokenizer like theirs, which puts a space before each piece of text between special tokens."""
     words = ["<unk>", "<s>", "</s>", "\u2581", *(chr(code) for code in range(33, 127))]
     vocab = {word: i for i, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
@@ -83,7 +83,7 @@ def test_a_conversation_that_begins_with_an_answer_does_not_follow_a_context_in_
 
 
 def test_a_context_that_no_question_could_follow_is_refused_before_it_is_prefilled() -> None:
-    """Here the decoder writes small letters."""
+    """Here the decoder changes L to l, so the decoded context is another text."""
     tokenizer = spaced_tokenizer(ZEPHYR.replace("eos_token", "''"))
     tokenizer.backend_tokenizer.decoder = decoders.Replace("L", "l")
     assert len(context_ids(tokenizer, "a Lamp", "none"))

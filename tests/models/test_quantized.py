@@ -1,4 +1,4 @@
-"""Checkpoints as they are published in 8 and 4 bits, written here number by number."""
+"""Checkpoints as published in 8 and 4 bits, written here number by number."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from tests.tiny import save
 
 GROUP = 32
 NUM_LAYERS = 2
-# What is written in place of a matrix [num_out, num_in], what it stands for, and what the config says of it.
+# The tensors written in place of a matrix [num_out, num_in], and the matrix that they decode to.
 Written = tuple[dict[str, Tensor], Tensor]
 
 
@@ -45,7 +45,7 @@ def gptq(
 ) -> Written:
     num_out, num_in = shape
     groups = num_in // GROUP
-    # as with desc_act, where matrices of the same input have the same order
+    # as with desc_act; matrices with the same input have the same order
     group_of = np.arange(num_in) // GROUP if in_order else np.random.default_rng(7).permutation(num_in) % groups
     q = rng.integers(0, 1 << bits, (num_in, num_out))
     zeros = rng.integers(0, 1 << bits, (groups, num_out))
@@ -92,7 +92,7 @@ def packed(shape: tuple[int, int], rng: np.random.Generator, symmetric: bool) ->
 
 def eight_bits(shape: tuple[int, int], rng: np.random.Generator, of_scales: str) -> Written:
     num_out, num_in = shape
-    block = 40, 64 if of_scales == "block" else 24  # divide not both
+    block = 40, 64 if of_scales == "block" else 24  # do not divide all sizes
     size = {"output": (num_out, 1), "matrix": (1,)}.get(of_scales, (-(-num_out // 40), -(-num_in // block[1])))
     q = torch.from_numpy(rng.normal(size=shape)).to(torch.float8_e4m3fn)
     scales = torch.from_numpy(rng.uniform(0.01, 0.1, size)).float()
@@ -158,7 +158,8 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-NOT_KEPT = ("fp8 by small block", "gptq of 8 bits", "int8 with zero points")  # by a GPU, which decodes them once
+# formats that a GPU does not keep: decoded once, when loaded
+NOT_KEPT = ("fp8 by small block", "gptq of 8 bits", "int8 with zero points")
 
 
 @pytest.fixture(scope="module")
@@ -174,15 +175,15 @@ def in_gptq(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantize(plain: Path, to: Path, form: str, rng: np.random.Generator) -> dict[str, Tensor]:
-    """A copy whose layers' matrices are of a format; what they stand for, by name."""
+    """Write a copy with the layers' matrices in a format. Returns what they decode to, by name."""
     write, config = FORMATS[form]
     state, meant = load_file(plain / "model.safetensors"), {}
     for name in [name for name in state if "_proj." in name or ".experts." in name]:
         parts, meant[name] = write(tuple(state.pop(name).shape), rng)
         module = name.removesuffix(".weight")
         state |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
-        state[f"{module}.input_scale"] = torch.ones(1)  # of activations: nothing of it is heeded
-        state[f"{module.rpartition('.')[0]}.k_scale"] = torch.ones(1)  # of KV, likewise
+        state[f"{module}.input_scale"] = torch.ones(1)  # for activations: ignored
+        state[f"{module.rpartition('.')[0]}.k_scale"] = torch.ones(1)  # for KV: ignored
     change(plain, to, state, quantization_config=config)
     return meant
 
@@ -218,12 +219,12 @@ def test_quantized_weights_are_what_their_format_says(form: str, plain: Path, tm
 
 
 def kept_of_experts(half: Any) -> list[tuple[Any, Tensor, Tensor]]:
-    """Of a model's layers: experts that are kept, and the matrices that they stand for."""
+    """Return each layer's quantized experts, and the gate-up and down matrices that they decode to."""
     found = []
     for layer in half.model.model.layers:
         experts = layer.mlp.experts
         matrices = (experts.gate_up_proj.data, experts.down_proj.data)
-        if experts.__class__.__name__.startswith("GptOss"):  # [num_in, num_out], gates and ups in turn
+        if experts.__class__.__name__.startswith("GptOss"):  # [num_in, num_out], gates and ups interleaved
             gate_up, down = (matrix.mT for matrix in matrices)
             matrices = torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], dim=1), down
         found.append((experts.quantized, *(matrix.flatten(0, 1) for matrix in matrices)))
@@ -250,7 +251,7 @@ def test_experts_with_a_matrix_each_are_kept_together(family: str, form: str, tm
 
 
 def require_bytes_of(folder: Path, half: Any, weights: str | None = None) -> None:
-    """What a config tells of bytes is what a loaded model has."""
+    """Check that the bytes predicted from a config are those of the loaded model."""
     decoded = sum(parameter.nbytes for parameter in half.model.parameters())
     size = weight_bytes(read_config(str(folder)), 2, weights)
     assert (size.decoded, size.on_gpu) == (decoded, device_bytes(half.model))
@@ -278,7 +279,7 @@ def test_experts_of_layers_that_predict_further_tokens_are_not_taken_for_the_fir
 
 
 def in_mxfp4(plain: Path, to: Path, rng: np.random.Generator) -> None:
-    """A copy whose experts are random blocks."""
+    """Write a copy whose experts are random MXFP4 blocks."""
     state = load_file(plain / "model.safetensors")
     for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         num, num_in, num_out = state.pop(name).shape
@@ -330,7 +331,7 @@ def test_experts_in_four_bits_are_pairs_of_small_floats(tmp_path: Path, rng) -> 
     tensors = {"mlp.experts.up_blocks": torch.from_numpy(blocks), "mlp.experts.up_scales": torch.from_numpy(scales)}
     save_file(tensors, tmp_path / "model.safetensors")
     state, kept = read_state(tmp_path, {"quant_method": "mxfp4"}, torch.float32)
-    assert not kept  # scales of 2 ** 2 and more
+    assert not kept  # some scales are 2 ** 2 or more
     assert list(state) == ["mlp.experts.up"] and np.array_equal(state["mlp.experts.up"].numpy(), meant)
 
 
@@ -362,7 +363,7 @@ def test_weights_can_be_rounded_as_they_are_loaded(rounding: str, most: float, p
 
 
 def test_few_bits_that_a_matrix_is_no_longer_are_forgotten(plain: Path) -> None:
-    """An adapter was merged into it: the model is another, and both its prefill and its steps read what it is now."""
+    """Merging an adapter changes a matrix: prefill and steps must both read its new values."""
     loaded = load_model(str(plain), "bfloat16", weights="int4")
     layers = loaded.model.model.layers
     up, down = layers[0].mlp.up_proj, layers[1].mlp.down_proj
@@ -416,7 +417,7 @@ def test_a_damaged_quantized_checkpoint_is_a_sentence(damage: str, in_gptq: Path
 
 
 def test_a_bias_of_zeros_may_be_where_a_model_has_none(in_gptq: Path, tmp_path: Path) -> None:
-    """As AutoGPTQ writes it."""
+    """AutoGPTQ writes biases of zeros."""
     shutil.copytree(in_gptq, tmp_path, dirs_exist_ok=True)
     for bias in (torch.zeros(96), torch.ones(96)):
         state = load_file(in_gptq / "model.safetensors") | {f"{MODULE}.bias": bias}
@@ -431,7 +432,7 @@ def test_a_bias_of_zeros_may_be_where_a_model_has_none(in_gptq: Path, tmp_path: 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_the_same_weights_in_another_layout_are_left_alone(is_sharded: bool, in_gptq: Path, tmp_path: Path) -> None:
-    """As Mistral publishes them besides."""
+    """Mistral publishes its weights in a second layout, consolidated.safetensors."""
     shutil.copytree(in_gptq, tmp_path, dirs_exist_ok=True)
     save_file({"layers.0.attention.wq.weight": torch.ones(2)}, tmp_path / "consolidated.safetensors")
     if is_sharded:
@@ -443,7 +444,7 @@ def test_the_same_weights_in_another_layout_are_left_alone(is_sharded: bool, in_
 
 @pytest.mark.parametrize("group_size", [40, 60, 96])
 def test_groups_that_do_not_divide_the_inputs_are_as_long_as_the_config_says(group_size: int, tmp_path, rng) -> None:
-    """Of 64 inputs a last group has fewer: two of 40 are none of 32."""
+    """The last of them is shorter: 64 inputs make two groups of 40, which must not be read as two of 32."""
     q, scales = rng.integers(-8, 8, (24, 64)), torch.from_numpy(rng.uniform(0.001, 0.1, (24, 2))).float()
     parts = {"weight_packed": pack(q + 8, 4), "weight_scale": scales, "weight_shape": torch.tensor(q.shape)}
     save_file({f"m.{name}": part for name, part in parts.items()}, tmp_path / "model.safetensors")
@@ -512,7 +513,7 @@ def test_what_cannot_be_decoded_is_refused_by_name(config, match, plain: Path, t
     ],
 )
 def test_a_checkpoint_that_is_not_whole_is_a_sentence(damage, match: str, plain: Path, tmp_path: Path, capfd) -> None:
-    """And no model with random numbers in it."""
+    """Without the error the model would have randomly initialised weights."""
     state = load_file(plain / "model.safetensors")
     damage(state)
     change(plain, tmp_path / "damaged", state)

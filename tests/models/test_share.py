@@ -1,4 +1,4 @@
-"""Shares of a model: what devices compute with theirs is together what the whole computes."""
+"""Shares of a model: the devices' results together are those of the whole model."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -45,13 +45,13 @@ def outputs(linears: tuple[Linear, ...], x: Tensor) -> Tensor:
 
 
 def merged(parts: list[Tensor], widths: list[int]) -> Tensor:
-    """Of each device pieces of those widths side by side: all devices' first pieces, then all their second ones."""
+    """Join the devices' pieces of these widths: all devices' first pieces, then all their second ones, and so on."""
     pieces = [part.split(widths, dim=1) for part in parts]
     return torch.cat([of_device[number] for number in range(len(widths)) for of_device in pieces], dim=1)
 
 
 def experts_out(weights: ExpertWeights, spec: ExpertsSpec, x: Tensor) -> Tensor:
-    """What experts give that are chosen for x."""
+    """Return the output of the experts chosen for x."""
 
     def zeros(*sizes: int, dtype: torch.dtype = x.dtype) -> Tensor:
         return torch.zeros(len(x), *sizes, dtype=dtype)
@@ -120,7 +120,7 @@ def test_groups_of_heads_over_compressed_rows_make_the_whole() -> None:
 
 
 def test_gates_of_heads_go_with_their_heads() -> None:
-    """Of a model whose other layers are refused."""
+    """This model has other layers, which cannot be split."""
     weights = weights_of(loaded("qwen3_next").model)
     spec, number = weights.spec, weights.spec.indexed_layers[0]
     layer, x = weights.layers[number], torch.randn(3, weights.spec.hidden_size)
@@ -140,7 +140,7 @@ def test_sinks_of_heads_go_with_their_heads() -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_shares_of_few_bits_decode_to_those_of_the_matrix(kind: tuple[WeightFormat, int, bool], on_gpu: bool) -> None:
-    """on_gpu: where words are there alone."""
+    """on_gpu: only the quantized words are kept, without decoded weights."""
     spec = describe(tiny_config("llama", head_dim=128, intermediate_size=512))
     quantized = make_quantized(70, 512, *kind).to("cpu")
     plain = quantized.decoded(torch.float32)
@@ -175,7 +175,7 @@ def test_shares_of_experts_in_few_bits_decode_to_those_of_the_matrices(
     words = replace(words, quantized=words.quantized.to("cpu"))
     plain = words.plain(torch.float32)
     llama = weights_of(loaded("llama").model)
-    for whole in (words, plain):  # on a GPU, and on the host
+    for whole in (words, plain):  # as on a GPU, and as on the host
         layer = replace(llama.layers[0], experts=(whole,))
         parts = [share_of_layer(layer, llama.spec.heads, layer_spec, Share(rank, 2)).experts[0] for rank in range(2)]
         for part in parts:
@@ -193,7 +193,7 @@ def test_shares_of_experts_in_few_bits_decode_to_those_of_the_matrices(
 
 
 def test_few_bits_that_cannot_be_shared_out_are_told_what_can() -> None:
-    """Each device takes whole groups, of inputs that lie in order."""
+    """Each device takes whole groups, and the inputs must be in the order of their groups."""
     weights = weights_of(loaded("llama").model)
     spec = replace(weights.spec, num_kv_heads=8, num_q_heads=8)
 

@@ -1,4 +1,4 @@
-"""Of models that see images besides, the text model is loaded from their checkpoint."""
+"""From the checkpoint of a model that also sees images, its text model is loaded."""
 
 import re
 import shutil
@@ -26,11 +26,11 @@ _OF_QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads":
 
 @dataclass(frozen=True)
 class Kind:
-    """A tiny model of it."""
+    """The sizes of a tiny model that sees images."""
 
     text: str  # its text model's family
     tower: dict[str, Any]
-    changes: dict[str, Any] = field(default_factory=dict)  # of the text model
+    changes: dict[str, Any] = field(default_factory=dict)  # of the text model's config
 
 
 KINDS = {
@@ -44,7 +44,7 @@ KINDS = {
 
 
 def save(directory: Path, kind: str) -> Any:
-    """That model in float32, and its directory as `transformers` saves it."""
+    """Save a model of a kind as `transformers` does. Returns it, in float32."""
     of = KINDS[kind]
     text, tower = tiny_config(of.text, **of.changes).to_dict(), of.tower
     if kind == "gemma3":
@@ -61,7 +61,7 @@ def save(directory: Path, kind: str) -> Any:
 def test_it_says_what_the_whole_says_of_text(kind: str, tmp_path: Path) -> None:
     whole, ids = save(tmp_path, kind), torch.arange(5, 45)[None]
     if kind == "llama4":
-        whole = whole.language_model  # in transformers 5.24.0 the whole wants of it what it does not give
+        whole = whole.language_model  # in transformers 5.24.0 the whole model reads what this one does not return
     loaded = load_model(str(tmp_path))
     assert loaded.model.config.model_type == read_config(str(tmp_path)).model_type == KINDS[kind].text
     with torch.inference_mode():
@@ -79,13 +79,13 @@ def test_a_tensor_that_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_bits_are_read_as_those_of_a_text_model(kind: str, tmp_path: Path) -> None:
-    """To the bit as the same checkpoint decoded; a GPU keeps the bits of the text model's linear layers."""
+    """All weights equal those of the decoded checkpoint; the text model's linear layers keep their quantized form."""
     whole = save(plain := tmp_path / "plain", kind)
     state = load_file(plain / "model.safetensors")
     linears = [n for n in state if _IS_LINEAR.search(n) and not NOT_TEXT.match(n)]
     coded = dict(state)
     for name in linears:
-        scales = torch.linspace(0.01, 0.02, -(-len(state[name]) // 8))[:, None]  # of blocks, as wide as matrices are
+        scales = torch.linspace(0.01, 0.02, -(-len(state[name]) // 8))[:, None]  # one for 8 whole rows each
         scale = scales.repeat_interleave(8, 0)[: len(state[name])]
         numbers = (state[name] / scale).to(torch.float8_e4m3fn)
         coded |= {name: numbers, name.replace("weight", "weight_scale_inv"): scales}

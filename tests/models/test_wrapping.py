@@ -1,4 +1,4 @@
-"""How a text becomes a prefix that questions share: by the model's chat template, or as it is."""
+"""A text becomes a prefix that questions share: in the model's chat template, or unchanged."""
 
 import hashlib
 from typing import ClassVar
@@ -68,7 +68,7 @@ def test_a_template_that_no_context_can_stand_in_is_refused(template: str, match
 
 
 def test_a_template_that_wants_a_question_has_the_context_as_its_system_message() -> None:
-    """As Qwen 3.5's."""
+    """Qwen 3.5's template raises an error without a question."""
     wanted = "{% if messages[-1].role == 'system' %}{{ raise_exception('No user query found') }}{% endif %}"
     tokenizer, plain = byte_tokenizer(wanted + CHAT_TEMPLATE), byte_tokenizer()
     assert choose_wrapping(tokenizer) == "system"

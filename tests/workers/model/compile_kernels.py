@@ -1,5 +1,6 @@
-"""Compile the decode loop's kernels for an H200, and those with instructions of their own for older GPUs too. None is
-needed: the interpreter takes more than the compiler.
+"""Compile the decode loop's Triton kernels for an H200, and those that decode quantized weights for older GPUs too.
+
+Triton's interpreter accepts code that its compiler rejects. Compiling needs no GPU.
 
 TRITON_INTERPRET=0 python -m tests.workers.model.compile_kernels
 """
@@ -22,7 +23,7 @@ from workers.model.gpu import (
     token_kernels,
 )
 
-# what arguments of these names are; all others are bfloat16 tensors
+# the types of arguments by name; all others are bfloat16 tensors
 TYPES = {
     "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv conv_state memory"
     " decay decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights"

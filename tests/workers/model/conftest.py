@@ -1,4 +1,4 @@
-"""What several test files of products with weights of few bits share."""
+"""Fixtures for tests of products with quantized weights."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tests.cuda_on_cpu.emulated import Emulator
 
 @pytest.fixture
 def two_multiprocessors(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of the device that multiplies with weights of few bits, so that a block has several tiles."""
+    """Emulate a GPU of two multiprocessors for quantized products, so that a thread block has several tiles."""
     from workers.model.gpu import quantized_ops  # Triton may be missing
 
     emulator.stand_in(monkeypatch, quantized_ops, multiprocessors=2)

@@ -1,4 +1,4 @@
-"""Questions and answers on a `ModelRunner` alone, as engines feed them step by step."""
+"""Prefill and greedy decoding on a bare `ModelRunner`, in steps as engines make them."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ def prefill(
     context_id: int,
     first_position: int,  # of the first token, in the sequence
     tail_id: int,
-    tail_len: int = 0,  # rows the tail has already
+    tail_len: int = 0,  # rows already in the tail
 ) -> StepOutput:
-    """Feed a question in as few steps as possible. Returns what followed its last token: one row."""
+    """Feed a question in as few steps as possible. Returns the output after its last token: one row."""
     for start in range(0, len(token_ids), runner.batch_sizes[-1]):
         chunk = list(token_ids[start : start + runner.batch_sizes[-1]])
         num_rows = len(chunk)
@@ -35,7 +35,7 @@ def prefill(
 
 
 def advance(runner: ModelRunner, batch_size: int, next_ids: Tensor) -> None:
-    """Feed each row its likeliest token, one position and one row of its tail further."""
+    """Prepare the next step: each active row gets its next token, one position and one tail row further."""
     rows = runner.rows(batch_size)
     active = rows.tail_lens > 0
     rows.token_ids.copy_(next_ids.clamp(min=0))

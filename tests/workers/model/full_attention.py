@@ -1,4 +1,4 @@
-"""Attention to everything: the definition that sparse placements are compared with."""
+"""Full attention: the definition that sparse attention is compared with."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from workers.model.ops import DeltaState
 class FullAttention:
     """`StepAttention` over contexts that lie contiguous on the device, in float32 whatever the model's dtype.
 
-    Every row is scored against every context; what is not its own is masked. Tails are the attention's own.
+    Every row is scored against every context; contexts other than its own are masked. This object owns the tails.
     """
 
     lookahead = False
@@ -24,16 +24,16 @@ class FullAttention:
     def __init__(
         self,
         contexts: Sequence[Tensor],  # per layer: [num_contexts, num_kv_heads, max_context_len, 2, head_dim]
-        context_lens: Sequence[int],  # rows of each context that count
+        context_lens: Sequence[int],  # valid rows of each context
         num_tails: int,
         tail_capacity: int,
         softmax_scale: float,
-        kinds: Sequence[AttentionSpec] | None = None,  # of the layers; None: plain ones
-        sinks: Sequence[Tensor | None] | None = None,  # [num_q_heads] each
+        kinds: Sequence[AttentionSpec] | None = None,  # one for each layer; default: plain attention
+        sinks: Sequence[Tensor | None] | None = None,  # per layer: [num_q_heads] sink logits, or None
     ) -> None:
         self.states: list[DeltaState | None] = [None] * len(contexts)
         self.latents: list[LatentSpec | None] = [None] * len(contexts)
-        self._chosen: dict[int, Tensor] = {}  # of the step's rows, by the last layer that has an indexer
+        self._chosen: dict[int, Tensor] = {}  # by row of the step: the choice of the last layer that has an indexer
         self._kinds, self._sinks = kinds or len(contexts) * [AttentionSpec()], sinks or len(contexts) * [None]
         self._contexts, self._softmax_scale = list(contexts), softmax_scale
         device, max_context_len = contexts[0].device, contexts[0].shape[2]
@@ -74,11 +74,11 @@ class FullAttention:
         if sinks is not None:
             sink_logits = sinks.float().view(1, num_kv_heads, -1, 1).expand(batch_size, -1, -1, -1)
             scores = torch.cat([scores, sink_logits], dim=-1)
-        weights = scores.softmax(-1).nan_to_num(0.0)[..., : seen.shape[-1]]  # idle rows see nothing
+        weights = scores.softmax(-1).nan_to_num(0.0)[..., : seen.shape[-1]]  # idle rows: NaN without sinks
         num_scores = num_contexts * max_context_len
         on_context = weights[..., :num_scores].reshape(*grouped.shape[:3], num_contexts, max_context_len)
         on_tail = weights[..., num_scores:]
-        tail_v = tail[..., 1, :].masked_fill(~seen_tail.view(batch_size, 1, -1, 1), 0.0)  # unwritten may be NaN
+        tail_v = tail[..., 1, :].masked_fill(~seen_tail.view(batch_size, 1, -1, 1), 0.0)  # unwritten rows may be NaN
         attended = torch.einsum("bhgcn,chnd->bhgd", on_context, context[..., 1, :])
         attended = attended + torch.einsum("bhgn,bhnd->bhgd", on_tail, tail_v)
         out.copy_(attended.reshape(out.shape))
@@ -105,7 +105,7 @@ class FullAttention:
 
 
 def _first_seen(reach: Reach | None, positions: Tensor) -> Tensor:
-    """`Reach.first_seen` of all positions, without a look at them: graphs are captured of it."""
+    """`Reach.first_seen` of all positions, without reading them on the host: CUDA graphs capture it."""
     if reach is None:
         return torch.zeros_like(positions)
     return positions - positions % reach.num_rows if reach.chunked else (positions + 1 - reach.num_rows).clamp(min=0)

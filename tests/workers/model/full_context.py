@@ -1,4 +1,4 @@
-"""A context prefilled by transformers, for the decode loop's full attention, and what transformers says next."""
+"""Contexts prefilled by transformers for the decode loop, and transformers' own continuations of them."""
 
 from dataclasses import astuple
 from typing import Any
@@ -28,7 +28,7 @@ CONTEXT_LENS = (37, 50)
 
 @torch.no_grad()
 def context_kv(model: Any, ids: Tensor) -> list[Tensor]:
-    """Per layer [num_kv_heads, len(ids), 2, head_dim]; of layers that keep a state zeros."""
+    """Return each layer's rows [num_kv_heads, len(ids), 2, head_dim]: zeros for linear attention."""
     layers, spec = cache_of(model, ids), describe(model.config)
     kinds = [layer.attention for layer in spec.layers]
     layers = [layers[i if kind.rows_of is None else kind.rows_of] for i, kind in enumerate(kinds)]
@@ -40,7 +40,7 @@ def context_kv(model: Any, ids: Tensor) -> list[Tensor]:
 
 
 def _latent_rows(layer: Any, spec: ModelSpec) -> Tensor:
-    """As csattn keeps them: pairs of dimensions that turn together lie side by side, where the model has them so."""
+    """Return latent rows as csattn stores them: if the model's RoPE is interleaved, rotated pairs are neighbours."""
     index_keys, latent = getattr(layer, "indexer_keys", None), spec.layers[0].latent
     assert latent is not None
     rotated = _interleaved(layer.values[0, 0]) if spec.ropes[0].interleaved else layer.values[0, 0]
@@ -53,12 +53,12 @@ def _latent_rows(layer: Any, spec: ModelSpec) -> Tensor:
 
 
 def _interleaved(x: Tensor) -> Tensor:
-    """i and i + half side by side."""
+    """Place dimensions i and i + half next to each other."""
     return torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
 
 
 def cache_of(model: Any, ids: Tensor) -> list[Any]:
-    """Of each layer, with all of its rows."""
+    """Return each layer's cache after ids, with all of its rows."""
     types = {layer_type(model.config, layer_idx) for layer_idx in range(model.config.num_hidden_layers)}
     if not {"linear_attention", "indexed_attention"} & types:
         return list(model(ids[None], **{CACHE: DynamicCache()})[CACHE].layers)
@@ -71,7 +71,7 @@ def contexts_of(model: Any) -> list[Tensor]:
 
 
 def full_attention(model: Any, num_tails: int = 4, tail_capacity: int = 60, begun: int = 0) -> FullAttention:
-    """Over both contexts, states as behind the context `begun`. What lies behind the shorter is NaN in K, 0 in V."""
+    """Make full attention over both contexts, with states as after context `begun`. Padding is NaN in K, 0 in V."""
     by_context = [context_kv(model, ids) for ids in contexts_of(model)]
     layers = []
     for parts in zip(*by_context, strict=True):
@@ -90,13 +90,13 @@ def full_attention(model: Any, num_tails: int = 4, tail_capacity: int = 60, begu
         if layer.delta is not None:
             attention.states[layer_idx] = _begun(model, layer_idx, num_tails, begun)
     for tail in attention.tails:
-        tail.fill_(torch.nan)  # nobody reads what no row has written
+        tail.fill_(torch.nan)  # rows that are not written must not be read
     return attention
 
 
 @torch.no_grad()
 def _begun(model: Any, layer_idx: int, num_tails: int, context_id: int) -> DeltaState:
-    """All tails behind that context."""
+    """Return the state after that context, repeated for all tails."""
     state = cache_of(model, contexts_of(model)[context_id])[layer_idx]
     conv, memory = state.conv_states[0][0, :, 1:].float(), state.recurrent_states[0][0].float()
     places = [x.repeat(num_tails, 1, *x.dim() * [1]) for x in (conv, memory)]
@@ -111,7 +111,7 @@ def make_runner(model: Any, batch_sizes: tuple[int, ...] = (1, 3), **options: An
 
 
 def compressed_shape(spec: ModelSpec, context_lens: tuple[int, ...], **sizes: Any) -> EngineShape:
-    """For steps of compressed attention over contexts of these lengths."""
+    """Return the shape of an engine with compressed attention over contexts of these lengths."""
     return EngineShape(
         num_layers=spec.num_layers,
         num_q_heads=spec.num_q_heads,
@@ -130,7 +130,7 @@ def compressed_shape(spec: ModelSpec, context_lens: tuple[int, ...], **sizes: An
 
 
 def _attend_compressed(model: Any, weights: list[Any], batch_sizes: tuple[int, ...], num_tails: int = 4) -> Any:
-    """Over both contexts, tails as behind the first."""
+    """Make compressed attention over both contexts, with all tails begun after the first."""
     sizes = {"batch_sizes": batch_sizes, "num_tails": num_tails, "tail_capacity": 60}
     shape = compressed_shape(describe(model.config), CONTEXT_LENS, **sizes)
     memory = CompressedMemory(shape, model.device)
@@ -144,7 +144,7 @@ def _attend_compressed(model: Any, weights: list[Any], batch_sizes: tuple[int, .
 
 @torch.no_grad()
 def greedy(model: Any, context_id: int, question: list[int], num_tokens: int) -> list[int]:
-    """The tokens that transformers generates after context and question."""
+    """Return the tokens that transformers generates after context and question."""
     ids = torch.cat([contexts_of(model)[context_id], torch.tensor(question, device=model.device)])[None]
     whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
     return whole[0, ids.shape[1] :].tolist()
@@ -152,6 +152,6 @@ def greedy(model: Any, context_id: int, question: list[int], num_tokens: int) ->
 
 @torch.no_grad()
 def logits_after(model: Any, context_id: int, continuation: list[int]) -> Tensor:
-    """transformers' logits at each token of a continuation: [len(continuation), vocab_size] float32."""
+    """Return transformers' logits at each token of a continuation [len(continuation), vocab_size] float32."""
     ids = torch.cat([contexts_of(model)[context_id], torch.tensor(continuation, device=model.device)])[None]
     return model(ids).logits[0, -len(continuation) :].float()

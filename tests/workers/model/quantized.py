@@ -1,4 +1,4 @@
-"""Weights in few bits for tests."""
+"""Quantized weights for tests."""
 
 import torch
 
@@ -7,14 +7,14 @@ from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights, by_expert
 from tests.workers.model.step_ops import DEVICE, randn
 
-# format, inputs of a group, whether there are zero points
+# format, group_size, whether there are zero points
 KINDS: list[tuple[WeightFormat, int, bool]] = [
     ("fp8", 0, False), ("fp8", 128, False), ("fp8", 64, False),
     ("int4", 128, False), ("int4", 128, True), ("int4", 32, True), ("int4", 64, False), ("int4", 0, True),
     ("int4", 256, False),
 ]  # fmt: skip
 
-# experts, format, inputs of a group, whether there are zero points
+# key of EXPERTS, format, group_size, whether there are zero points
 KINDS_OF_EXPERTS: list[tuple[str, WeightFormat, int, bool]] = [
     ("clamped", "fp4", 32, False), ("plain", "fp8", 128, False), ("all", "int4", 128, True),
     ("one", "fp8", 0, False), ("groups", "int4", 32, True), ("limited", "fp4", 32, False),
@@ -22,7 +22,7 @@ KINDS_OF_EXPERTS: list[tuple[str, WeightFormat, int, bool]] = [
 
 
 def make_quantized(num_out: int, num_in: int, format: WeightFormat, group_size: int, zeros: bool) -> QuantizedWeight:
-    """Every code there is, with scales that make the weights about num_in ** -0.5."""
+    """Make random codes, with scales that make the weights about num_in ** -0.5."""
     codes = torch.randint(0, 256 if format == "fp8" else 16, (num_out, num_in), dtype=torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0  # NaN in fp8
     num_groups = -(-num_in // (group_size or num_in))
@@ -57,6 +57,6 @@ def make_quantized_experts(
 
 
 def choose(spec: ExpertsSpec, batch_size: int) -> torch.Tensor:
-    """Without the last expert, where there are others."""
+    """Choose experts at random [batch_size, num_chosen] int32; never the last one, unless all are chosen."""
     several = max(spec.num_chosen, spec.num_experts - 1)
     return torch.stack([torch.randperm(several)[: spec.num_chosen] for _ in range(batch_size)]).int()

@@ -1,4 +1,4 @@
-"""What tests of a decode step's operations work on."""
+"""Inputs for tests of a decode step's operations."""
 
 import torch
 
@@ -45,7 +45,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -
 
 
 def make_stream(batch_size: int, hidden_size: int, dtype: torch.dtype) -> Stream:
-    """Everything but the residual stream itself is NaN until it is written."""
+    """Make a stream in which everything but `hidden` is NaN until it is written."""
     poison = torch.full((batch_size, hidden_size), torch.nan, dtype=dtype, device=DEVICE)
     squares = torch.full((num_squares(hidden_size), batch_size), torch.nan, device=DEVICE)
     return Stream(randn(batch_size, hidden_size, dtype=dtype), poison.clone(), poison.clone(), squares)
@@ -60,7 +60,7 @@ def assert_same_stream(got: Stream, want: Stream, ahead: bool) -> None:
     close = tolerance(want.hidden.dtype)
     torch.testing.assert_close(got.hidden, want.hidden, **close)
     torch.testing.assert_close(got.scaled, want.scaled, **close)
-    torch.testing.assert_close(got.squares, want.squares, rtol=3e-2, atol=3e-2)  # of a rounded stream
+    torch.testing.assert_close(got.squares, want.squares, rtol=3e-2, atol=3e-2)  # sums over a rounded stream
     if ahead:
         torch.testing.assert_close(got.scaled_ahead, want.scaled_ahead, **close)
     else:
@@ -94,7 +94,7 @@ def make_linear(num_out: int, num_in: int, dtype: torch.dtype, bias: bool = Fals
 def make_expert_buffers(
     spec: ExpertsSpec, batch_size: int, hidden_size: int, dtype: torch.dtype, logits: torch.Tensor
 ) -> ExpertBuffers:
-    """What is to be written is NaN, or no expert."""
+    """Make buffers whose outputs are NaN, and -1 where experts are to be chosen."""
 
     def nan(*sizes: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.full((batch_size, spec.num_chosen, *sizes), torch.nan, dtype=of, device=DEVICE)
@@ -104,7 +104,7 @@ def make_expert_buffers(
 
 
 def make_choice(spec: ExpertsSpec, vocab_size: int = 11) -> ExpertWeights:
-    """Of experts without matrices, what tells which are a token's."""
+    """Make experts without matrices, with what routing reads besides logits."""
     nothing = torch.empty(0, device=DEVICE)
     experts = torch.rand(vocab_size, spec.num_experts).argsort()[:, : spec.num_chosen]
     return ExpertWeights(

@@ -23,7 +23,7 @@ DELTAS = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spec", DELTAS)
 def test_delta(spec: DeltaSpec, dtype: torch.dtype, versions: int) -> None:
-    """Tokens of one request in one step, beside others and idle rows; of states that nobody reads or writes nothing."""
+    """One request has several tokens in a step, beside others and idle rows. States of no active row stay untouched."""
     rows = make_rows([0, 0, 1, 0, -1, 1], [3, 0, 2, 3, 5, 2], [1, 0, 5, 2, 1, 6])
     inputs = randn(6, spec.in_width, dtype=dtype)
     decay, decay_bias = torch.rand(2, spec.num_v_heads, device=DEVICE)
@@ -32,7 +32,7 @@ def test_delta(spec: DeltaSpec, dtype: torch.dtype, versions: int) -> None:
     version = torch.tensor([0, 0, versions - 1, 0, 0, 0], device=DEVICE)
     states = [randn(6, versions, *sizes) for sizes in spec.parts]
     for state in states:
-        state[[0, 1, 4]] = torch.nan  # of no row that counts
+        state[[0, 1, 4]] = torch.nan  # states of no active row
     got, want = (DeltaState(*(state.clone() for state in states), version) for _ in range(2))
     mixed = torch.full((2, 6, spec.num_channels), torch.nan, dtype=dtype, device=DEVICE)
     outs = torch.zeros(2, 6, spec.v_width, dtype=dtype, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Devices meet once, or their processes end: torch waits for others with Python's lock held, and for very long."""
+"""A process that waits too long for other devices ends itself: torch would wait for very long, holding the GIL."""
 
 import io
 import signal
@@ -76,7 +76,7 @@ def test_a_share_takes_no_more_memory_than_is_said(family: str, num_devices: int
 @pytest.mark.parametrize(
     ("family", "rounding", "sizes"),
     [
-        ("qwen3_moe", "fp8", {"moe_intermediate_size": 384}),  # of which a half ends within a run
+        ("qwen3_moe", "fp8", {"moe_intermediate_size": 384}),  # half of it ends within a run
         ("qwen3_moe", "int4", {"moe_intermediate_size": 256}),
         ("llama", "fp8", {"intermediate_size": 640}),
     ],
@@ -88,7 +88,7 @@ def test_nor_do_weights_of_few_bits(family: str, rounding: Rounding, sizes: dict
 
 
 def require_as_said(model: LoadedModel, num_devices: int) -> None:
-    """Nor does it take much less: no more than a vocabulary."""
+    """Check that a share takes at most the predicted bytes, and at most one float32 vocabulary matrix less."""
     said, config = handed_share(model, num_devices).num_bytes, model.model.config
     for rank in range(num_devices):
         pickler = _Pickler(io.BytesIO())

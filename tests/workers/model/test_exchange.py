@@ -1,4 +1,4 @@
-"""Kernels on several devices sum what each has computed, by words that they write into each other's memory."""
+"""Kernels on several devices sum their partial results by writing words into each other's memory."""
 
 from dataclasses import replace
 from itertools import product
@@ -29,14 +29,14 @@ WAYS = ["rows", "tiles"]  # a kernel that adds rows, and a product that adds its
 
 
 def words_of(x: Tensor, count: int) -> Tensor:
-    """What a device writes into the inboxes of the others: its numbers, and the count of their sum."""
+    """Return the words that a device writes into the others' inboxes: the sum's count (high half) and a float32."""
     return (count << 32) + (x.view(torch.int32).long() & 0xFFFFFFFF)
 
 
 def make_exchanges(
     num_devices: int, batch_size: int, hidden_size: int, count: int = 0
 ) -> list[tuple[Exchange, Tensor]]:
-    """Make each rank's exchange and its inbox, as after `count` sums."""
+    """Make each rank's exchange and its inbox, in the state after `count` sums."""
     sizes = 2, num_devices, batch_size, hidden_size
     inboxes = [torch.zeros(sizes, dtype=torch.int64, device=DEVICE) for _ in range(num_devices)]
     addresses = tuple(inbox.data_ptr() for inbox in inboxes)
@@ -47,7 +47,7 @@ def make_exchanges(
 def make_parts(
     batch_size: int, hidden_size: int, num_devices: int, way: str
 ) -> list[tuple[Tensor, Linear | None, Tensor]]:
-    """Make what each rank adds, with its weights where it is a product, and as numbers."""
+    """Make each rank's input, its weights if it adds a product, and the numbers that it adds."""
     if way == "rows":
         return [(x, None, x) for x in (randn(batch_size, hidden_size, scale=3.0) for _ in range(num_devices))]
     parts: list[tuple[Tensor, Linear | None, Tensor]] = []
@@ -80,7 +80,7 @@ def in_order(parts: list[tuple[Tensor, Linear | None, Tensor]]) -> Tensor:
 @pytest.mark.parametrize(("num_devices", "rank"), [(2, 0), (2, 1), (3, 1), (8, 7)])
 @pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 63), (3, 100)])
 def test_a_device_adds_in_the_order_of_ranks(batch_size, hidden_size, num_devices, rank, way, is_normed) -> None:
-    """Two sums, of which the other devices have written theirs already."""
+    """Make two sums; the other devices' words are already in the inbox."""
     exchanges = make_exchanges(num_devices, batch_size, hidden_size, count=2**31 - 2)
     exchange, inbox = exchanges[rank]
     others = set(range(num_devices)) - {rank}
@@ -100,7 +100,7 @@ def test_a_device_adds_in_the_order_of_ranks(batch_size, hidden_size, num_device
         assert (exchange.counts[:num_programs] == count).all()
         for other in others:
             assert torch.equal(exchanges[other][1][half, rank], words_of(parts[rank][2], count))
-    for other, (_, memory) in enumerate(exchanges):  # and nothing else was written
+    for other, (_, memory) in enumerate(exchanges):  # nothing else was written
         written = torch.zeros_like(memory, dtype=torch.bool)
         written[:, list(others) if other == rank else [rank]] = True
         assert not memory[~written].any()
@@ -110,7 +110,7 @@ def test_a_device_adds_in_the_order_of_ranks(batch_size, hidden_size, num_device
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("num_devices", "batch_size", "hidden_size"), [(2, 1, 4096), (4, 8, 100), (4, 33, 576)])
 def test_devices_wait_for_each_other(num_devices, batch_size, hidden_size, way) -> None:
-    """Streams of one GPU take the place of devices. Sums follow each other without a pause, ranks in any order."""
+    """CUDA streams of one GPU stand for devices. Sums follow each other without a pause, with ranks in random order."""
     exchanges, num_sums = make_exchanges(num_devices, batch_size, hidden_size), 50
     parts = [make_parts(batch_size, hidden_size, num_devices, way) for _ in range(num_sums)]
     first, read = make_stream(batch_size, hidden_size, torch.float32), readers("one", hidden_size)

@@ -1,4 +1,4 @@
-"""The Triton operations of experts agree with their definition in torch."""
+"""The Triton operations of experts (MoE routing and MLPs) agree with their definition in torch."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ from workers.model.torch_ops import TorchOps
 def test_choose_experts(kind: str, batch_size: int) -> None:
     spec = EXPERTS[kind]
     logits = randn(batch_size, spec.num_experts, scale=2)
-    logits[0] = float(logits[0, 0])  # of equals the first
+    logits[0] = float(logits[0, 0])  # equal logits: the first are chosen
     weights, rows = make_choice(spec), rows_of_tokens(torch.randint(11, (batch_size,)).tolist())
     got, want = (make_expert_buffers(spec, batch_size, 1, torch.float32, logits) for _ in range(2))
     TritonOps(DEVICE).choose_experts(weights, spec, rows, got)
@@ -55,7 +55,7 @@ def test_experts_of_what_is_no_number_are_some() -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # by Triton's interpreter
 def test_shares_of_nothing_are_none() -> None:
-    """Where the sigmoid of all that are chosen is 0."""
+    """Shares are 0, not NaN, where the sigmoid of all chosen experts is 0."""
     spec = replace(EXPERTS["groups"], has_choice_bias=False)
     logits = torch.full((2, spec.num_experts), -200.0, device=DEVICE)
     logits[1, 3] = 1.0
@@ -86,7 +86,7 @@ def make_experts(spec: ExpertsSpec, hidden_size: int, dtype: torch.dtype) -> Exp
     crossed([(*sizes, kind) for kind in EXPERTS for sizes in ((1, 64), (3, 100), (17, 130))], DTYPES),
 )
 def test_experts(batch_size: int, hidden_size: int, kind: str, dtype: torch.dtype) -> None:
-    """Of rows that share experts, more than a tile of them, and of experts that no row has."""
+    """Some rows share experts, more than fill a tile, and some experts are chosen by no row."""
     spec, stream = EXPERTS[kind], prepared(batch_size, hidden_size, dtype)
     weights = make_experts(spec, hidden_size, dtype)
     chosen = torch.stack([torch.randperm(max(1, spec.num_experts - 1))[: spec.num_chosen] for _ in range(batch_size)])

@@ -1,4 +1,4 @@
-"""A product of groups, each with its own part of the matrix: on tapes it reads few bits and nothing else."""
+"""Products of groups, each with its own part of the matrix: tapes read the quantized weights only."""
 
 import numpy as np
 import pytest

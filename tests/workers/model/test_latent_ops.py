@@ -1,4 +1,4 @@
-"""The Triton operations of latents agree with their definition in torch."""
+"""The Triton operations of latents (MLA) agree with their definition in torch."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from workers.model.torch_ops import TorchOps
 
 INDEXER = IndexerSpec(num_heads=3, head_dim=13, interleaved=False)
 WIDE = IndexerSpec(num_heads=4, head_dim=128, interleaved=True)
-LATENTS = [  # the last one's are those of DeepSeek-V3.2, but for the heads
+LATENTS = [  # the last has DeepSeek-V3.2's widths of a head
     LatentSpec(num_heads=3, q_rank=None, kv_rank=20, nope_dim=12, rope_dim=6, v_dim=5),
     LatentSpec(num_heads=5, q_rank=24, kv_rank=37, nope_dim=7, rope_dim=10, v_dim=20, indexer=INDEXER, top_k=4),
     LatentSpec(num_heads=2, q_rank=9, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128, indexer=WIDE, top_k=4),
@@ -28,7 +28,7 @@ LATENTS = [  # the last one's are those of DeepSeek-V3.2, but for the heads
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("spec", LATENTS)
 def test_latents(spec: LatentSpec, interleaved: bool, dtype: torch.dtype) -> None:
-    """Rows of two requests, one of them idle; what nobody writes of tails stays as it was."""
+    """Rows of several requests, beside an idle one. Tail rows that no row writes stay as they were."""
     rows = make_rows([0, 1, -1, -1], [2, 0, 0, 1], [5, 0, 1, 2])
     weights, rotation = latent_weights(spec, dtype), make_rotation(4, spec.rope_dim // 2, interleaved)
     inputs, tail = randn(4, sum(spec.in_widths), dtype=dtype), randn(3, 1, 6, 2, -(-spec.row_width // 2), dtype=dtype)
@@ -66,7 +66,7 @@ def latent_weights(spec: LatentSpec, dtype: torch.dtype) -> LatentWeights:
 
 
 def latent_buffers(spec: LatentSpec, inputs: torch.Tensor, dtype: torch.dtype) -> LatentBuffers:
-    """What is to be written is NaN."""
+    """Make buffers whose outputs are NaN."""
 
     def nan(*sizes: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.full((len(inputs), *sizes), torch.nan, dtype=of, device=DEVICE)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's experts and the MLP beside them give what transformers gives: by definition, on tapes and in Triton."""
+"""DeepSeek-V4's experts and the MLP beside them compute what transformers does: in torch, on tapes and in Triton."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,8 +29,8 @@ from workers.model.torch_ops import TorchOps
 
 NAN = float("nan")
 VOCAB_SIZE, HIDDEN_SIZE = 256, 64
-BY_TOKEN, BY_SCORE = 0, 1  # layers
-Run = Callable[[Callable[[Any], None], int], None]  # what an operation's kind does with so many rows
+BY_TOKEN, BY_SCORE = 0, 1  # layer indices
+Run = Callable[[Callable[[Any], None], int], None]  # runs a step with one kind of operations, for so many rows
 
 
 def by_definition(step: Callable[[Any], None], num_rows: int) -> None:
@@ -59,7 +59,7 @@ KINDS = pytest.mark.parametrize("run", [by_definition, on_tapes, in_triton])
 
 
 def make_block(layer_idx: int) -> tuple[Any, ExpertsSpec, int]:
-    """A layer's experts whose gates, ups and logits are far beyond limits; and the width of the MLP beside them."""
+    """Return a layer's experts, whose gates, ups and logits far exceed limits, and the width of the MLP beside them."""
     model = make_model("deepseek_v4").to(DEVICE)
     layer = describe(model.config).layers[layer_idx]
     block = model.model.layers[layer_idx].mlp
@@ -77,7 +77,7 @@ def weights_of_block(block: Any, spec: ExpertsSpec) -> ExpertWeights:
 
 
 def block_step(block: Any, spec: ExpertsSpec, width: int, x: Tensor, token_ids: list[int], run: Run) -> Tensor:
-    """What csattn makes of x."""
+    """Return csattn's output for x."""
     weights, rows, mlp = weights_of_block(block, spec), rows_of_tokens(token_ids), block.shared_experts
 
     def zeros(*sizes: int, dtype: torch.dtype = x.dtype) -> Tensor:
@@ -85,7 +85,7 @@ def block_step(block: Any, spec: ExpertsSpec, width: int, x: Tensor, token_ids: 
 
     buffers, gated, out = expert_buffers(spec, HIDDEN_SIZE, zeros), zeros(width), zeros(HIDDEN_SIZE)
     gates_ups = (_linear(mlp.gate_proj), _linear(mlp.up_proj))
-    if run is in_triton:  # which has them in one matrix
+    if run is in_triton:  # Triton reads both as one matrix
         gates_ups = (Linear(torch.cat([linear.weight for linear in gates_ups])),)
 
     def step(ops: Any) -> None:
@@ -118,7 +118,7 @@ def test_a_block_is_that_of_transformers(num_rows: int, layer_idx: int, run: Run
 
 @KINDS
 def test_scores_of_logits_near_and_far(run: Run) -> None:
-    """However small they are, shares are by what they are to each other."""
+    """Shares have the ratios of the scores, however small these are."""
     logits = torch.tensor([-60.0, -40.0, -30.0, -17.0, -8.0, -1.0, 0.0, 0.5, 19.9, 20.1, 21.0, 1e4, -1.5, -16.0])
     logits = torch.stack([logits.roll(i) for i in range(14)]).to(DEVICE)
     spec = ExpertsSpec(num_experts=14, num_chosen=2, intermediate_size=1, scores="root_softplus", by_token=True)
@@ -135,7 +135,7 @@ def test_scores_of_logits_near_and_far(run: Run) -> None:
 
 @KINDS
 def test_of_equal_scores_the_first_are_chosen(run: Run) -> None:
-    """Also where all scores are 0: then they count nothing."""
+    """This holds if all scores are 0, too: then all shares are 0."""
     spec = EXPERTS["limited"]
     logits = torch.tensor([[-300.0] * 9, [3.0] * 9, [1.0, 25.0, 2.0, 25.0, 30.0, 25.0, 0.0, 30.0, 25.0]], device=DEVICE)
     weights, buffers = (
@@ -151,7 +151,7 @@ def test_of_equal_scores_the_first_are_chosen(run: Run) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by Triton's interpreter
 @KINDS
 def test_rows_read_their_tokens_experts_alone(run: Run) -> None:
-    """Around the table lie ids of no experts. An idle row has what the first token has, whatever its logits are."""
+    """The table lies between ids of no expert. An idle row gets the experts of token 0, whatever its logits are."""
     spec = EXPERTS["by_token"]
     weights, buffer = make_choice(spec, 7), torch.full((9, spec.num_chosen), 10**6, dtype=torch.int32, device=DEVICE)
     assert weights.by_token is not None
@@ -170,7 +170,7 @@ def test_rows_read_their_tokens_experts_alone(run: Run) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by Triton's interpreter
 @KINDS
 def test_what_is_no_number_stays_none(run: Run) -> None:
-    """Neither limit makes a number of it."""
+    """Limits pass NaN on."""
     spec = replace(EXPERTS["limited"], num_experts=1, num_chosen=1, has_choice_bias=False)
     width, x = spec.intermediate_size, torch.tensor([[1.0, 0.0], [0.0, 1.0], [20.0, 0.0]], device=DEVICE)
     both = torch.ones(1, 2 * width, 2, device=DEVICE)
@@ -199,11 +199,11 @@ def test_what_is_no_number_stays_none(run: Run) -> None:
 @pytest.mark.usefixtures("two_multiprocessors")
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 18])
 def test_an_mlp_in_few_bits_has_limits(batch_size: int) -> None:
-    """In CUDA C, and of more rows in Triton. What is no number stays none."""
+    """In CUDA C, and for more than eight rows in Triton. NaN stays NaN."""
     pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
     from workers.model.gpu.triton_ops import TritonOps
 
-    of_rows = torch.bfloat16 if batch_size <= 8 or DEVICE.type == "cuda" else torch.float32  # the interpreter's
+    of_rows = torch.bfloat16 if batch_size <= 8 or DEVICE.type == "cuda" else torch.float32  # Triton's interpreter
     weight, x = make_quantized(2 * 41, 128, "fp8", 128, False), randn(batch_size, 128, scale=12).to(of_rows)
     x[-1, 7] = NAN if batch_size > 1 else 0
     gate_up = Linear(weight.words, None, weight)

@@ -1,4 +1,4 @@
-"""Linear stages: agree with their definition, touch nothing else, and give a row the same bits beside any others."""
+"""Linear stages agree with their definition, touch nothing else, and give a row the same bits in any batch."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ Weight = torch.Tensor | QuantizedWeight
 
 
 def poisoned(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A random tensor between stretches of NaN."""
+    """Make a random tensor that lies between NaNs."""
     size = int(np.prod(sizes))
     buffer = torch.full((size + 2000,), NAN).to(dtype)
     buffer[1000 : 1000 + size] = torch.randn(size).to(dtype)
@@ -35,7 +35,7 @@ def poisoned(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def run(
     x: torch.Tensor,
     weight: Weight,
-    out: torch.Tensor,  # [num_rows, num_out]; a view of something wider
+    out: torch.Tensor,  # [num_rows, num_out], a view of a wider tensor
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     up_weight: Weight | None = None,
@@ -64,21 +64,21 @@ def run(
 def as_linear(weight: Weight) -> Linear:
     if isinstance(weight, torch.Tensor):
         return Linear(weight)
-    nothing = torch.full((len(weight), weight.num_in), NAN)  # the decoded ones are not read
+    nothing = torch.full((len(weight), weight.num_in), NAN)  # decoded weights are not read
     return Linear(nothing, None, weight)
 
 
 def definition(
     x: torch.Tensor,  # [num_rows, num_in] float32
     weight: Weight,  # [num_out, num_in]
-    out: torch.Tensor,  # [num_rows, num_out] float32: what was there before
+    out: torch.Tensor,  # [num_rows, num_out] float32: its previous contents
     bias: torch.Tensor | None = None,  # [num_out]
     activation: Activation | None = None,
     up_weight: Weight | None = None,  # [num_out, num_in]
     up_bias: torch.Tensor | None = None,  # [num_out]
     multiplier: float | None = None,
 ) -> torch.Tensor:
-    """What is written to `out`, in float64."""
+    """Return what is to be written to `out`, computed in float64."""
     product = _product(x, weight, bias)
     up = torch.ones_like(product) if up_weight is None else _product(x, up_weight, up_bias)
     product = product * up if activation is None else activated(activation, product, up)
@@ -144,12 +144,12 @@ def test_weights_in_few_bits_are_decoded_in_products(kind: tuple[WeightFormat, i
         check(weight, poisoned(num_rows, num_in), bias=bias, multiplier=0.22)
         more = {"activation": "silu", "up_weight": up_weight, "up_bias": up_bias}
         check(weight, poisoned(num_rows, num_in), bias=bias, **more)
-        some = slice(num_out // 3, num_out)  # of a matrix with others above it
+        some = slice(num_out // 3, num_out)  # outputs of a matrix that has others before them
         check(weight.outputs(some), poisoned(num_rows, num_in))
 
 
 def test_few_bits_that_products_cannot_have_are_read_decoded() -> None:
-    """Inputs in another order than their groups', and gates and ups of different kinds."""
+    """These are inputs in another order than their groups', and gates and ups in different formats."""
     plain, other = make_quantized(40, 256, "int4", 64, True), make_quantized(40, 256, "int4", 128, True)
     reordered = replace(plain, order=torch.randperm(256))
     for parts in ([plain, other], [plain, None], [reordered]):

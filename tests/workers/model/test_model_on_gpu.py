@@ -1,4 +1,4 @@
-"""The decode loop as CUDA graphs: the same as the calls made one by one, and as transformers on the same device."""
+"""The decode loop in CUDA graphs computes what its calls compute one by one, and what transformers does on a GPU."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ SHAPE = describe(
 
 
 class AskedOnTheHost(FullAttention):
-    """The same attention, called between graphs; counts its calls."""
+    """Full attention that is called between graphs and counts its calls."""
 
     in_graph = False
     num_calls = 0
@@ -80,7 +80,7 @@ def fill(runner: ModelRunner, batch_size: int, num_rows: int) -> None:
 
 
 def decoded(kind: type[FullAttention] = FullAttention, num_steps: int = 12, **options):
-    """Tokens and last logits of three requests and an idle row."""
+    """Return the tokens and last logits of three requests, decoded beside an idle row."""
     weights = random_weights(SHAPE, "cuda")
     runner = ModelRunner(weights, random_context(kind), (4,), **options)
     fill(runner, 4, 3)
@@ -167,7 +167,7 @@ def test_a_step_with_experts_in_few_bits_is_one_with_decoded_ones(few) -> None:
 
 @pytest.mark.parametrize("batch_size", [2, 3, 16])
 def test_a_request_does_not_see_the_size_of_its_batch(batch_size) -> None:
-    """Bit for bit, but for the attention: here the row attends alone to what its batch does."""
+    """Bit for bit. Attention is excluded: here it computes only the first row."""
     weights = random_weights(SHAPE, "cuda")
     runner = ModelRunner(weights, RowByRow(random_context()), (1, batch_size))
     fill(runner, batch_size, 1)
@@ -198,7 +198,7 @@ def test_float32_says_the_tokens_of_transformers(family) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(family, batch_size) -> None:
-    """At every token of a long question, fed in chunks of the batch size."""
+    """At the last token of each chunk of a long question, in chunks of the batch size."""
     exact, model = make_model(family).cuda(), make_model(family).cuda().bfloat16()
     with torch.no_grad():
         for a, b in zip(exact.parameters(), model.parameters(), strict=True):

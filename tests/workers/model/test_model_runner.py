@@ -1,4 +1,4 @@
-"""The decode loop says what transformers says: same weights, same context, same tokens."""
+"""The decode loop generates the tokens that transformers generates, with the same weights and context."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ ROPES = {
 
 
 def ask(runner: ModelRunner, context_id: int, tail_id: int, question: list[int], num_tokens: int) -> list[int]:
-    """Prefill a question and decode, alone."""
+    """Prefill a question and decode greedily, as the only request."""
     context_len = CONTEXT_LENS[context_id]
     first = int(prefill(runner, question, context_id, context_len, tail_id).next_ids)
     runner.fill(1, [first], [context_len + len(question)], [context_id], [tail_id], [len(question) + 1])
@@ -75,7 +75,7 @@ def test_other_shapes(changes) -> None:
 
 
 def test_requests_in_one_batch_say_what_they_say_alone() -> None:
-    """Rows of different contexts, positions and tails, beside an idle one."""
+    """The rows have different contexts, positions and tails; one more row is idle."""
     model = loaded("qwen3").model
     runner = make_runner(model, batch_sizes=(2, 4))
     rows = []
@@ -115,7 +115,7 @@ def test_a_question_may_follow_an_answer() -> None:
     model = loaded().model
     runner = make_runner(model)
     answer = ask(runner, 0, 0, QUESTIONS[1], 6)
-    so_far = [*QUESTIONS[1], *answer[:-1]]  # the last token is said, not yet fed
+    so_far = [*QUESTIONS[1], *answer[:-1]]  # the last token is generated, but not yet fed
     follow_up = [answer[-1], *QUESTIONS[2]]
     output = prefill(runner, follow_up, 0, CONTEXT_LENS[0] + len(so_far), tail_id=0, tail_len=len(so_far))
     want = logits_after(model, 0, [*so_far, *follow_up])[-1:]
@@ -123,7 +123,7 @@ def test_a_question_may_follow_an_answer() -> None:
 
 
 class PredictionsRecorded(FullAttention):
-    """Full attention that looks ahead and notes what it is told, and when."""
+    """Full attention that looks ahead, and records the predicted queries and the order of calls."""
 
     lookahead = True
 
@@ -147,9 +147,9 @@ class PredictionsRecorded(FullAttention):
         self.order.append("end")
 
 
-@pytest.mark.parametrize("family", [name for name in ALL_FAMILIES if name != "deepseek_v4"])  # which attends otherwise
+@pytest.mark.parametrize("family", [name for name in ALL_FAMILIES if name != "deepseek_v4"])  # its rows are compressed
 def test_predicted_queries_are_those_of_the_layers_own_modules(family) -> None:
-    """As the session predicts them: the next layer's norm and projection of this layer's input, the map, RoPE."""
+    """As in a session: this layer's input goes through the next layer's norm and projection, the map, and RoPE."""
     from bench.accuracy.attending.rotation import rotate_for
     from csattn.models.query import queries_before_rope
 
@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_full_attention_is_what_transformers_computes_in_one_go() -> None:
-    """The context's KV that the tests put in is the one that transformers would have."""
+    """A context's KV, which tests insert, does not depend on how much of it is prefilled at once."""
     model = loaded("mistral").model
     ids = contexts_of(model)[0]
     whole, first = context_kv(model, ids), context_kv(model, ids[:20])

@@ -1,4 +1,4 @@
-"""Where weights come from: a loaded model, a directory, or chance."""
+"""Weights come from a loaded model, from a directory, or are random."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -129,7 +129,7 @@ def test_random_weights_are_of_the_sizes_of_a_models(family: str) -> None:
 
 
 def sizes_of(part: Any) -> Any:
-    """Of all tensors of weights."""
+    """Return the shapes and dtypes of all tensors in weights, nested alike."""
     if isinstance(part, torch.Tensor):
         return tuple(part.shape), part.dtype
     if isinstance(part, tuple):

@@ -1,4 +1,4 @@
-"""Experts with weights in 8 or 4 bits agree with decoding them first: on an emulated GPU, or on one."""
+"""Experts with weights in 8 or 4 bits agree with decoding them first, on an emulated or a real GPU."""
 
 from dataclasses import replace
 
@@ -35,9 +35,9 @@ pytestmark = pytest.mark.usefixtures("two_multiprocessors")
     [*crossed([(kind,) for kind in KINDS_OF_EXPERTS], [(1, 128), (3, 260), (17, 70)]), (KINDS_OF_EXPERTS[0], (64, 33))],
 )
 def test_experts(kind: tuple[str, WeightFormat, int, bool], sizes: tuple[int, int]) -> None:
-    """Of rows that share experts, more than go together of them, and of experts that no row has.
+    """Some rows share experts, more than one tile takes, and some experts are chosen by no row.
 
-    That several rows are what each is alone is the next test's, of every kind.
+    The next test checks, for every kind, that a row's results do not depend on the others.
     """
     batch_size, hidden_size = sizes
     spec, dtype = EXPERTS[kind[0]], torch.bfloat16
@@ -65,7 +65,7 @@ def test_experts(kind: tuple[str, WeightFormat, int, bool], sizes: tuple[int, in
 
 @pytest.mark.parametrize("kind", KINDS_OF_EXPERTS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
 def test_a_row_does_not_depend_on_the_rows_beside_it(kind: tuple[str, WeightFormat, int, bool]) -> None:
-    """Nor, then, on which tiles a block has before its own."""
+    """This includes which tiles a thread block computes before the row's own."""
     spec, hidden_size, batch_size = EXPERTS[kind[0]], 700, 12
     weights, x = (
         make_quantized_experts(spec, hidden_size, kind[1:]),
@@ -96,7 +96,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: tuple[str, WeightForm
 def test_codes_of_other_inputs_in_the_last_run_count_nothing(
     kind: tuple[WeightFormat, int, bool], batch_size: int
 ) -> None:
-    """As a device's share of the inputs has them."""
+    """A device's share of the inputs may end within a run."""
     spec = replace(EXPERTS["clamped"], intermediate_size=192)
     weights = make_quantized_experts(spec, 70, kind)
     assert weights.quantized is not None
@@ -116,7 +116,7 @@ def test_codes_of_other_inputs_in_the_last_run_count_nothing(
 
 
 def test_what_lies_beside_an_expert_is_not_read() -> None:
-    """The scales of all experts but those that are chosen are NaN, and so is what lies behind a row."""
+    """The scales of all experts that are not chosen are NaN, and so is what lies before and after x in memory."""
     spec = EXPERTS["plain"]
     weights = make_quantized_experts(spec, 200, ("fp8", 64, False))
     assert weights.quantized is not None

@@ -1,6 +1,6 @@
-"""Products with weights in 8 or 4 bits agree with decoding them first: on an emulated GPU, or on one.
+"""Products with weights in 8 or 4 bits agree with decoding them first, on an emulated or a real GPU.
 
-In CUDA C for few rows, by Triton for more: its interpreter multiplies in float32.
+CUDA C computes them for few rows, Triton for more. Triton's interpreter multiplies in float32.
 """
 
 from dataclasses import replace
@@ -34,10 +34,10 @@ from workers.model.torch_ops import TorchOps
 pytestmark = pytest.mark.usefixtures("two_multiprocessors")
 
 NAN = float("nan")
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # of few rows: zero points are taken off sums of 128 + code
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # for few rows: zero points are subtracted from sums of 128 + code
 
 
-PACKED = [*KINDS, ("fp4", 32, False)]  # which experts alone are kept in
+PACKED = [*KINDS, ("fp4", 32, False)]  # fp4 is for experts only
 
 
 def make_linear(num_out: int, num_in: int, kind: tuple[WeightFormat, int, bool], bias: bool = False) -> Linear:
@@ -51,7 +51,7 @@ def test_a_packed_weight_is_what_its_codes_say(kind) -> None:
     codes = torch.randint(0, 256 if format == "fp8" else 16, (3, 300), dtype=torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0
     groups = -(-300 // (group_size or 300))
-    scales = (torch.rand(3, groups).half() + 0.1).float()  # as published, of fewer bits than float32's
+    scales = (torch.rand(3, groups).half() + 0.1).float()  # as published: float16's precision
     if format == "fp4":
         scales = torch.randint(100, 150, (3, groups), dtype=torch.uint8)
     zero_of = torch.randint(0, 16, (3, groups)) if zeros else torch.full((3, groups), 8)
@@ -119,7 +119,7 @@ def test_a_small_gpu_has_fewer_warps(as_ampere: None) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_linear(kind) -> None:
-    """Of all sizes; on the CPU, where compiling takes longest, each with an fp8 and two int4 in turns."""
+    """On the CPU, where compiling takes longest, each size is tested with one fp8 and two int4 kinds only."""
     compare_with_decoding_first(kind, SIZES if DEVICE.type == "cuda" else SIZES[KINDS.index(kind) % 3 :: 3])
 
 
@@ -150,7 +150,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[1] < RUN])
 @pytest.mark.parametrize("batch_size", [2, 17])
 def test_codes_of_other_inputs_in_the_last_run_count_nothing(kind, batch_size: int) -> None:
-    """As a device's share of the inputs has them."""
+    """A device's share of the inputs may end within a run."""
     share = make_quantized(40, 320, *kind).inputs(slice(0, 192))
     x, of = randn(batch_size, 192, dtype=dtype_of(batch_size)), Linear(share.words, None, share)
     got = torch.full((batch_size, 40), NAN, device=DEVICE)
@@ -161,7 +161,7 @@ def test_codes_of_other_inputs_in_the_last_run_count_nothing(kind, batch_size: i
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_lies_behind_a_row_is_not_read(kind) -> None:
-    """Of x what is beside its rows, of weights the scales beside those of the outputs: both are NaN."""
+    """NaNs surround x in memory, and the scales of other outputs are NaN."""
     whole = make_quantized(70, 200, *kind)
     poison = torch.full_like(whole.scales, NAN)
     poison[:, 3:43] = whole.scales[:, 3:43]
@@ -188,7 +188,7 @@ def test_gates_and_what_is_added_to_the_stream(batch_size, num_in, hidden_size, 
     gate_up, down = make_linear(2 * num_in, hidden_size, kind), make_linear(hidden_size, num_in, kind, bias=True)
     gated, want_gated = torch.full((2, batch_size, num_in), NAN, device=DEVICE)
     x = normed(stream)
-    activations = ["silu", "gelu_tanh", "quick_gelu", "relu", "relu2"]  # which are the same for all kinds
+    activations = ["silu", "gelu_tanh", "quick_gelu", "relu", "relu2"]  # activations do not depend on the kind
     for activation in activations if kind == KINDS[1] else activations[:1]:
         TritonOps(DEVICE).mlp(x, [gate_up], True, activation, gated)
         TorchOps().mlp(replace(x, x=x.x.float()), [gate_up], True, activation, want_gated)
@@ -202,7 +202,7 @@ def test_gates_and_what_is_added_to_the_stream(batch_size, num_in, hidden_size, 
 
 
 def test_inputs_in_the_order_of_their_groups() -> None:
-    """As a checkpoint with `desc_act` has them."""
+    """Checkpoints with `desc_act` order inputs by group."""
     plain, order = make_quantized(40, 256, "int4", 64, True), torch.randperm(256, device=DEVICE)
     mixed = replace(plain, order=order)
     assert torch.equal(mixed.decoded(torch.float32)[:, order], plain.decoded(torch.float32))

@@ -1,4 +1,4 @@
-"""The demo model in the decode loop: the tokens of transformers after a context and a question."""
+"""The demo model in the decode loop generates transformers' tokens after a context and a question."""
 
 import importlib.util
 from pathlib import Path

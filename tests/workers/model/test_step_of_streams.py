@@ -1,4 +1,4 @@
-"""Steps of models with several residual streams, whose attention is another's."""
+"""Steps of models with several residual streams, with a stand-in for attention."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ TOKENS = [3, 250, 0, 17]
 
 
 class Alone:
-    """All devices that share a model are this one."""
+    """A stand-in for `Devices`: the other devices contribute nothing."""
 
     def exchange(self, batch_size: int, width: int) -> None:
         return None
@@ -43,7 +43,7 @@ class Alone:
 
 
 def with_streams(weights: ModelWeights, num: int) -> tuple[ModelWeights, list[Any]]:
-    """The model with so many, and what mixes them: of all branches, and at the end."""
+    """Return weights with `num` streams, and `transformers`' modules that mix them: each branch's and the last."""
     spec = replace(weights.spec, streams=make_spec(num, 3))
     modules = make_modules(spec.streams, spec.hidden_size, 2 * spec.num_layers, spec.norm_eps)
     mixes = [stream_weights(module) for module in modules[:-1]]
@@ -54,7 +54,7 @@ def with_streams(weights: ModelWeights, num: int) -> tuple[ModelWeights, list[An
 
 
 def logits_in_transformers(model: Any, modules: list[Any]) -> Tensor:
-    """Of the tokens, each at position 0, where nothing turns."""
+    """Return the logits of TOKENS, each at position 0, where RoPE rotates nothing."""
     num = modules[0].hc_mult
     streams = model.model.embed_tokens(torch.tensor(TOKENS, device=DEVICE))[:, None, None].repeat(1, 1, num, 1)
     waiting = iter(modules)
@@ -84,7 +84,7 @@ def logits_in_transformers(model: Any, modules: list[Any]) -> Tensor:
 )
 @torch.no_grad()
 def test_a_step(kind: str, is_shared: bool, family: str) -> None:
-    """Of an MLP, and of experts beside one. is_shared: with others, who have no part of it."""
+    """llama has MLPs, glm4_moe experts beside one. is_shared: as on several devices, where the others add nothing."""
     if kind == "tapes" and DEVICE.type == "cuda":
         pytest.skip("tapes are of CPUs")
     model = make_model(family).to(DEVICE)
@@ -119,7 +119,7 @@ def logits_of_step(weights: ModelWeights, kind: str, devices: Devices | None) ->
 
 
 class AtOnce(Recorded):
-    """Runs what is noted before it attends."""
+    """Runs the recorded stages before it attends."""
 
     def __init__(self, tails: list[Tensor], ops: TapeOps) -> None:
         super().__init__(tails, [None] * len(tails))
@@ -140,7 +140,7 @@ def run_noted(ops: TapeOps) -> None:
 @ON_CPU
 @torch.no_grad()
 def test_rows_of_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has the bits that it has alone, and logits are of those that are asked for."""
+    """Each row has the bits that it has alone, and logits are those of the requested rows."""
     whole = make_model("gpt_oss")
     weights, _ = with_streams(weights_of(whole), 4)
     monkeypatch.setattr(cpu_model, "weights_of", lambda _: weights)
@@ -160,7 +160,7 @@ def test_random_weights_are_of_the_sizes_of_others() -> None:
 
 
 def test_weights_are_counted() -> None:
-    """Those that mix streams are float32 in any model."""
+    """Weights that mix streams are float32 in every model."""
     model = make_model("llama")
     plain = take_weights(model, "cpu")
     matrices = (2 * plain.spec.num_layers * (3 + 2) * 3 + 3) * 3 * plain.spec.hidden_size
@@ -178,7 +178,7 @@ def test_what_mixes_streams_stays_float32() -> None:
 
 
 def test_memory_is_counted_of_what_stays_float32(tmp_path: Path) -> None:
-    """`transformers` loads what mixes streams, norms and other numbers so, whatever the dtype of the others."""
+    """`transformers` loads weights that mix streams, norms and some others in float32, whatever the model's dtype."""
     make_model("deepseek_v4").save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32, torch.bfloat16}

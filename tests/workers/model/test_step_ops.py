@@ -97,7 +97,7 @@ def test_finish_logits(vocab_size, cap) -> None:
 @pytest.mark.parametrize("vocab_size", [5, 4096, 9001])
 def test_likeliest(vocab_size) -> None:
     logits = randn(5, vocab_size)
-    logits[1, -1] = logits[2, 3] = logits[2, -1] = 9.0  # the last, and the first of two
+    logits[1, -1] = logits[2, 3] = logits[2, -1] = 9.0  # the largest is the last; of two equal ones the first counts
     logits[3] = -torch.inf
     got, want = torch.full((2, 5), -1, device=DEVICE)
     TritonOps(DEVICE).argmax(logits, got)
@@ -109,7 +109,7 @@ def test_likeliest(vocab_size) -> None:
 @pytest.mark.parametrize("vocab_size", [5, 4096, 9001])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_likeliest_of_what_is_no_number_is_no_token(vocab_size, bad) -> None:
-    """Wherever it stands, also beside what is a number; the rows beside it have theirs."""
+    """A NaN or inf anywhere in a row makes its token -1; the other rows get their argmax."""
     logits = randn(5, vocab_size)
     logits[0] = bad
     logits[1, 0] = logits[2, -1] = logits[3, vocab_size // 2] = bad
@@ -181,7 +181,7 @@ def test_logits_may_be_wider_than_the_model() -> None:
 def test_mlp(activation, gated, dtype, sizes) -> None:
     batch_size, hidden_size, num_out = sizes
     stream = prepared(batch_size, hidden_size, dtype)
-    scale = 2 if activation in ACTIVATIONS else 8  # beyond limits
+    scale = 2 if activation in ACTIVATIONS else 8  # exceeds their limits
     linear = make_linear((1 + gated) * num_out, hidden_size, dtype, bias=batch_size == 3, scale=scale)
     got = torch.full((batch_size, num_out), torch.nan, dtype=dtype, device=DEVICE)
     want = got.clone()
@@ -251,7 +251,7 @@ def test_what_experts_that_are_apart_read_and_add(batch_size, hidden_size, dtype
 
 
 def test_a_sum_over_devices_is_added_as_it_is() -> None:
-    """float32, whatever the stream is; without a norm of its own."""
+    """The sum is float32, whatever the stream's dtype, and is not normed."""
     x, read = randn(3, 100, scale=3.0), readers("both", 100)
     got = make_stream(3, 100, torch.bfloat16)
     before, want = got.hidden.clone(), copy_of(got)
@@ -262,7 +262,7 @@ def test_a_sum_over_devices_is_added_as_it_is() -> None:
 
 
 def test_a_split_product_can_be_taken_again() -> None:
-    """The counters that tell which program came last are zero again after each product."""
+    """Split-K's counters, which show a program that it is the last one, are zero again after each product."""
     ops, x = TritonOps(DEVICE), randn(2, 1500)
     linear, read = make_linear(70, 1500, torch.float32), readers("one", 70)
     first = make_stream(2, 70, torch.float32)
@@ -285,7 +285,7 @@ def test_a_row_does_not_depend_on_its_batch(batch_size) -> None:
     assert torch.equal(whole[last], alone)
 
 
-# how many pairs of a head of 24 dimensions turn, and which
+# pairs that are rotated in a head of 24 dimensions, and whether they are interleaved
 ROTATIONS = {
     "whole": (12, False),
     "part": (4, False),
@@ -311,7 +311,7 @@ def make_head_norms(kind: str, num_q_heads: int, num_kv_heads: int, head_dim: in
     return HeadNorms(1 + randn(q_heads * head_dim, scale=0.5), 1 + randn(kv_heads * head_dim, scale=0.5), of_v)
 
 
-# every norm with every rotation where a head's width is no power of two; other widths and the narrow dtype with one
+# every norm with every rotation for a head_dim that is no power of two; other widths and the narrow dtype with one
 HEADS = [
     *((2, 2, 24, norm, rotates, DTYPES[0]) for norm in ("none", "head", "projection") for rotates in ROTATIONS),
     (4, 2, 16, "projection", "whole", DTYPES[0]),
@@ -393,7 +393,7 @@ def test_predict_query(num_q_heads, _, head_dim, norm, rotates, dtype) -> None:
 
 
 def test_kernels_compile_for_a_gpu(emulator: Emulator) -> None:
-    """Which the interpreter does not tell. Each once: what Triton has compiled stays where it is kept."""
+    """The interpreter does not show this. Triton's cache directory is kept, so each kernel is compiled only once."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(emulator.directory / "triton")}
     command = [sys.executable, "-m", "tests.workers.model.compile_kernels"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Several residual streams: what branches of a step read and add is what it is in `transformers`."""
+"""Several residual streams: a step's branches read and add what they do in `transformers`."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def make_spec(num: int, iterations: int) -> StreamsSpec:
 
 
 def make_modules(spec: StreamsSpec, hidden_size: int, branches: int, eps: float = EPS) -> list[Any]:
-    """Those of `transformers`, of the branches and of what joins them, whose weights of streams are far from equal."""
+    """Make `transformers` modules for the branches and the final join, which weight the streams far from equally."""
     config: Any = SimpleNamespace(
         hc_mult=spec.num,
         hc_sinkhorn_iters=spec.iterations,
@@ -50,7 +50,7 @@ def make_modules(spec: StreamsSpec, hidden_size: int, branches: int, eps: float 
 def make_streams_buffers(
     spec: StreamsSpec, rows: int, hidden_size: int, dtype: torch.dtype
 ) -> tuple[StreamsBuffers, Stream]:
-    """All of it is NaN until it is written, but what the step begins with."""
+    """Make buffers that are NaN until they are written, except the hidden state that a step begins with."""
     sizes = (spec.num,), (spec.num, spec.num), (spec.num_mixes,)
     streams = torch.full((rows, spec.num, hidden_size), NAN, dtype=dtype, device=DEVICE)
     others = [torch.full((rows, *size), NAN, device=DEVICE) for size in sizes]
@@ -58,9 +58,9 @@ def make_streams_buffers(
 
 
 def read_in_transformers(spec: StreamsSpec, modules: list[Any], row: Tensor, given: Tensor) -> list[Tensor]:
-    """What branches and, at last, the final norm read in a step that begins with that row, each [rows, hidden_size].
+    """Return what each branch and then the final norm read in a step that begins with row, each [rows, hidden_size].
 
-    given: [branches, rows, hidden_size], by each branch.
+    given: what each branch adds, [branches, rows, hidden_size].
     """
     *mixing, joining = modules
     streams = row.float()[:, None, None].repeat(1, 1, spec.num, 1)
@@ -74,14 +74,14 @@ def read_in_transformers(spec: StreamsSpec, modules: list[Any], row: Tensor, giv
 
 def read_in_step(
     ops: Any,
-    finish: Callable[[], None],  # what is enqueued
+    finish: Callable[[], None],  # runs what is enqueued
     spec: StreamsSpec,
     modules: list[Any],
     row: Tensor,
     given: Tensor,
-    norms: list[Tensor | None],  # of those who read
+    norms: list[Tensor | None],  # of each branch, then the final one
 ) -> list[Tensor]:
-    """The same behind norms, by operations of a step; and the joined stream."""
+    """Return the same after norms, computed by a step's operations, and then the joined stream."""
     buffers, stream = make_streams_buffers(spec, *row.shape, row.dtype)
     stream.hidden.copy_(row)
     read = []
@@ -101,7 +101,7 @@ def read_in_step(
 
 
 def compare(ops: Any, finish: Callable[[], None], sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """A step of three branches. An idle row has NaN, where there are several."""
+    """Compare a step of three branches. Of several rows, one begins as NaN, and another gets NaN from a branch."""
     num, iterations, rows, hidden_size = sizes
     spec = make_spec(num, iterations)
     modules = make_modules(spec, hidden_size, 3)
@@ -126,7 +126,7 @@ def test_definition(sizes, dtype) -> None:
 
 
 def test_weights_are_far_from_equal() -> None:
-    """Or a matrix and its transpose would be much the same; rows and columns sum up to 1."""
+    """Otherwise a matrix and its transpose would be nearly equal. Rows and columns of comb sum to 1."""
     spec = make_spec(4, 50)
     mixture = mixture_of(randn(7, 4, 100), stream_weights(make_modules(spec, 100, 1)[0]), spec, EPS)
     assert mixture.comb.std() > 0.15 and (mixture.comb - mixture.comb.transpose(1, 2)).abs().mean() > 0.1
@@ -137,7 +137,7 @@ def test_weights_are_far_from_equal() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [*SIZES, (3, 2, 2, 700), (7, 2, 2, 33)])
 def test_in_triton(sizes, dtype) -> None:
-    """Its interpreter runs these kernels where there is no GPU."""
+    """Triton's interpreter runs these kernels where there is no GPU."""
     triton_ops = pytest.importorskip("workers.model.gpu.triton_ops", reason="Triton is not installed")
     compare(triton_ops.TritonOps(DEVICE), lambda: None, sizes, dtype)
 
@@ -146,7 +146,7 @@ def test_in_triton(sizes, dtype) -> None:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_on_tapes(sizes, kind) -> None:
-    """kind: of the model's weights; these are float32 in any."""
+    """kind: the dtype of the model's weights; those that mix streams are always float32."""
     ops = TapeOps(kind, np.array([sizes[2]]), 2)
     with Team(2) as team:
 

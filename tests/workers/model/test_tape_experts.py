@@ -1,4 +1,4 @@
-"""Experts on tapes: in few bits they give the bits that they give decoded to float32, and read no others."""
+"""Quantized experts on tapes give the same bits as experts decoded to float32; no others are read."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what these ma
 
 
 def decoded(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
-    """The same numbers, which nothing is kept of in few bits."""
+    """Return the same weights decoded, without their quantized form."""
     assert weights.quantized is not None
     matrices = weights.quantized.gate_up.decoded(dtype), weights.quantized.down.decoded(dtype)
     gates, ups, down = by_expert(*matrices, len(weights.gates))
@@ -39,9 +39,9 @@ def run(
     buffers: ExpertBuffers,
     kind: str,
     num_threads: int = 1,
-    before: torch.Tensor | None = None,  # to which it is added
+    before: torch.Tensor | None = None,  # the output is added to it
 ) -> torch.Tensor:
-    """What experts give; the buffers have what they give on the way."""
+    """Return the experts' output; buffers receive the intermediate results."""
     out, ops = torch.full_like(x, NAN) if before is None else before.clone(), TapeOps(kind, np.array([len(x)]))
     ops.experts(Normed(x), weights, spec, buffers)
     ops.experts_out(weights, spec, buffers, out, adds=before is not None)
@@ -96,7 +96,7 @@ def test_what_experts_give_may_be_added() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_biases_are_of_the_models_dtype(dtype: torch.dtype) -> None:
-    """And what is decoded is not rounded to it."""
+    """Decoded weights are not rounded to that dtype."""
     spec, kind = EXPERTS["clamped"], str(dtype).removeprefix("torch.")
     weights = make_quantized_experts(spec, 96, ("fp4", 32, False), dtype)
     wide = {name: getattr(weights, name).float() for name in ("gate_bias", "up_bias", "down_bias")}
@@ -121,7 +121,7 @@ def test_a_row_has_the_bits_it_has_alone(kind: tuple[WeightFormat, int, bool]) -
 
 @pytest.mark.parametrize("kind", [("int4", 128, True), ("fp8", 64, False)], ids=lambda kind: kind[0])
 def test_what_lies_beside_an_expert_is_not_read(kind: tuple[WeightFormat, int, bool]) -> None:
-    """The scales of all experts but those that are chosen are NaN."""
+    """The scales of all experts that are not chosen are NaN."""
     spec = EXPERTS["plain"]
     weights = make_quantized_experts(spec, 200, kind, torch.float32)
     assert weights.quantized is not None

@@ -1,4 +1,4 @@
-"""A step on tapes is the step of its definition, and gives a row the same bits beside any others."""
+"""A step on tapes computes what its definition computes, and gives a row the same bits in any batch."""
 
 import numpy as np
 import pytest
@@ -27,12 +27,12 @@ TOKENS, POSITIONS, TAIL_IDS, TAIL_LENS = [3, 250, 0, 3, 17], [90, 17, 0, 91, 40]
 
 
 def attended(q: torch.Tensor) -> torch.Tensor:
-    """Something in attention's place."""
+    """Return a stand-in for attention's output."""
     return torch.sin(q / 4)
 
 
 class Recorded:
-    """A `StepAttention` that attends to nothing, and notes what it is given."""
+    """A `StepAttention` that attends to no rows, and records the queries that it is given."""
 
     lookahead = True
     in_graph = True
@@ -70,7 +70,7 @@ def attend_compressed(buffers: CompressedBuffers, num_rows: int) -> None:
 
 
 def fill(state: DeltaState | None) -> DeltaState | None:
-    """Something to begin with; a copy of it."""
+    """Fill a state with random numbers. Returns a copy of it."""
     if state is None:
         return None
     generator = torch.Generator().manual_seed(2)
@@ -80,7 +80,7 @@ def fill(state: DeltaState | None) -> DeltaState | None:
 
 
 def maps_of(model: CpuModel) -> torch.Tensor:
-    """[1, num_layers, num_q_heads, head_dim + 1, head_dim]: what tells each layer's queries, where anything does"""
+    """Make random maps that predict each layer's queries [1, num_layers, num_q_heads, head_dim + 1, head_dim]."""
     shape = model.shape
     generator = torch.Generator().manual_seed(1)
     sizes = 1, shape.num_layers, shape.num_q_heads, shape.head_dim + 1, shape.head_dim
@@ -90,7 +90,7 @@ def maps_of(model: CpuModel) -> torch.Tensor:
 def run_tapes(
     model: CpuModel, rows: list[int], ahead: bool, num_threads: int = 1
 ) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
-    """Queries and predicted queries of every layer, and logits."""
+    """Run a step. Returns the queries and predicted queries of every layer, and the logits."""
     maps, num_rows, q, predicted = maps_of(model), len(rows), [], []
     for layer_idx in range(model.shape.num_layers):
         model.maps[layer_idx] = maps[0, layer_idx].data_ptr() if ahead else 0
@@ -166,12 +166,12 @@ def test_tapes_compute_what_the_definition_computes(family: str, ahead: bool) ->
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_row_has_the_bits_it_has_alone(family: str) -> None:
-    """Also beside rows of NaN, on any number of threads."""
+    """This holds in any batch, on any number of threads."""
     model = CpuModel(loaded(family).model, 7, 5, 9)
     for state in model.states:
         fill(state)
     alone = [run_tapes(model, [row], True) for row in range(5)]
-    keeps_states = any(state is not None for state in model.states)  # then a request's rows are not alike alone
+    keeps_states = any(state is not None for state in model.states)  # then rows 0 and 3, of one request, interact
     for num_threads, rows in ((1, [4, 0]), (2, [1, 2, 3]), (3, [0, 1, 2, 4] if keeps_states else [0, 1, 2, 3, 4])):
         q, predicted, logits = run_tapes(model, rows, True, num_threads)
         for at, row in enumerate(rows):
@@ -183,7 +183,7 @@ def test_a_row_has_the_bits_it_has_alone(family: str) -> None:
 
 
 def test_logits_are_of_the_rows_that_are_asked_for() -> None:
-    """The next step has as many rows as it has, whatever was asked of this one."""
+    """The number of requested rows does not change the number of rows of the next step."""
     model = CpuModel(loaded("qwen3").model, 7, 5, 9)
     logits = run_tapes(model, list(range(5)), False)[2]
     model.logits[:] = np.nan
@@ -196,7 +196,7 @@ def test_logits_are_of_the_rows_that_are_asked_for() -> None:
 
 
 def test_stages_wait_for_those_they_must_not_overtake_and_no_others() -> None:
-    """Projections of one layer and the prediction for the next stand side by side."""
+    """A layer's projections and the prediction for the next layer run in parallel."""
     model = CpuModel(loaded("qwen3").model, 3, 1, 2)
     waits = {ahead: model.after[ahead][0].stages[:, 3].tolist() for ahead in (False, True)}
     # out, prepare, gates, down, prepare, then q, k, v, then the rotation; ahead also the early q, and the prediction
@@ -205,7 +205,7 @@ def test_stages_wait_for_those_they_must_not_overtake_and_no_others() -> None:
 
 
 def test_weights_of_another_dtype_than_the_models_are_read_as_they_are() -> None:
-    """An indexer's weighing of its heads is float32 in models of bfloat16."""
+    """The weights of an indexer's heads are float32 in bfloat16 models."""
     x, weight, out = torch.randn(3, 70), torch.randn(21, 70), torch.full((3, 21), torch.nan)
     ops = TapeOps("bfloat16", np.array([3]))
     ops.linear(Normed(x), [Linear(weight[:4].bfloat16()), Linear(weight[4:])], out)
@@ -220,7 +220,7 @@ def test_weights_of_another_dtype_than_the_models_are_read_as_they_are() -> None
 @pytest.mark.parametrize("rounding", ["int4", "fp8"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "gpt_oss", "deepseek_v3", "deepseek_v4"])
 def test_weights_in_few_bits_are_read_instead_of_the_decoded_ones(family: str, rounding: Rounding) -> None:
-    """They are what they are decoded to in float32, to the bit."""
+    """The results are those of weights decoded to float32, bit for bit."""
     model = make_model(family, intermediate_size=200).bfloat16()
     wide = make_model(family, intermediate_size=200).bfloat16().float()
     for each in (model, wide):
@@ -238,7 +238,7 @@ def test_weights_in_few_bits_are_read_instead_of_the_decoded_ones(family: str, r
 
 
 def test_shares_of_nothing_are_none() -> None:
-    """Where the sigmoid of all experts that are chosen is 0."""
+    """Shares are 0, not NaN, where the sigmoid of all chosen experts is 0."""
     logits, shares, chosen = torch.full((2, 5), -200.0), torch.full((2, 2), torch.nan), torch.zeros(2, 2).int()
     logits[1, 3] = 1.0
     spec = ExpertsSpec(num_experts=5, num_chosen=2, intermediate_size=1, scores="sigmoid", normed=True, scale=1.5)

@@ -1,7 +1,7 @@
-"""docs/models.md and the README's list of models, made of what `test_families` tests.
+"""Generates the table of docs/models.md and the README's list of models from what `test_families` tests.
 
-python -m tests.workers.families_table           writes them between their marks
-python -m tests.workers.families_table --check   exits with 1 where one is not what the tests have
+python -m tests.workers.families_table           writes them between their markers
+python -m tests.workers.families_table --check   exits with 1 if one of them is out of date
 """
 
 import sys
@@ -12,7 +12,7 @@ from csattn.models.spec import AttentionSpec, LayerSpec, ModelSpec
 from tests.tiny import ALL_FAMILIES, tiny_config
 
 ROOT = Path(__file__).parents[2]
-# by family, what people call it
+# by family: the name that users know
 TITLES = {
     "arcee": "Arcee",
     "cohere": "Command R",

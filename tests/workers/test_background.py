@@ -1,4 +1,4 @@
-"""Work beside the calling thread: its errors come back, and it keeps nothing alive."""
+"""A background thread returns the errors of its calls, and keeps nothing alive."""
 
 import gc
 import weakref

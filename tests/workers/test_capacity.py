@@ -1,4 +1,4 @@
-"""Room for weights is asked for before any is loaded, where they are not mapped from their files."""
+"""Memory for weights is checked before any are loaded, unless they are memory-mapped from their files."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ from workers.settings import load_settings
 def test_weights_that_memory_has_no_room_for_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = str(save(tmp_path))  # its files have float32
+    model = str(save(tmp_path))  # saved in float32
     monkeypatch.setattr(building, "load_model", lambda *_, **__: "loaded")
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1000)
     monkeypatch.setattr(capacity, "host_memory_bytes", lambda: 1000)
@@ -98,14 +98,14 @@ def test_decoded_weights_beside_few_bits_count_where_they_cannot_be_put_aside(
             building.show_loading(str(tmp_path), "bfloat16", weights="int4")
     assert not caplog.records, "what is refused is not read from the disk"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}))
-    with pytest.raises(MemoryPlanError, match=f"needs {size.decoded:,} bytes"):  # all are cast before they are rounded
+    with pytest.raises(MemoryPlanError, match=f"needs {size.decoded:,} bytes"):  # all are cast before any is rounded
         building.show_loading(str(tmp_path), "bfloat16", weights="int4")
 
 
 def test_the_text_model_of_one_that_sees_images_is_mapped_in_the_dtype_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As published: the dtype stands at the top of config.json alone. Without one, nothing is refused."""
+    """As in published files, only the top level of config.json has a dtype. If there is none, nothing is refused."""
     tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     tower |= {"model_type": "siglip_vision_model", "patch_size": 14, "image_size": 28}
     text = tiny_config("gemma3_text", final_logit_softcapping=None).to_dict()

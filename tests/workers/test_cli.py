@@ -26,7 +26,7 @@ ENV = {**os.environ, "HF_HUB_OFFLINE": "1"}
 def in_process(
     *arguments: object, capsys: pytest.CaptureFixture[str], stdin: bytes = b""
 ) -> subprocess.CompletedProcess[str]:
-    """The same without a new process, which would take seconds to import torch."""
+    """Run csattn in this process: a new process would take seconds to import torch."""
     exit_code = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["csattn", *map(str, arguments)])
@@ -83,7 +83,7 @@ def test_build_reports_what_it_made_and_reuses_it(capsys, place: Path, artifact:
 
 
 def test_build_tells_of_special_tokens_within_a_text(capsys, place: Path) -> None:
-    """They may be what ends a message, and whoever wrote the text may not be who asks."""
+    """Such tokens may end a message, and the author of the text may not be the user who asks."""
     shutil.copytree(place / "model", place / "special")
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "#"})
@@ -118,7 +118,7 @@ def test_generate_streams_and_compares(capsys, artifact: Path) -> None:
     assert result["token_ids"] == result["full"]["token_ids"], "keep 1.0 is full attention"
     assert (result["keep"], result["rest"]) == (1.0, "none")
     assert "keep 100 %, rest none" in done.stdout
-    assert done.stdout.startswith("csattn: ") and "\nfull: " in done.stdout  # what is said may have lines of its own
+    assert done.stdout.startswith("csattn: ") and "\nfull: " in done.stdout  # an answer may have several lines
     assert "reading" not in done.stderr
 
 
@@ -213,7 +213,7 @@ def test_a_gpu_attends_to_all_rows_in_the_format_that_is_asked_for(capsys, artif
 
 
 def test_rows_are_kept_in_the_format_that_is_asked_for(capsys, place: Path, artifact: Path) -> None:
-    """Here fp8, for heads are 16 wide."""
+    """The codec here is fp8: heads are 16 wide, and q8_0 takes multiples of 32."""
     asked = "generate", artifact, "--prompt", "who?", "--max-new-tokens", 4, "--json"
     plain = last_line(in_process(*asked, capsys=capsys))
     assert last_line(in_process(*asked, "--kv-codec", "float32", capsys=capsys))["token_ids"] == plain["token_ids"]
@@ -266,7 +266,7 @@ def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
     assert by_name["exact", 0]["kl"] < by_name["window", 0]["kl"]
     assert by_name["default", 0]["index_bytes_per_key"] > 0
     assert by_name["quest", 0]["index_bytes_per_key"] == 2 * 16 * 4 / 16, "two keys of 16 float32 for a page of 16"
-    predictors = 2 * 4 * 17 * 16 * 4  # of the two layers after the first: of 4 query heads, in float32
+    predictors = 2 * 4 * 17 * 16 * 4  # for the two layers after the first, 4 query heads each, in float32
     for name in ("default", "paper", "exact", "quest"):
         own, ahead = by_name[name, 0], by_name[name, 1]
         assert ahead["index_bytes_per_key"] - own["index_bytes_per_key"] == pytest.approx(predictors / 400 / 6)
@@ -301,7 +301,7 @@ def test_eval_stretches_the_model_to_longer_texts(capsys, place: Path) -> None:
 
 
 def test_eval_says_how_the_rest_is_attended_to(capsys, place: Path) -> None:
-    """Of a selector as of the preset that has the same index."""
+    """This holds for a selector as well as for the preset that has the same index."""
     arguments = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 400, "--eval-len", 9
     arguments += "--keep", 0.1, "--window-len", 8, "--presets", "default", "--json"
     done = {
@@ -425,7 +425,7 @@ def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, 
 def test_what_builds_does_not_hold_few_bits(
     capsys, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill multiplies with decoded weights."""
+    """Prefill multiplies by decoded weights, so a build does not keep the quantized ones."""
     models: list[Any] = []
 
     def loading(*given: Any, **options: Any) -> LoadedModel:

@@ -113,7 +113,7 @@ def test_a_table_in_a_narrow_terminal_loses_nothing() -> None:
 
 
 def test_a_terminal_shows_what_its_encoding_lacks_in_other_letters(tmp_path: Path) -> None:
-    store = tmp_path / "\u5e97\u00e9"  # Big5 has the first, and not the second
+    store = tmp_path / "\u5e97\u00e9"  # Big5 can encode the first character, but not the second
     store.mkdir()
     environment = {**os.environ, "PYTHONIOENCODING": "big5"}
     command = [sys.executable, "-c", "from workers.cli import main; main()", "ls", "--store", str(store), "--json"]
@@ -225,7 +225,7 @@ def test_a_service_that_ends_before_it_is_ready_is_no_success(tmp_path: Path, nu
     "arguments", [("serve", "--port", "0"), ("build", "--jobs", "jobs.jsonl", "--ray", "local")], ids=lambda of: of[0]
 )
 def test_so_does_one_that_ray_took_the_signal_of(capsys, tmp_path: Path, monkeypatch, arguments) -> None:
-    """While it starts, Ray has a handler of its own that exits."""
+    """While Ray starts, a signal handler of its own exits the process."""
     (tmp_path / "jobs.jsonl").write_text('{"context": "0.txt"}\n')
     (tmp_path / "0.txt").write_text("A lamp.")
     monkeypatch.chdir(tmp_path)
@@ -292,7 +292,7 @@ def test_the_version_is_told_without_a_verb(capsys) -> None:
 
 @pytest.mark.parametrize("verb", ["build", "generate", "stream", "eval", "serve"])
 def test_help_tells_defaults_that_are_chosen_later(capsys, monkeypatch, verb) -> None:
-    """In square brackets within a help text they would vanish, taken for markup."""
+    """Square brackets within a help text would be taken for markup and vanish."""
     monkeypatch.setenv("COLUMNS", "200")
     output = in_process(verb, "--help", capsys=capsys).stdout
     model = "the artifact's" if verb == "generate" else "the installed SmolLM2-135M"
@@ -328,7 +328,7 @@ def test_a_service_without_its_packages_is_a_sentence(capsys, monkeypatch, optio
 
 
 def test_a_ray_cluster_that_is_not_there_is_told_of_at_once(tmp_path: Path) -> None:
-    """Ray itself knocks for minutes, longer than a process here may take."""
+    """Ray itself retries for minutes, longer than a process may take in these tests."""
     pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
     done = csattn("serve", "--store", tmp_path, "--port", 0, "--set", "ray.address=127.0.0.1:1")
     assert done.returncode == 1 and "no Ray cluster can be reached" in done.stderr

@@ -1,4 +1,4 @@
-"""What a context's own tokens attended to: as `transformers` reports it, and asked of the model once."""
+"""What a context's own tokens attended to equals what `transformers` reports, and takes one run of the model."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from index_build.pipeline import build_artifact
 from tests.tiny import FAMILIES, loaded, token_ids
 from workers.context_layers import context_layers
 
-CONTEXT_LEN = 300  # more than twice what passes through the model at a time
+CONTEXT_LEN = 300  # more than twice the tokens that pass through the model at a time
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The demo: its document holds its answers, its table says what was answered, and a short one runs from end to end."""
+"""The demo: its document holds its answers, its table shows what was answered, and a short one runs from end to end."""
 
 import io
 import struct

@@ -1,4 +1,4 @@
-"""The doctor: judgements over machines that need not exist, and probes of the one that does."""
+"""`csattn doctor`: its findings about imaginary machines, and its probes of the real one."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ KEPT = {"num_contexts": 2, "context_bytes": 3 << 29, "row_bytes": 200 << 20, "mo
 
 
 def machine(packages: dict[str, str] | None = None, probed: dict[str, Any] | None = None, **others: Any) -> Facts:
-    """A healthy machine without a GPU, but for what is said."""
+    """The facts of a healthy machine without a GPU, except for those given."""
     healthy = {
         "torch": {"version": "2.13.0+cpu", "cuda": None, "devices": [], "pinning": None},
         "numba": {"version": "0.68.1", "keeps": True},
@@ -57,7 +57,7 @@ def machine(packages: dict[str, str] | None = None, probed: dict[str, Any] | Non
 
 
 def gpu_machine(packages: dict[str, str] | None = None, probed: dict[str, Any] | None = None, **others: Any) -> Facts:
-    """A healthy machine with one."""
+    """The facts of a healthy machine with a GPU, except for those given."""
     torch = {"version": "2.11.0", "cuda": "12.8", "devices": [DEVICE], "pinning": {"pinned": True, "how": "in place"}}
     packages = {"faiss-cpu": "1", "cupy-cuda12x": "14.2"} if packages is None else packages
     memory = {"available_bytes": 120 * GIB, "total_bytes": 128 * GIB, "locked_limit_bytes": 1 << 62}
@@ -66,7 +66,7 @@ def gpu_machine(packages: dict[str, str] | None = None, probed: dict[str, Any] |
 
 
 def one(found: list[Finding], check: str) -> Finding:
-    """The worst of a check's findings."""
+    """The worst of the findings of a check."""
     return max((f for f in found if f.check == check), key=lambda f: ("ok", "warning", "problem").index(f.status))
 
 
@@ -371,7 +371,7 @@ def test_a_gpu_is_seen_and_pins() -> None:
 
 
 def test_a_model_is_told_what_it_takes_and_what_it_is_refused_for(tmp_path: Path) -> None:
-    """From its config alone: there are no weights here."""
+    """The config is enough: there are no weights here."""
     sizes = {"max_position_embeddings": 65_536, "head_dim": 24}
     tiny_config("gemma2", **sizes).save_pretrained(tmp_path)
     found = examine_model(str(tmp_path), machine())
@@ -426,7 +426,7 @@ def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("devices", [[], [{**DEVICE, "free_bytes": 1000}]], ids=["cpu", "gpu"])
 def test_what_is_published_in_8_bits_is_not_to_be_rounded(devices: list[dict[str, Any]], tmp_path: Path) -> None:
-    """Nor can it be: `load_model` refuses that."""
+    """`load_model` refuses to round it."""
     config = tiny_config("llama")
     config.quantization_config = {"quant_method": "gptq", "bits": 8, "group_size": 128}
     config.save_pretrained(tmp_path)

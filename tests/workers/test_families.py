@@ -1,6 +1,6 @@
-"""Every supported family, read from its config, says what transformers says: all its kinds of layers, on all engines.
+"""Every supported family, read from its config, agrees with transformers in all its kinds of layers, on all engines.
 
-What the README and docs/models.md say of families is checked against these.
+The lists of families in the README and docs/models.md are checked against these tests.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ from workers.serving.step_engine import StepEngine, StepRow
 from workers.session import csattn_session
 
 CONTEXT = token_ids(300)
-NUM_TOKENS, FEW_TOKENS = 40, 14  # the first leave a window, and reach into the next chunk of a model that has chunks
+NUM_TOKENS, FEW_TOKENS = 40, 14  # the first leave a window, and reach into the next chunk of a model with chunks
 QUESTION = token_ids(5, seed=5).tolist()
 EMULATED = [
     "gemma2",
@@ -43,44 +43,44 @@ EMULATED = [
     "gemma4_text, inputs",
     "gpt_oss",
     "qwen3_next",
-]  # whose layers the device has everything of
-OWN_CHOICE = ["deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"]  # which are read by other kernels
+]  # families whose layers all have kernels for the device
+OWN_CHOICE = ["deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"]  # these have other kernels
 
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model of it, with a context."""
+    """A tiny model of a family, and an artifact built with it."""
 
     loaded: LoadedModel
     artifact: Artifact
 
     @property
     def chooses(self) -> bool:
-        """Whether the model says itself which rows it attends to, whatever `keep` is."""
+        """Whether the model itself chooses the rows that it attends to, whatever `keep` is."""
         return model_selects_rows(describe(self.loaded.model.config))
 
     @property
     def is_on_device(self) -> bool:
-        """Of such models, whether a GPU has all that is attended to on the device."""
+        """Whether the model chooses its rows, and on a GPU all that it attends to is in device memory."""
         latent = describe(self.loaded.model.config).layers[0].latent
         return self.chooses and (latent is None or latent.top_k is None)
 
     def logits(self, following: list[int], num_tokens: int) -> Tensor:
-        """What transformers says of the last tokens of context, question and these."""
+        """Return transformers' logits [num_tokens, vocab_size] of the last of context, question and `following`."""
         ids = torch.from_numpy(np.concatenate([CONTEXT, QUESTION, following]).astype(np.int64))[None]
         with torch.no_grad():
             wanted: Tensor = self.loaded.model(ids.to(self.loaded.device)).logits[0, -num_tokens:].float().cpu()
         return wanted
 
     def divergence(self, logits: list[np.ndarray], following: list[int]) -> float:
-        """Nats of the next token: transformers' own beside these logits, after each of these tokens."""
+        """Return the mean KL divergence of `logits` from transformers' logits after each of `following`, in nats."""
         want = self.logits(following, len(following)).log_softmax(-1)
         got = torch.from_numpy(np.stack(logits)).log_softmax(-1)
         return float((want.exp() * (want - got)).sum(-1).mean())
 
 
 def attends_within_reach(model: torch.nn.Module) -> bool:
-    """In some layers."""
+    """Whether some layers see only a window or a chunk."""
     layers = describe(model.config).layers
     return any(layer.attention is not None and layer.attention.reach is not None for layer in layers)
 
@@ -128,7 +128,7 @@ def test_a_sparse_run_comes_closer_the_more_it_keeps(family: Family) -> None:
 
 
 def read(engine: StepEngine, config: SearchConfig, following: list[int], selector: str = "csattn") -> list[np.ndarray]:
-    """Logits after each of these tokens, which follow the question."""
+    """Return the logits [vocab_size] after each of `following`, fed one by one after the question."""
     engine.open(0, 0, config, selector)  # type: ignore[arg-type]
     engine.step([StepRow(0, token) for token in QUESTION])
     logits = []
@@ -142,7 +142,7 @@ def read(engine: StepEngine, config: SearchConfig, following: list[int], selecto
 
 def test_a_build_that_is_cut_goes_on_and_gives_the_same_bytes(family: Family, tmp_path: Path) -> None:
     class Cut(Exception):
-        """Ends a build."""
+        """Interrupts a build."""
 
     def cut(progress: BuildProgress) -> None:
         if progress.layer_idx == 2:
@@ -188,14 +188,14 @@ def test_a_gpu_says_what_transformers_says(family: Family, placement: str) -> No
 def test_the_devices_kernels_say_what_transformers_says(
     family: Family, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU, where there is no device: a few tokens of those families whose layers are of the most kinds."""
+    """The kernels are emulated on the CPU, for a few tokens of the families with the most kinds of layers."""
     emulate(emulator, monkeypatch)
     compare_on_gpu(family, "device", token_ids(3, seed=6).tolist(), batch_sizes=(1, 5))
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
-    """Heads as wide as Gemma 4 has them, up to 512 dimensions."""
+    """A model with heads as wide as those of Gemma 4, up to 512 dimensions."""
     sizes = {"num_attention_heads": 8, "num_global_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512}
     model = wrap_model(make_model("gemma4_text", **sizes), byte_tokenizer(), "wide")
     store = tmp_path_factory.mktemp("wide")
@@ -251,7 +251,7 @@ def compare_on_gpu(family: Family, placement: str, following: list[int], **optio
 
 @pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_what_is_described_is_there(name: str) -> None:
-    """All matrices of a model are read, each once."""
+    """The weights found in a model are all of its matrices, each once."""
     model = loaded(name).model
     weights = weights_of(model)
     for spec, layer in zip(weights.spec.layers, weights.layers, strict=True):
@@ -308,18 +308,18 @@ def test_what_is_described_is_there(name: str) -> None:
 
 
 def matrices_of(model: torch.nn.Module) -> list[Tensor]:
-    """But for biases of experts, which are a row for each."""
+    """All matrices except experts' biases, which are matrices with a row per expert."""
     return [p for name, p in model.named_parameters() if p.dim() > 1 and not name.endswith("bias")]
 
 
 @pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_the_definition_says_what_transformers_says(name: str) -> None:
-    """The decode loop on a CPU: the same description, over operations in torch."""
+    """The decode loop runs on a CPU: the same description of layers, over the operations in torch."""
     model = loaded(name).model
     runner, context_len = make_runner(model), CONTEXT_LENS[0]
     output = prefill(runner, QUESTION, 0, context_len, 0)
     torch.testing.assert_close(output.logits, logits_after(model, 0, QUESTION)[-1:], rtol=0, atol=1e-3)
     first = int(output.next_ids)
     runner.fill(1, [first], [context_len + len(QUESTION)], [0], [0], [len(QUESTION) + 1])
-    num_tokens = 34 if attends_within_reach(model) else FEW_TOKENS  # which fit the tail, and reach into the next chunk
+    num_tokens = 34 if attends_within_reach(model) else FEW_TOKENS  # 34 fit the tail, and reach into the next chunk
     assert [first, *decode(runner, 1, num_tokens - 1)[:, 0].tolist()] == greedy(model, 0, QUESTION, num_tokens)

@@ -1,4 +1,4 @@
-"""Processes look less for garbage, all in the same way."""
+"""Processes collect garbage less often than by default, all with the same settings."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ atexit.register(lambda: print(gc.get_threshold()[0], gc.get_freeze_count() > 100
 reduce_gc()
 reduce_gc()
 """
-# what a library that is made with nanobind brings
+# a class like those of libraries built with nanobind
 NANOBIND = 'kept = type("nb_type_0", (type,), {"__module__": "nanobind"})'
 
 

@@ -1,4 +1,4 @@
-"""A context within a host budget decodes as one in memory does, to the bit, and what cannot be is a sentence."""
+"""A context within a host budget decodes bit for bit as one in memory; what cannot work is refused in a sentence."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def artifact(tmp_path_factory) -> Path:
 
 
 def least_budget(artifact: Path, selector: str, config: SearchConfig) -> int:
-    """What the refusal of a byte asks for."""
+    """Return the least host budget in bytes, which the error about a budget of one byte names."""
     with (
         pytest.raises(TierError) as refused,
         csattn_session(loaded(), artifact, config, selector, host_budget_bytes=1),
@@ -46,7 +46,7 @@ def least_budget(artifact: Path, selector: str, config: SearchConfig) -> int:
 
 
 def logits(session, num_tokens: int = 24) -> torch.Tensor:
-    """A question in one piece, then token by token."""
+    """Return the logits [num_tokens, vocab_size] of a question in one piece, then token by token."""
     ids, request = torch.from_numpy(token_ids(num_tokens, seed=1)).long()[None], session.request()
     with torch.inference_mode():
         parts = [session.loaded.model(part, **{CACHE: request}).logits[0] for part in ids.split([9] + [1] * 15, 1)]
@@ -66,7 +66,7 @@ def test_within_a_budget_the_bits_are_those_of_memory(artifact, selector, lookah
         store._ahead.submit(int).result()
         check(store)
     with open_artifact(artifact) as opened, csattn_session(loaded(), opened, config, selector) as session:
-        # pieces as large as a budget has them; the rows of a flat store are one piece otherwise
+        # read rows in pieces as large as within a budget; a store in memory otherwise has one piece
         kv = [opened.layer_kv(layer_idx) for layer_idx in range(3)]
         contexts, context = session.engine._contexts, session.engine.context(0)
         at_once = logits(session)
@@ -77,10 +77,10 @@ def test_within_a_budget_the_bits_are_those_of_memory(artifact, selector, lookah
 
 
 def test_nothing_of_the_kv_is_mapped_into_memory(artifact, tmp_path) -> None:
-    """The files are mapped at opening, which takes no memory until a row is touched: within a budget none is."""
+    """Opening an artifact maps its files, which takes no memory until a row is touched; within a budget, none is."""
     if not Path("/proc/self/smaps").exists():
         pytest.skip("no /proc/self/smaps here")
-    own = shutil.copytree(artifact, tmp_path / artifact.name)  # nothing else has mapped it, and not yet let it go
+    own = shutil.copytree(artifact, tmp_path / artifact.name)  # a copy that nothing else still has mapped
     for budget, some in ((4_000_000, False), (None, True)):
         with csattn_session(loaded(), own, SearchConfig(keep=0.1), host_budget_bytes=budget) as session:
             logits(session)

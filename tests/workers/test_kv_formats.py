@@ -1,5 +1,5 @@
-"""Contexts whose rows are coded: session and engine attend to what the rows decode to, bit for bit, and say what
-their KV takes."""
+"""Contexts with quantized rows: session and engine attend to the decoded rows, bit for bit, and report the bytes of
+their KV."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +33,7 @@ FORMATS = ("q8_0", "q4_0", "k=q8_0,v=q4_0", "fp8", "float16")
 
 @pytest.fixture(scope="module")
 def wide() -> LoadedModel:
-    """Heads of 32, as blocks are."""
+    """A model with heads of 32, the block length of the formats."""
     return wrap_model(make_model(num_attention_heads=2, num_key_value_heads=1), byte_tokenizer(), "wide")
 
 
@@ -51,7 +51,7 @@ def decoded_layers(artifact: Artifact, text: str) -> list[torch.Tensor]:
 
 
 def logits_of(session: Session) -> np.ndarray:
-    """After a question of 9 tokens, and after 2 of 3 that follow."""
+    """Return the logits [3, vocab_size] after a question of 9 tokens and after each of the 2 tokens that follow it."""
     model, request = session.loaded.model, session.request()
     with torch.inference_mode():
         fed = [torch.from_numpy(token_ids(9 if i == 0 else 1, seed=i)).long()[None] for i in range(3)]
@@ -59,7 +59,7 @@ def logits_of(session: Session) -> np.ndarray:
 
 
 def steps_of(engine: CpuEngine, selector: str) -> np.ndarray:
-    """The same tokens."""
+    """Return an engine's logits [3, vocab_size] after the same tokens as in `logits_of`."""
     engine.open(0, 0, CONFIG, selector)
     ids = [token_ids(9 if i == 0 else 1, seed=i).tolist() for i in range(3)]
     logits = []
@@ -91,7 +91,7 @@ def test_steps_attend_to_what_the_rows_decode_to(wide, artifact, text: str, sele
 
 @pytest.mark.parametrize(("text", "share"), [("q8_0", 34 / 64), ("q4_0", 18 / 64), ("k=q8_0,v=q4_0", 26 / 64)])
 def test_bytes_are_those_of_the_format(wide, artifact, text: str, share: float) -> None:
-    as_float16 = CONTEXT_LEN * 3 * 2 * HEAD_DIM * 2  # layers, K and V
+    as_float16 = CONTEXT_LEN * 3 * 2 * HEAD_DIM * 2  # 3 layers, K and V, 2 bytes each
     with CpuEngine(wide, num_slots=1, num_threads=1, kv_format=KvFormat.parse(text)) as engine:
         engine.add_context(0, artifact)
         assert engine.counts().kv_bytes == share * as_float16
@@ -108,7 +108,7 @@ def test_a_service_keeps_rows_as_its_settings_say(wide, artifact) -> None:
 
 
 def test_a_session_in_bfloat16_attends_in_float32(tmp_path: Path) -> None:
-    """Rows that decode to more than bfloat16 holds keep it, and what a request adds stays in bfloat16."""
+    """Context rows that decode to float32 stay in float32, and rows that a request adds stay in bfloat16."""
     model = make_model(num_attention_heads=2, num_key_value_heads=1).to(torch.bfloat16)
     half = wrap_model(model, byte_tokenizer(), "half")
     report = build_artifact(half, token_ids(CONTEXT_LEN), preset("default"), tmp_path)
@@ -137,7 +137,7 @@ def test_heads_that_do_not_fit_are_refused_in_a_sentence(tmp_path: Path) -> None
 
 
 def test_a_format_that_does_not_tell_keys_apart_is_named_once_with_what_does(tmp_path, caplog) -> None:
-    """A model whose projection to keys has a bias that dwarfs what tokens add."""
+    """The bias of the model's key projection dwarfs the differences between tokens."""
     model = make_model("qwen2", num_attention_heads=2, num_key_value_heads=1)
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.bias[31] += 100.0

@@ -1,4 +1,4 @@
-"""A selector of somebody's own, as docs/use.md shows how to write one: known wherever selectors are named."""
+"""A user's own selector, written as in docs/use.md, is known wherever selectors are named."""
 
 import re
 import time
@@ -37,12 +37,12 @@ USE = Path(__file__).parents[2] / "docs" / "use.md"
 
 def forget(name: str) -> None:
     del ABOUT[name]
-    del import_module("csattn.selectors.prepare")._FACTORIES[name]  # the package has a function of the module's name
+    del import_module("csattn.selectors.prepare")._FACTORIES[name]  # the package exports a function of the same name
 
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[dict[str, Any]]:
-    """What the example of the documentation defines, after it has registered `newest`."""
+    """The names that the example in docs/use.md defines, after it has registered `newest`."""
     section = USE.read_text().split("## A selector of your own\n")[1]
     names: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0], names)
@@ -58,7 +58,7 @@ def artifact(tmp_path_factory) -> Iterator[Artifact]:
 
 
 def logits_of(artifact: Artifact, config: SearchConfig, selector: str, observer=None) -> torch.Tensor:
-    """Of 20 tokens, 12 of which leave the window of 8: with the context's middle as many rows as it has."""
+    """Return the logits of 20 tokens. 12 leave the window of 8; with the context's middle (388) these are 400 rows."""
     ids = torch.from_numpy(token_ids(20, seed=2)).long()[None]
     with csattn_session(loaded(), artifact, config, selector) as session, torch.inference_mode():
         return loaded().model(ids, **{CACHE: session.request(observer)}).logits[0]
@@ -66,7 +66,7 @@ def logits_of(artifact: Artifact, config: SearchConfig, selector: str, observer=
 
 @pytest.mark.parametrize("keeps_top_k", [True, False])
 def test_where_all_is_kept_it_is_full_attention(artifact, example, keeps_top_k) -> None:
-    """By name, and where the selector itself is asked for all rows."""
+    """With keeps_top_k, full attention replaces the selector; without it, the selector has to choose all rows."""
     register("newest_too", example["NewestOfLayer"], About("", "", keeps_top_k))
     try:
         got = logits_of(artifact, SearchConfig(keep=1.0, window_len=8), "newest_too")
@@ -95,7 +95,7 @@ def test_it_is_evaluated_as_others_are(artifact, example) -> None:
 
 
 def test_what_its_first_choice_waits_for_is_no_time_of_its_search(artifact, monkeypatch) -> None:
-    """As where kernels are compiled: a second for the first choice, nothing for those after it."""
+    """The first choice takes a second, as if kernels were compiled; later choices take no time."""
     chosen = ChoosesWrongly(rows_of_all_heads(9))
     waits = iter([1.0])
     monkeypatch.setattr(chosen, "select", lambda q, recent: time.sleep(next(waits, 0.0)) or chosen.chosen)
@@ -120,7 +120,7 @@ def test_the_command_line_and_the_benchmark_know_it(example, monkeypatch) -> Non
 
 
 def test_a_service_of_its_process_knows_it_and_one_on_ray_refuses_it(example, tmp_path) -> None:
-    """The setting, and a request's field."""
+    """It is named in the settings, and in a field of a request."""
     settings = load_settings(None, {}, {"engine.selector": "newest"}).settings
     assert settings.engine.selector == "newest"
     said = {"model": "m", "messages": [{"role": "user", "content": "Why?"}], "selector": "newest"}
@@ -142,7 +142,7 @@ def test_a_name_is_an_identifier(example, name) -> None:
 
 
 class ChoosesWrongly:
-    """Gives what it is told to."""
+    """A selector that returns the given choice."""
 
     index_bytes = search_bytes = 0
 
@@ -153,7 +153,7 @@ class ChoosesWrongly:
         return self
 
     def append(self, k, v) -> None:
-        """Nothing to keep."""
+        """Keep nothing."""
 
     def select(self, q, recent) -> object:
         return self.chosen
@@ -168,7 +168,7 @@ OUT, SHARE = np.zeros((4, 16), np.float32), np.full(4, 0.5, np.float32)
 
 
 def chosen(**more: Any) -> Selection:
-    """One sound row of all heads, but for what is said."""
+    """A valid choice of one row for all heads, except for the given fields."""
     return replace(rows_of_all_heads(9), **more)
 
 

@@ -1,4 +1,4 @@
-"""The picture of what was attended to: written, of the promised size, and different for different reads."""
+"""The picture of the rows attended to is written, has the promised size, and differs where the rows read differ."""
 
 import struct
 from pathlib import Path

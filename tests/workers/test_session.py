@@ -1,4 +1,4 @@
-"""Decoding from an artifact through `model.generate`: the same answer as full attention where nothing is left out,
+"""Decoding from an artifact through `model.generate`: the same answer as full attention where no row is left out,
 and the same answer whichever way the same rows are chosen."""
 
 import copy
@@ -45,7 +45,7 @@ def artifact_of(store: Path, family: str = "llama", preset_name: str = "default"
 
 
 def logits_of(session, ids, chunk_sizes, observer=None):
-    """Feed ids in chunks of those sizes to one request; the logits after each."""
+    """Feed ids in chunks of the given sizes to one request; return the logits of all ids."""
     request, parts = session.request(observer), torch.from_numpy(ids).long()[None].split(chunk_sizes, 1)
     with torch.inference_mode():
         return torch.cat([session.loaded.model(part, **{CACHE: request}).logits[0] for part in parts])
@@ -56,7 +56,7 @@ def logits_of(session, ids, chunk_sizes, observer=None):
     [("llama", 1.0, "csattn"), ("mistral", 1.0, "exact"), ("qwen2", 0.05, "full"), ("qwen3", 1.0, "exact")],
 )
 def test_reading_everything_generates_what_full_attention_does(store, family, keep, selector) -> None:
-    """With csattn, of every family: tests/workers/test_families.py."""
+    """tests/workers/test_families.py tests the selector csattn with every family."""
     model = loaded(family)
     question = token_ids(9, seed=1)
     with csattn_session(model, artifact_of(store, family), SearchConfig(keep=keep), selector) as session:
@@ -73,7 +73,7 @@ def test_reading_everything_generates_what_full_attention_does(store, family, ke
 )
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_question_in_one_piece_equals_the_question_token_by_token(store, preset_name, rest, lookahead) -> None:
-    """Also where the question is longer than the window, so that its own rows move into the lists meanwhile."""
+    """The question is longer than the window, so that its own rows move into the lists meanwhile."""
     config = SearchConfig(keep=0.1, window_len=8, lookahead=lookahead, rest=rest)
     ids = token_ids(30, seed=2)
     with csattn_session(loaded(), artifact_of(store, preset_name=preset_name), config) as session:
@@ -85,7 +85,7 @@ def test_a_question_in_one_piece_equals_the_question_token_by_token(store, prese
 @pytest.mark.parametrize("selector", ["quest", "sparq", "pqcache", "magicpig", "h2o"])
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_other_selectors_do_not_see_how_a_question_is_cut(store, selector, lookahead) -> None:
-    """Those that remember, estimate the rest or weigh rows too, also where the question's rows leave its window."""
+    """Some of these keep state, estimate the rest or weight rows. The question's rows leave its window."""
     config, ids = SearchConfig(keep=0.1, window_len=8, lookahead=lookahead), token_ids(24, seed=2)
     with csattn_session(loaded(), artifact_of(store), config, selector) as session:
         whole = logits_of(session, ids, [24])
@@ -112,7 +112,7 @@ def test_an_evaluation_without_a_successor_is_refused(store) -> None:
     baseline = full_attention(loaded(), artifact_of(store), token_ids(2, seed=3))
     with pytest.raises(ConfigError, match=sentence):
         measure(loaded(), artifact_of(store), SearchConfig(), "csattn", one, baseline)
-    with open_artifact(artifact_of(store)) as artifact:  # ids as a tokenizer gives them
+    with open_artifact(artifact_of(store)) as artifact:  # a list of ids, as a tokenizer returns it
         ids = token_ids(9, seed=3).tolist()
         everything = measure(
             loaded(), artifact, SearchConfig(keep=1), "csattn", ids, full_attention(loaded(), artifact, ids)
@@ -148,7 +148,7 @@ def test_window_reads_nothing_far_and_is_worse_than_the_index(store) -> None:
 
 @pytest.mark.parametrize("preset_name", ["default", "lists"])
 def test_selections_are_valid_and_disjoint_from_resident_rows(store, preset_name) -> None:
-    """Lists take in the rows that leave the tail's window; over a sketch, all of the tail is resident."""
+    """Rows that leave the tail's window join the lists; over a sketch, the whole tail is resident."""
     config, seen = SearchConfig(keep=0.1, window_len=8), []
 
     def observe(row: Seen) -> None:
@@ -190,7 +190,7 @@ def test_a_search_period_reuses_selections(store) -> None:
 
 @pytest.fixture(scope="module")
 def wide(store) -> tuple[LoadedModel, Path]:
-    """Heads of 64, of which a sketch keeps as much as it does of real ones, and an artifact."""
+    """A model with heads of 64, of which a sketch keeps the same share as of a real model's, and its artifact."""
     model = wrap_model(make_model("qwen3", head_dim=64), byte_tokenizer(), "tiny-wide")
     return model, build_artifact(model, token_ids(CONTEXT_LEN), preset("default"), store).path
 
@@ -394,7 +394,7 @@ def test_logits_are_those_that_are_asked_for(store, keep) -> None:
 
 
 def test_a_request_is_taken_by_either_name_of_a_cache(store) -> None:
-    """`past_key_values` is `cache` from transformers 5.24 on."""
+    """`past_key_values` is called `cache` from transformers 5.24 on."""
     ids = torch.from_numpy(token_ids(3)).long()[None]
     with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():
         old, new = (loaded().model(ids, **{name: session.request()}) for name in ("past_key_values", "cache"))
@@ -555,7 +555,7 @@ def test_a_session_that_has_ended_gives_no_request(store) -> None:
     with pytest.raises(ConfigError, match="has ended; open another with `csattn_session`"), session:
         pass
     with csattn_session(loaded(), artifact_of(store)) as other:
-        session.__exit__(None, None, None)  # once more
+        session.__exit__(None, None, None)  # ended a second time
         loaded().model(**other.ask("who?"))
     for ask in (lambda: session.ask("who?"), lambda: session.continue_with(token_ids(3)), session.request):
         with pytest.raises(ConfigError, match="ask again in an open session"):
@@ -588,7 +588,7 @@ def test_an_unknown_selector_is_refused(store) -> None:
 
 
 def test_the_model_is_as_before_when_the_sessions_end(store) -> None:
-    """In whatever order."""
+    """Sessions may end in any order."""
     model, ids = loaded().model, torch.from_numpy(token_ids(5)).long()[None]
     before = inspect.signature(model.forward)
     want = model(ids).logits
@@ -606,7 +606,7 @@ def test_the_model_is_as_before_when_the_sessions_end(store) -> None:
 
 
 def test_an_engine_and_its_maps_go_with_their_session_before_anybody_looks_for_garbage(store) -> None:
-    """A loop of sessions had as many files open as all of them together."""
+    """Otherwise a loop of sessions has the files of all of them open."""
     gc.collect()
     gc.disable()
     try:
@@ -620,7 +620,7 @@ def test_an_engine_and_its_maps_go_with_their_session_before_anybody_looks_for_g
 
 
 def test_a_session_that_ends_on_another_thread_ends_requests_by_a_sentence(store, monkeypatch) -> None:
-    """What is computed between two looks at the session may find it ended."""
+    """A session may end between two checks that it is open."""
     with csattn_session(loaded(), artifact_of(store)) as session:
         request = session.request()
         monkeypatch.setattr(session, "_require_open", lambda: session.__exit__(None, None, None))
@@ -643,7 +643,7 @@ def test_sessions_that_begin_at_once_share_the_models_method(monkeypatch) -> Non
 
 
 def test_a_session_that_has_ended_holds_nothing_of_its_context(store) -> None:
-    """In a notebook its name outlives the block, and so does a request's."""
+    """In a notebook, the names of a session and of its requests outlive the `with` block."""
     with csattn_session(loaded(), artifact_of(store), kv_format="fp8") as session:
         request = session.request()
         logits_of(session, token_ids(3), [3])

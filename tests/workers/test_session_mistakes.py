@@ -1,4 +1,4 @@
-"""What comes to a session by mistake is refused with a sentence, before anything is computed."""
+"""Mistaken inputs to a session are refused in a sentence, before anything is computed."""
 
 import inspect
 import re
@@ -130,7 +130,7 @@ def test_an_option_that_is_none_is_refused(artifact, options, sentence) -> None:
 
 
 def test_what_memory_refuses_is_of_the_one_family(artifact) -> None:
-    """An `except CsattnError` around a session let errors of `offload` through."""
+    """An `except CsattnError` around a session also catches errors of `offload`."""
     with (
         pytest.raises(CsattnError, match="budget") as refused,
         csattn_session(loaded(), artifact, SearchConfig(keep=0.1), host_budget_bytes="1KiB"),
@@ -186,7 +186,7 @@ def test_a_length_that_the_prompt_has_already_is_for_transformers_to_refuse(sess
 
 @pytest.mark.parametrize("name", ["paged", "static"])
 def test_another_cache_beside_a_request_is_refused(session, name, monkeypatch) -> None:
-    """With `paged`, transformers answers without the request."""
+    """With `paged`, transformers would ignore the request."""
     model = loaded().model
     said = {"cache_implementation": name}
     for options in (said, {"generation_config": GenerationConfig(**said)}):
@@ -195,7 +195,7 @@ def test_another_cache_beside_a_request_is_refused(session, name, monkeypatch) -
     monkeypatch.setattr(model.generation_config, "cache_implementation", name)
     with pytest.raises(ConfigError, match="cache_implementation asks for another; leave it out"):
         model.generate(**session.continue_with(token_ids(9)))
-    monkeypatch.setattr(model.generation_config, "cache_implementation", "hybrid")  # means nothing there
+    monkeypatch.setattr(model.generation_config, "cache_implementation", "hybrid")  # transformers ignores this default
     model.generate(**session.continue_with(token_ids(9)), max_new_tokens=1)
 
 

@@ -1,4 +1,4 @@
-"""A model within a session. One that has changed is refused: a request would go on from what it was."""
+"""A model within a session. A changed model is refused: requests would continue from the unchanged model's context."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -31,12 +31,12 @@ def artifact(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def mine() -> LoadedModel:
-    """The model that built it, which a test may change."""
+    """The model that built the artifact; a test may change it."""
     return wrap_model(make_model(), byte_tokenizer(), "mine")
 
 
 class Adapted(nn.Module):
-    """As an adapter is put around a layer."""
+    """A wrapper around a layer, as adapters have it."""
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_a_model_that_changes_within_a_session_is_refused(artifact, mine, change
         for call, given in ((model, session.continue_with(token_ids(9))), (model.generate, going_on)):
             with pytest.raises(ModelError, match=SENTENCE):
                 call(**given)
-        model(half)  # without a request it is the model's own
+        model(half)  # without a request, the model's own forward runs
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -108,7 +108,7 @@ def test_a_model_that_is_not_in_memory_is_refused(artifact, mine) -> None:
 def test_a_layers_hook_is_refused_and_the_models_own_is_called(artifact, mine, kind) -> None:
     model, calls = mine.model, []
     with csattn_session(mine, artifact) as session:
-        model(torch.ones(1, 2, dtype=torch.long), output_hidden_states=True)  # leaves hooks of transformers
+        model(torch.ones(1, 2, dtype=torch.long), output_hidden_states=True)  # leaves hooks of transformers on layers
         model.register_forward_hook(lambda module, given, got: calls.append(module))
         inputs = session.continue_with(token_ids(9))
         hook = getattr(model.model.layers[1].mlp, kind)(lambda *given: None)
@@ -131,7 +131,7 @@ def put_forward(mlp: Any) -> Callable[[], None]:
 
 
 def put_another(mlp: Any) -> Callable[[], None]:
-    """A module's of its class."""
+    """Put in the forward of another module of the same class."""
     mlp.forward = type(mlp)(mlp.config).forward
     return lambda: delattr(mlp, "forward")
 
@@ -154,7 +154,7 @@ ANOTHER = "put in the place of its own"
     [(put_hook, "hook"), (put_forward, ANOTHER), (put_another, ANOTHER), (put_hook_by_accelerate, ANOTHER)],
 )
 def test_what_layers_would_do_besides_is_neither_opened_nor_built_with(artifact, mine, tmp_path, put, what) -> None:
-    """It was stored as the context of the model without it."""
+    """Otherwise the artifact would be stored as that of the model without the addition."""
     sentence = f"model.layers.1.mlp of mine has a forward {what}, which contexts are not built with"
     mlp = mine.model.model.layers[1].mlp
     with csattn_session(mine, artifact) as session:
@@ -171,7 +171,7 @@ def test_what_layers_would_do_besides_is_neither_opened_nor_built_with(artifact,
 
 
 def test_forwards_that_compute_the_same_are_a_models_own(artifact, mine) -> None:
-    """accelerate's, and compiled ones."""
+    """These are forwards that accelerate has wrapped, and compiled ones."""
     first, second = mine.model.model.layers[:2]
     add_hook_to_module(first.mlp, ModelHook())
     second.mlp.forward = torch.compile(second.mlp.forward, backend="eager")
@@ -180,7 +180,7 @@ def test_forwards_that_compute_the_same_are_a_models_own(artifact, mine) -> None
 
 
 def test_a_model_whose_memory_moves_within_a_session_is_refused(artifact, mine) -> None:
-    """Its engine would read what has been freed."""
+    """Its engine would read freed memory."""
     with csattn_session(mine, artifact) as session:
         inputs = session.continue_with(token_ids(9))
         want = mine.model(**inputs).logits
@@ -204,7 +204,7 @@ def test_a_change_that_is_undone_wants_a_new_session(artifact, mine) -> None:
 
 
 class Copies(TorchDispatchMode):
-    """Notes the tensors that are copied whole."""
+    """Records the shapes of tensors that are cloned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ def test_results_are_tuples_where_the_config_says_so(artifact, mine) -> None:
 
 
 def test_a_compiled_models_requests_are_not_compiled(artifact, mine) -> None:
-    """They were, for each length anew, until torch gave up compiling the model."""
+    """They would be compiled anew for each length, until torch gives up compiling the model."""
     graphs = []
 
     def backend(graph: Any, given: Any) -> Any:

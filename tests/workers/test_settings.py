@@ -1,4 +1,4 @@
-"""Settings: precedence, origins, refusals that say what to do, and secrets that stay secret."""
+"""Settings: precedence, origins, errors that say what to do, and secrets that stay secret."""
 
 import os
 import pickle
@@ -203,7 +203,7 @@ def test_a_store_behind_a_url_is_refused_wherever_it_is_named(tmp_path: Path, ur
         ((file, {}, {}), "c.toml"),
         ((None, {"CSATTN_STORE_PATH": url}, {}), "environment"),
         ((None, {}, {"store.path": url}), "flag"),
-        ((None, {}, {"store.path": Path(url)}), "flag"),  # as the command line has it
+        ((None, {}, {"store.path": Path(url)}), "flag"),  # as the command line passes it
     ]:
         with pytest.raises(ConfigError, match=wanted + f".*{origin}"):
             load_settings(*sources)

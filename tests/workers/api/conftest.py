@@ -1,4 +1,4 @@
-"""OpenAI's own client, of whatever `service` a file of tests has."""
+"""OpenAI's own client of the `service` fixture that a test file defines."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""A backend without a model: it says what it is told to say, at the pace it is told, and fails where it is told."""
+"""A backend without a model: scripts give its answers, their pace and their failures."""
 
 import asyncio
 import time
@@ -35,12 +35,12 @@ PROMPT = {"context_tokens": CONTEXT_TOKENS, "question_tokens": 7, "cached_tokens
 
 @dataclass
 class Script:
-    """How one question is answered."""
+    """The scripted answer to a question."""
 
     words: tuple[str | Piece, ...] = ("The ", "answer ", "is ", "42.")
     first_after_s: float = 0.0
-    pause_s: float = 0.0  # between two pieces
-    fail_at: int | None = None  # instead of the piece of that number
+    pause_s: float = 0.0  # after each piece
+    fail_at: int | None = None  # raise `error` instead of the piece with this index
     error: BaseException | None = None
     reason: Finish = "stop"
     top: tuple[tuple[str, bytes, float], ...] = ()
@@ -49,9 +49,9 @@ class Script:
 
 @dataclass
 class FakeBackend:
-    """As a Backend has to be: a slot for each running request, a queue that has an end."""
+    """A Backend with a slot for each running request and a bounded queue."""
 
-    scripts: dict[str | tuple[int, ...], Script] = field(default_factory=dict)  # by the last words asked
+    scripts: dict[str | tuple[int, ...], Script] = field(default_factory=dict)  # by the last turn, or the prompt
     num_slots: int = 4
     max_queued: int = 4
     infos: dict[str, ContextInfo] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class FakeBackend:
     running: set[str] = field(default_factory=set)
     num_queued: int = 0
     num_ended_early: int = 0
-    looked_up: list[str | None] = field(default_factory=list)  # contexts that were asked about; None: all
+    looked_up: list[str | None] = field(default_factory=list)  # names that `contexts` was called with; None: all
     ended_early_at: list[float] = field(default_factory=list)
 
     def add(self, name: str, **changes: object) -> None:
@@ -106,7 +106,7 @@ class FakeBackend:
             raise OverloadedError("the queue is full; come again later", retry_after_s=2.4)
 
     async def tokenize(self, ask: TokenizeAsk) -> Tokens:
-        """A token for each character."""
+        """Return a token for each character."""
         text = ask.text if ask.text is not None else "".join(turn.content for turn in ask.turns)
         return Tokens(ids=tuple(map(ord, text)), texts=tuple(text), max_positions=2048)
 

@@ -1,4 +1,4 @@
-"""The application under a real server, on a free port, in a thread of its own."""
+"""The application under a real server, on a free port, in its own thread."""
 
 import threading
 import time
@@ -31,9 +31,9 @@ def settings_with(**limits: Any) -> Settings:
 
 @contextmanager
 def serving(backend: FakeBackend | None = None, settings: Settings | None = None) -> Iterator[Running]:
-    """A service with the context `handbook`, on a port that is free whatever is set, until the block ends."""
+    """Run a service with the context `handbook` until the block ends, on a free port whatever the settings say."""
     backend, settings = backend or FakeBackend(), settings or settings_with()
-    settings = replace(settings, server=replace(settings.server, port=0))  # others run at the same time
+    settings = replace(settings, server=replace(settings.server, port=0))  # other services run at the same time
     backend.add("handbook")
     server = server_of(make_app(backend, settings), settings, log_level="error", timeout_graceful_shutdown=1)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -51,7 +51,7 @@ def serving(backend: FakeBackend | None = None, settings: Settings | None = None
 
 
 def eventually(is_so: Any, timeout_s: float = 10.0) -> bool:
-    """Whether it becomes so in time."""
+    """Whether `is_so` becomes true in time."""
     ends_at = time.monotonic() + timeout_s
     while time.monotonic() < ends_at:
         if is_so():

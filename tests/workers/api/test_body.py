@@ -1,4 +1,4 @@
-"""Bodies: what is deep, wide or no JSON is refused before it is built."""
+"""Request bodies that are too deep, too wide or not JSON are refused before their objects are built."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ LIMITS = LimitSettings(max_json_depth=5, max_json_values=100)
 
 
 def depth_of(value: Any) -> int:
-    """By the definition."""
+    """Return the nesting depth, by its definition."""
     if isinstance(value, dict):
         value = list(value.values())
     return 1 + max(map(depth_of, value), default=0) if isinstance(value, list) else 0

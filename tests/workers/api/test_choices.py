@@ -1,4 +1,4 @@
-"""OpenAI's own client: several answers, calls, thoughts, echoes, and tokens."""
+"""OpenAI's own client: several answers, tool calls, reasoning, echoes, and tokens."""
 
 import asyncio
 from collections.abc import Iterator
@@ -190,7 +190,7 @@ def test_offsets_are_of_the_text_with_what_stands_for_lone_bytes(
     text = b"".join(parts).decode(errors="replace")
     service.backend.scripts = {"?": Script((Piece(text, scores),))}
     told = client.completions.create(model=MODEL, prompt="?", logprobs=0).choices[0]
-    # whether a token goes on with a character is seen by what its bytes would be without it
+    # a token begins at the character that its first byte belongs to, which an earlier token may have begun
     before = [b"".join(parts[:i]).decode(errors="replace") for i in range(len(parts))]
     with_first = [(b"".join(parts[:i]) + part[:1]).decode(errors="replace") for i, part in enumerate(parts)]
     begins = [max(0, len(text) - 1) if parts[i] else len(before[i]) for i, text in enumerate(with_first)]

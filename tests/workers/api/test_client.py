@@ -99,7 +99,7 @@ def test_logprobs_of_a_chat(service: Running, client: openai.OpenAI) -> None:
     assert [(item.token, item.logprob, item.bytes) for item in first.top_logprobs] == [
         ("A", -0.5, [65]), ("\ufffd", -9999.0, [0xC3]),
     ]  # fmt: skip
-    assert second.bytes == [0xEF, 0xBF, 0xBD]  # that character itself, which the model has said
+    assert second.bytes == [0xEF, 0xBF, 0xBD]  # the model has generated U+FFFD itself
 
 
 def test_logprobs_of_a_completion_stream_as_in_one_object(service: Running, client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""A client that leaves frees its slot at once, whether it is being sent to or waits."""
+"""A client that leaves frees its slot at once, whether it is receiving or waiting."""
 
 import asyncio
 import errno
@@ -81,13 +81,13 @@ def test_a_client_that_takes_nothing_is_given_up() -> None:
         connection = ask(service, stream=True)
         assert eventually(lambda: len(service.backend.running) == 1)
         assert eventually(lambda: service.backend.num_ended_early == 1)
-        # what was written and never taken does not keep the connection either
+        # unread output does not keep the connection open either
         assert eventually(lambda: not service.server.server_state.connections)
         connection.close()
 
 
 async def drive(backend: FakeBackend, send: Send, **limits: Any) -> None:
-    """Ask for a stream under a server that sends like this."""
+    """Request a stream under an ASGI server with the given `send`."""
     backend.add("handbook")
     body = json.dumps({"model": MODEL, "prompt": "go", "stream": True}).encode()
     headers = {"host": "localhost", "authorization": f"Bearer {KEY}", "content-type": "application/json"}

@@ -1,4 +1,4 @@
-"""Hostile and unlucky clients, over raw sockets: refused in OpenAI's shape, in time, and shortly."""
+"""Hostile and unlucky clients, over raw sockets, are refused in OpenAI's format, in time, and with short replies."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ def post(service: Running, path: str = "/v1/completions", **more: Any) -> httpx2
 
 
 def said(connection: socket.socket, timeout_s: float = 5.0) -> bytes:
-    """All that comes until the other side closes."""
+    """Return all bytes that arrive until the other side closes."""
     connection.settimeout(timeout_s)
     parts = []
     try:
@@ -202,7 +202,7 @@ def test_a_large_body_in_chunks_is_refused_as_it_comes(service: Running) -> None
 
     reply = post(service, content=chunks(), headers={**AUTH, "Content-Type": "application/json"})
     assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
-    assert num_sent < 200  # it was not all taken in
+    assert num_sent < 200  # the body was not read to its end
 
 
 def test_an_endless_body_is_cut_off(service: Running) -> None:
@@ -228,7 +228,7 @@ def test_a_body_that_trickles_is_cut_off(service: Running) -> None:
 
 
 def test_a_body_that_stops_is_cut_off() -> None:
-    patient = {**LIMITS, "body_timeout_s": 60.0}  # so that it is the stall that is noticed
+    patient = {**LIMITS, "body_timeout_s": 60.0}  # long enough that the stall is noticed first
     with (
         serving(settings=settings_with(**patient)) as service,
         socket.create_connection(("127.0.0.1", service.port)) as connection,
@@ -287,7 +287,7 @@ def test_too_many_open_requests_are_told_so_and_health_still_answers() -> None:
 
 
 def test_who_is_refused_takes_no_place() -> None:
-    """However many linger, with bodies that they have announced and do not send."""
+    """However many refused clients stay connected without sending the bodies that they announced."""
     with serving(settings=settings_with(max_open_requests=2)) as service, ExitStack() as opened:
         for _ in range(4):
             connection = opened.enter_context(socket.create_connection(("127.0.0.1", service.port)))
@@ -305,8 +305,8 @@ def test_a_length_beside_chunks_is_refused_and_nothing_behind_it_is_read(service
 
 
 def test_connections_leave_room_for_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they took all files that the process may open, requests that had come failed, and each turn of the loop
-    wrote thousands of lines."""
+    """If they took all file descriptors of the process, accepted requests would fail, and each turn of the event loop
+    would log thousands of lines."""
     given = []
     monkeypatch.setattr(server.resource, "getrlimit", lambda _: (4, 10))
     monkeypatch.setattr(server.resource, "setrlimit", lambda _, most: given.append(most))
@@ -362,7 +362,7 @@ def test_eight_megabytes_of_json_do_not_hold_up_health() -> None:
             assert reply.result().status_code == 400
             return slowest_s
 
-        # building all of it takes longer every time, whatever else the machine does
+        # building the whole body would exceed this every time, however idle the machine
         assert any(slowest_health_s() < 0.25 for _ in range(5))
 
 

@@ -1,4 +1,4 @@
-"""Web pages of other addresses: a browser asks first, and hides replies, refusals too, that do not name the page."""
+"""Pages of other origins (CORS): a browser sends a preflight, and hides replies, also refusals, without its origin."""
 
 from collections.abc import Iterator
 from dataclasses import replace

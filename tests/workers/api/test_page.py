@@ -96,7 +96,7 @@ def test_the_page_asks_for_a_key_and_keeps_it_for_the_tab(browser: Any) -> None:
         page.reload()
         page.wait_for_selector("main:not([hidden])")
         assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 1, ""]
-        other = opened(browser, service, faults)  # another tab does not have it
+        other = opened(browser, service, faults)  # another tab does not have the key
         other.wait_for_selector("#key-form:not([hidden])")
         page.close()
         other.close()
@@ -141,7 +141,7 @@ def test_a_service_that_went_away_is_told_in_a_sentence(browser: Any) -> None:
             assert page.title() == "smollm2-135m, no answer – csattn"
             page.unroute("**/v1/status")
         page.locator("#state", has_text=re.compile("^ready$")).wait_for()
-        page.wait_for_function("document.querySelectorAll('#charts .card:nth-child(3) path').length > 2")  # with gaps
+        page.wait_for_function("document.querySelectorAll('#charts .card:nth-child(3) path').length > 2")  # gaps in it
         page.close()
 
 
@@ -154,7 +154,7 @@ def test_of_two_answers_the_one_to_the_older_question_is_not_shown(browser: Any)
         page.wait_for_function("performance.getEntriesByType('resource').length")
         with page.expect_request("**/v1/status"):
             pass
-        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # as when the tab is seen again
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # as when the tab becomes visible again
         page.wait_for_timeout(500)
         held[0].fulfill(status=500, body='{"error": {"message": "older"}}')
         page.wait_for_timeout(500)

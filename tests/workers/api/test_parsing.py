@@ -1,4 +1,4 @@
-"""What clients send becomes an Ask, or a sentence that names the field at fault."""
+"""Request bodies become an Ask, or an error that names the field at fault."""
 
 import json
 from typing import Any
@@ -28,7 +28,7 @@ def completion(**fields: Any) -> Any:
 
 
 def ask_of(asked: ParsedRequest) -> Ask:
-    """The only one."""
+    """Return the only Ask of a request."""
     [ask] = asked.asks
     return ask
 
@@ -371,7 +371,7 @@ def test_a_completion_that_cannot_be_answered(fields: dict[str, Any], words: str
     ("asked", "context"),
     [
         ("SmolLM2-135M", ""),
-        ("smollm2-135m-instruct", ""),  # as `csattn ls` has it
+        ("smollm2-135m-instruct", ""),  # as `csattn ls` shows it
         ("HuggingFaceTB/SmolLM2-135M-Instruct@handbook", "handbook"),
         ("/models/SmolLM2-135M-Instruct.gguf", ""),
     ],

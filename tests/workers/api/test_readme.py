@@ -1,4 +1,4 @@
-"""The documentation of the service's fields, beside what it takes."""
+"""The documentation of the service's fields agrees with what the service accepts."""
 
 import re
 from pathlib import Path

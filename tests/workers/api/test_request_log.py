@@ -1,4 +1,4 @@
-"""What the log is told of requests."""
+"""What is logged about requests."""
 
 import logging
 import re
@@ -125,7 +125,7 @@ def test_paths_that_clients_invent_stay_on_their_line(telling: Running, caplog: 
 
 
 def lines(caplog: pytest.LogCaptureFixture, number: int) -> list[str]:
-    """Of the service, which writes them behind its replies."""
+    """Return the messages of the service once there are `number`: it logs after it has replied."""
 
     def told() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == "csattn.api"]

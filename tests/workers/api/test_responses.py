@@ -111,7 +111,7 @@ def test_what_fails_in_mid_stream_is_an_event(service: Running, client: openai.O
 
 
 def test_a_piece_with_the_end_of_a_call_and_what_is_said_behind_it() -> None:
-    """As it comes where all of that could have become a stop string."""
+    """Such a piece arrives after all of its text was held back as the possible start of a stop string."""
     body = {"model": MODEL, "input": "?", "tools": [TOOL]}
     form = ResponseForm(read_response(body, "id", "smollm2-135m", LimitSettings()))
     call = Piece("", calls=(CallPart(0, '{"a": ', call_id="123456789", name="add"),))

@@ -1,4 +1,4 @@
-"""What the page is fed, and that it is fed from what the decoding side really measures."""
+"""The data that the page shows, all of which the decoding side really measures."""
 
 import json
 import re

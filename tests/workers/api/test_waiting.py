@@ -1,4 +1,4 @@
-"""A stream whose answer has not begun shows that it lives, and OpenAI's own client takes no notice."""
+"""A stream whose answer has not begun sends comments as signs of life, which OpenAI's own client skips."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -88,7 +88,7 @@ def test_a_client_that_leaves_while_it_waits_frees_its_place(service: Running) -
     body = {"model": MODEL, "prompt": "go", "stream": True}
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx2.stream("POST", f"{service.url}/v1/completions", json=body, headers=headers) as reply:
-        lines = reply.iter_lines()  # one that is let go of ends the reply
+        lines = reply.iter_lines()  # kept in a variable: a dropped iterator closes the reply
         assert next(lines).startswith(": ")
         assert len(service.backend.running) == 1
     assert eventually(lambda: not service.backend.running)

@@ -13,7 +13,7 @@ TEXT = "".join(f"Lamp {lamp} is lit at {lamp % 12}. " for lamp in range(16))
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a model whose template has tools and thoughts, and the stores of these tests' services."""
+    """A directory with a model whose chat template has tools and reasoning, and the stores of these tests' services."""
     place = tmp_path_factory.mktemp("service")
     model = chat_model("may_think")
     model.model.save_pretrained(place / "chat")
@@ -29,7 +29,7 @@ def placement(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def options(placement: str, place: Path) -> tuple[str, ...]:
-    """Of services with that model."""
+    """The command-line options of services with that model."""
     settings = f"engine.placement={placement}", "engine.max_context_len=2000", "engine.tail_capacity=8000"
     settings += "limits.max_concurrent_requests=64", "kept.context_tokens=600"
     own = [part for setting in settings for part in ("--set", setting)]
@@ -46,7 +46,7 @@ def local(options: tuple[str, ...]) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def on_ray(options: tuple[str, ...], local: Service) -> Iterator[Service]:
-    """With search workers, over the store in which the service in one process has built a context: two names for it."""
+    """A service on Ray with search workers, over the store of `local`, whose context has two names here."""
     pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
     artifact_id = local.get("/v1/contexts/lamps").json()["artifact_id"]
     named = "--context", f"other={artifact_id[:6]}"

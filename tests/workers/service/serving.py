@@ -18,8 +18,8 @@ import openai
 ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-c", "from workers.cli import main; main()", "serve"]
 READY_S, END_S = 120.0, 60.0
-BUILT_S = 400.0  # builds stand behind whatever else runs here
-PLAIN: Any = {"verify": False}  # of clients: no TLS here, and to be ready for it takes more than a reply
+BUILT_S = 400.0  # builds have a low priority, so other processes slow them down
+PLAIN: Any = {"verify": False}  # for clients: there is no TLS here, and setting it up takes longer than a reply
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Service:
         return httpx2.get(f"{self.url}{path}", timeout=30.0, **PLAIN)
 
     def register(self, name: str, text: str) -> dict[str, Any]:
-        """The context, once it is built."""
+        """Register a context, and return it once it is built."""
         body = {"name": name, "text": text}
         httpx2.post(f"{self.url}/v1/contexts", json=body, timeout=30.0, **PLAIN).raise_for_status()
         until = time.monotonic() + BUILT_S
@@ -46,7 +46,7 @@ class Service:
         return dict(context)
 
     def ask(self, context: str, question: str, max_tokens: int) -> Generator[str, None, None]:
-        """An answer's pieces as they come. Raises openai.APIError where the service tells of an error."""
+        """Yield the pieces of an answer as they arrive. Raises openai.APIError if the service reports an error."""
         messages: list[Any] = [{"role": "user", "content": question}]
         with (
             self.client() as client,
@@ -59,7 +59,7 @@ class Service:
                     yield chunk.choices[0].delta.content
 
     def wait_until_ready(self, timeout_s: float) -> float:
-        """Seconds until the service says that it can answer."""
+        """Wait until the service reports that it is ready, and return the seconds that this took."""
         since = time.monotonic()
         while time.monotonic() - since < timeout_s:
             try:
@@ -72,13 +72,13 @@ class Service:
 
 
 def run(*options: str) -> "subprocess.CompletedProcess[str]":
-    """A call that is expected to end by itself."""
+    """Run `csattn serve` with options with which it is expected to end by itself."""
     return subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=READY_S, env=_environment())
 
 
 @contextmanager
 def serving(*options: str) -> Iterator[Service]:
-    """A service on a free port, in a process group of its own, until the block ends."""
+    """Run a service on a free port, in its own process group, until the block ends."""
     command = [*COMMAND, "--port", "0", "--json", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment(), process_group=0)
     try:
@@ -103,7 +103,7 @@ def serving(*options: str) -> Iterator[Service]:
 
 
 def _environment() -> dict[str, str]:
-    set_here = "CSATTN_SERVER", "RAY_worker_niceness"  # which the service is to choose itself
+    set_here = "CSATTN_SERVER", "RAY_worker_niceness"  # the service has to choose these itself
     kept = {name: value for name, value in os.environ.items() if not name.startswith(set_here)}
     paths = [str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths)}

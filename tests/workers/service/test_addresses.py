@@ -34,7 +34,7 @@ def test_a_port_that_is_held_is_given_to_nobody_but_who_shares_it() -> None:
             serve.setsockopt(socket.SOL_SOCKET, option, 1)
         serve.bind(address)
         serve.listen()
-        for _ in range(20):  # none is lost to the holder
+        for _ in range(20):  # the holder takes none of the connections
             with socket.create_connection(address, timeout=5) as client, serve.accept()[0] as accepted:
                 assert accepted.getpeername() == client.getsockname()
         with pytest.raises(ConfigError, match="is in use"):
@@ -48,7 +48,7 @@ def test_an_address_of_another_machine_is_a_sentence() -> None:
 
 
 def test_what_is_written_to_a_connection_leaves_at_once() -> None:
-    """Else what follows waits for a client that acknowledges late: 40 ms of each answer on a connection used again."""
+    """Without TCP_NODELAY, data waits for a delayed acknowledgement: 40 ms of each answer on a reused connection."""
 
     async def delays() -> bool:
         accepted: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()

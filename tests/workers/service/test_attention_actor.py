@@ -1,4 +1,4 @@
-"""The attention worker's own part, without Ray: what crosses, and when a request is ended that nobody waits for."""
+"""The attention worker without Ray: what it sends and receives, and when it ends a request that nobody waits for."""
 
 import asyncio
 import sys
@@ -138,7 +138,7 @@ def test_a_request_that_nobody_waits_for_is_ended(backend: Startable) -> None:
         await actor.end("1")
         await until(lambda: not backend.running)
         assert backend.num_ended_early == 1
-        assert sum([len(batch) async for batch in events]) < len(SLOW.words)  # it comes to its end
+        assert sum([len(batch) async for batch in events]) < len(SLOW.words)  # the stream ends early
 
     asyncio.run(run())
 
@@ -172,7 +172,7 @@ def test_requests_of_a_process_that_is_silent_are_ended_and_no_others(backend: S
 def test_a_worker_that_cannot_start_says_why_and_ends(
     monkeypatch: pytest.MonkeyPatch, backend: Startable, error: Exception | None, why: str
 ) -> None:
-    """By itself: Ray starts an actor again that has ended, and none whose constructor has raised."""
+    """Its process exits by itself: Ray restarts an actor that has exited, but not one whose constructor has raised."""
 
     def refuse(settings: Settings, launch: object) -> None:
         assert error is not None
@@ -190,7 +190,7 @@ def test_a_worker_that_cannot_start_says_why_and_ends(
         assert await actor.failure() == why
         assert await actor.health() == Health(False, why)
         [error] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
-        for lost in (error, await actor.heartbeat("i"), await actor.call("contexts")):  # others are asked in its place
+        for lost in (error, await actor.heartbeat("i"), await actor.call("contexts")):  # others are asked instead
             assert isinstance(lost, WorkerLostError) and why in lost.detail and why not in lost.message
         await until(lambda: ended == [1])
 

@@ -1,4 +1,4 @@
-"""What several workers say becomes one answer."""
+"""Reports of several workers are joined into one."""
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 

@@ -1,4 +1,4 @@
-"""What the service in one process says when it is told to end."""
+"""What the service in one process logs when a signal ends it."""
 
 import signal
 from types import SimpleNamespace

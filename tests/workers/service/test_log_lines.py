@@ -1,4 +1,4 @@
-"""What a process of the service logs, in a process of its own: logging is set up once."""
+"""What a process of the service logs. Each test uses a subprocess, because logging is set up once per process."""
 
 import re
 import signal
@@ -33,7 +33,7 @@ def test_a_name_of_several_lines_writes_one() -> None:
 
 
 def test_what_another_form_writes_is_cleaned_too() -> None:
-    """As Ray Serve's handlers have."""
+    """Handlers of Ray Serve have formatters of their own."""
     form = "handler.setFormatter(ServeFormatter('replica', 'x')); logging.getLogger().handlers[:] = [handler]"
     says = f"""{SAYS}
 from ray.serve._private.logging_utils import ServeFormatter
@@ -72,7 +72,7 @@ def test_a_stream_without_a_descriptor_is_logged_to() -> None:
 
 
 def test_records_are_made_as_before_and_cleaned_in_every_part_once() -> None:
-    """As Ray makes them, with a time of its own that its form wants."""
+    """Ray's record factory, which adds a timestamp that Ray's formatter needs, stays in effect."""
     says = """
 import logging
 from ray._private.log import INTERNAL_TIMESTAMP_LOG_KEY, _setup_log_record_factory

@@ -1,4 +1,4 @@
-"""What a service says of its machine is what the plan of its memory says."""
+"""A service's description of its machine agrees with its memory plan."""
 
 from collections import namedtuple
 from dataclasses import replace
@@ -19,7 +19,7 @@ Usage = namedtuple("Usage", "free")
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """On a machine with room for seven contexts as long as there are positions."""
+    """Settings on a machine with room for seven contexts (and nearly eight) of max_positions tokens."""
     model = loaded()
     needed = sum(context_bytes(spec_of(model.geometry, model.geometry.max_positions)))
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: 8 * needed - 1)
@@ -37,7 +37,7 @@ def test_it_is_one_line(settings: Settings) -> None:
 
 
 def test_workers_of_one_machine_share_its_memory(settings: Settings) -> None:
-    """Of nearly eight contexts, each of three has room for two."""
+    """Out of room for nearly eight contexts, each of three workers has room for two."""
     line = describe_machine(settings, loaded(), 3)
     assert " 0.0 GiB of memory, shared by 3 workers, and " in line and " 2 contexts of " in line
 
@@ -61,7 +61,7 @@ def test_gpus_are_told_with_their_links(settings: Settings, monkeypatch: pytest.
 def test_several_gpus_have_room_together(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, num_devices: int, room: int
 ) -> None:
-    """Each has as much as the weights, or a context, take in all."""
+    """The free memory of each GPU equals the size of all weights, and that of one context."""
     model = loaded()
     kv, index = context_bytes(spec_of(model.geometry, model.geometry.max_positions, "bfloat16"))
     monkeypatch.setattr(machine, "weights_on_device", lambda model: kv + index)

@@ -1,4 +1,4 @@
-"""From settings to an engine."""
+"""Settings become an engine, or are refused."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How the service begins on a Ray cluster, without one: what it finds there, and what it says of it."""
+"""How the service starts on a Ray cluster, tested without one: what it finds there, and what it reports."""
 
 import socket
 from contextlib import nullcontext, suppress
@@ -21,7 +21,7 @@ from workers.settings import RaySettings, ServerSettings, Settings
 
 
 def cluster(*found: list[str]) -> Any:
-    """On which so many times actors of these namespaces are found; then the last of them again and again."""
+    """A fake `ray`: each look finds actors in the next of these lists of namespaces, and then always in the last."""
     left = list(found)
 
     def list_named_actors(all_namespaces: bool) -> list[dict[str, str]]:
@@ -37,7 +37,7 @@ def test_another_service_of_the_cluster_is_not_replaced(monkeypatch: pytest.Monk
     monkeypatch.setattr(ray_app, "_POLL_S", 0.01)
     with pytest.raises(ConfigError, match="a csattn service runs on this Ray cluster already"):
         ray_app._require_only_service(cluster(["serve", "csattn-0123"]), "csattn-4567", Event())
-    ended = cluster(["csattn-0123"], ["csattn-0123"], ["serve", "csattn-4567"])  # one that has just, and this one
+    ended = cluster(["csattn-0123"], ["csattn-0123"], ["serve", "csattn-4567"])  # one that has just ended, then this
     ray_app._require_only_service(ended, "csattn-4567", Event())
     stop_requested = Event()
     stop_requested.set()
@@ -47,7 +47,7 @@ def test_another_service_of_the_cluster_is_not_replaced(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("begins_beside", [False, True])
 def test_a_service_that_did_not_come_up_deletes_no_other(monkeypatch: pytest.MonkeyPatch, begins_beside: bool) -> None:
-    """Of two that begin at once either may wait long for room, or find the other when its workers are there."""
+    """Of two that start at once, one may wait long for resources, or find the other only once its own workers run."""
     on_cluster, deleted, ended = cluster([], ["csattn-0123"] * begins_beside), list[str](), list[object]()
 
     def no_ingress(*_: object) -> str:
@@ -76,7 +76,7 @@ def test_a_service_that_did_not_come_up_deletes_no_other(monkeypatch: pytest.Mon
 
 
 def test_another_program_is_not_taken_for_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be asked whether the service answers, and so would its clients."""
+    """Otherwise the health check and clients' requests would go to that program."""
     context = pytest.importorskip("ray.serve.context")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -110,7 +110,7 @@ def test_a_port_that_serve_cannot_have_is_a_sentence(monkeypatch: pytest.MonkeyP
 
 
 def test_its_answer_is_not_asked_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which programs that reach out of a company's network are told of, and which cannot reach this machine."""
+    """A company's HTTP proxy, set in the environment for outside addresses, cannot reach this machine."""
 
     class Answering(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -129,7 +129,7 @@ def test_its_answer_is_not_asked_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> 
         try:
             ray_app._require_answer(url_of("127.0.0.1", server.server_port))
         finally:
-            with suppress(OSError):  # so that nobody waits any more
+            with suppress(OSError):  # ends the wait of handle_request
                 socket.create_connection(("127.0.0.1", server.server_port), timeout=0.1).close()
 
 
@@ -137,7 +137,7 @@ def test_its_answer_is_not_asked_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> 
 def test_only_a_cluster_that_is_there_may_listen_at_the_port_already(
     monkeypatch: pytest.MonkeyPatch, address: str | None
 ) -> None:
-    """Serve goes on to listen on a cluster whose service has ended."""
+    """On a cluster whose service has ended, Serve keeps listening."""
     asked = list[int]()
 
     def service_on_ray(settings: Settings, named: object, port: int, stop_requested: object) -> None:

@@ -1,4 +1,4 @@
-"""What an ingress takes an attention worker's silence for, without Ray."""
+"""How an ingress interprets an attention worker's silence, tested without Ray."""
 
 import asyncio
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ async def dead(*arguments: object) -> None:
 
 
 def test_a_worker_that_is_busy_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that takes long, to load contexts say: its context's requests go to it as before."""
+    """During a long call, for example to load contexts, requests for its contexts still go to it."""
     monkeypatch.setattr(ray_worker, "_HEALTH_S", 0.01)
     status = WorkerStatus(since=1.0, num_running=0, num_slots=4)
     worker = RayWorker("attention-0", "csattn-0123")

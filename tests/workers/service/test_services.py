@@ -1,7 +1,7 @@
-"""`csattn serve` as processes, over one store: in one process and on Ray, asked with OpenAI's client and ended.
+"""`csattn serve` in one process and on Ray, over one store: requests with OpenAI's client, failures, and the end.
 
-In one file, because the tests of a file share the services that they start. What the one on Ray is not asked comes
-first: its processes are busy as long as they are there.
+All are in one file, because the tests of a file share the services that they start. Tests that do not need the service
+on Ray come first: its processes keep the CPU busy as long as they run.
 """
 
 import json
@@ -40,7 +40,7 @@ from workers.serving.context_file import ContextFile
 from workers.settings import default_lookahead
 
 MODEL = "chat@lamps"
-NAMED = "chat@other"  # the same artifact, by the command line
+NAMED = "chat@other"  # the same artifact, named on the command line
 TURNS = 10
 QUESTIONS = ("When is lamp 7 lit?", "Which lamp is lit at 3?", "How many lamps are there?")
 NUM_TOKENS = 150
@@ -83,7 +83,8 @@ def test_a_conversation_brings_its_own_context(local: Service, placement: str) -
 
 
 def converse(client: openai.OpenAI) -> tuple[str, list[Any], Any]:
-    """Its long beginning, made by a process of its own; then each turn finds those before."""
+    """Hold a conversation: a separate process builds a context of its long beginning, and each turn finds earlier ones
+    cached. Returns the beginning, the messages sent and the last reply."""
     text = f"{client.base_url}: " + "".join(f"Door {door} opens at {door % 12}. " for door in range(60))
     told: list[Any] = [{"role": "system", "content": text}, {"role": "user", "content": "When does door 7 open?"}]
     first, again = (client.chat.completions.create(model="chat", messages=told, max_tokens=8) for _ in range(2))
@@ -172,7 +173,7 @@ def test_a_name_for_two_artifacts_is_refused(place: Path) -> None:
 
 
 def test_a_context_that_can_never_be_loaded_is_refused_at_the_start(place: Path) -> None:
-    """By the command line; of one that has a name already, the log tells."""
+    """This holds for contexts on the command line; for those that have a name already, it is only logged."""
     store = place / "large"
     artifact_id = build(store, text_of("heron"))
     given = {"server.port": 0, "store.path": store, "model.name": str(place / "chat"), "engine.context_bytes": 1000}
@@ -184,7 +185,7 @@ def test_a_context_that_can_never_be_loaded_is_refused_at_the_start(place: Path)
 
 
 def test_an_artifact_of_another_model_is_refused_at_the_start(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As requests would be, and it has no name then."""
+    """Requests to it would be refused too. It gets no name."""
     store = place / "of-another"
     artifact_id = build(store, text_of("heron"))
     given = {"server.port": 0, "store.path": store, "model.name": str(place / "chat")}
@@ -203,7 +204,7 @@ def client(request: pytest.FixtureRequest, placement: str) -> Iterator[openai.Op
 
 
 def endings(client: openai.OpenAI, text: str) -> dict[str, float]:
-    """A bias for that text's tokens, and against thoughts: random weights else hardly ever come to an end."""
+    """Return a logit bias for the tokens of `text` and against reasoning: random weights hardly ever end otherwise."""
     [think] = tokens_of(client, "<think>")
     return {str(think): -100, **dict.fromkeys(map(str, tokens_of(client, text)), 20)}
 
@@ -214,7 +215,7 @@ def tokens_of(client: openai.OpenAI, text: str) -> list[int]:
 
 
 def test_an_agent_with_three_tools(client: openai.OpenAI, request: pytest.FixtureRequest) -> None:
-    """Ten turns, fewer on Ray. Each calls a tool that is there, by its schema, and is told the result."""
+    """Each of ten turns (fewer on Ray) calls an existing tool, by its schema, and gets the result."""
     messages: list[Any] = [{"role": "user", "content": "Look after the lamps."}]
     bias = endings(client, '"},')
     by_name = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
@@ -343,7 +344,7 @@ def test_a_client_that_leaves_frees_its_slot(on_ray: Service) -> None:
 
 
 def running(service: Service) -> float:
-    """Requests being decoded, as the worker measures it."""
+    """Return the number of requests being decoded, as the worker measures it."""
     found = re.search(r'^csattn_running_requests{worker="attention-0"} (\S+)$', service.get("/metrics").text, re.M)
     assert found is not None
     return float(found[1])
@@ -366,7 +367,7 @@ def test_no_process_yields_to_others_as_rays_workers_do(on_ray: Service) -> None
 
 @pytest.mark.ray
 def test_a_conversation_brings_its_own_context_to_ray(on_ray: Service, placement: str) -> None:
-    """Late: the process that waits for builds is up, and goes with its worker before another one waits."""
+    """Tested late: the standby process for builds runs by now, and ends with its worker before another one starts."""
     if placement != "cpu":
         pytest.skip("what becomes a context is the same for every placement")
     with on_ray.client() as client:
@@ -383,7 +384,7 @@ def plan(on_ray: Service) -> Plan:
 @pytest.mark.ray
 @pytest.mark.parametrize(("target", "share"), list(zip(TARGETS, (0.7, 0.4, 0.1), strict=True)))
 def test_killed_in_the_middle_of_answers(on_ray: Service, plan: Plan, target: str, share: float) -> None:
-    """When that share of them has come. Once: `bench.faults` does it at length."""
+    """A process is killed once, when `share` of the answers has arrived; `bench.faults` does so at length."""
     trial = try_kill(on_ray, plan, target, share)
     require_sound(target, trial)
     if target == "search worker":
@@ -392,7 +393,7 @@ def test_killed_in_the_middle_of_answers(on_ray: Service, plan: Plan, target: st
 
 @pytest.mark.ray
 def test_a_proxy_that_has_ended_is_missed_soon(on_ray: Service) -> None:
-    """After three looks for it. A killed one is started again."""
+    """Three failed health checks reveal it. A killed proxy is started again."""
 
     def started(title: str) -> psutil.Process:
         children = psutil.Process(on_ray.process.pid).children(recursive=True)
@@ -404,7 +405,7 @@ def test_a_proxy_that_has_ended_is_missed_soon(on_ray: Service) -> None:
     assert sum("RAY_ROTATION_MAX_BYTES" in process.environ() for process in ours) > 2, "no log grows for ever"
     started("ray::ProxyActor").kill()
     assert eventually(lambda: not is_ready(on_ray), 10.0)
-    on_ray.wait_until_ready(15.0)  # unset, the period makes 25 to 29 of it
+    on_ray.wait_until_ready(15.0)  # with the default period it takes 25 to 29 s
 
 
 def is_ready(service: Service) -> bool:
@@ -416,7 +417,7 @@ def is_ready(service: Service) -> bool:
 
 @pytest.mark.parametrize("name", [pytest.param("on_ray", marks=pytest.mark.ray), "local"])
 def test_a_running_answer_ends_before_the_service(request: pytest.FixtureRequest, placement: str, name: str) -> None:
-    """The last of this file: it ends the services that others ask. As their terminal does that closes."""
+    """The last test of this file: it ends the services that the others use, with SIGHUP, as a closing terminal does."""
     service: Service = request.getfixturevalue(name)
     wanted = "".join(service.ask(MODEL, QUESTIONS[0], 100))
     told: list[str] = []

@@ -1,4 +1,4 @@
-"""Who gets which request, and what becomes of it when a worker is full, ends, or ends in the middle."""
+"""Which worker gets which request, and what happens if a worker is full, has ended, or ends during an answer."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -35,18 +35,18 @@ FULL, LOST = OverloadedError("full", retry_after_s=3.0), WorkerLostError("lost")
 
 @dataclass
 class Here:
-    """A worker without a process: says its name, or fails as it is told."""
+    """A worker without a process: it answers with its name, or fails as its fields say."""
 
     name: str
     num_running: int = 0
     status: WorkerStatus | None = None
     error: ServingError | None = None
-    fails_after: int = 0  # pieces
-    answers: dict[str, Any] = field(default_factory=dict)  # by method
+    fails_after: int = 0  # number of pieces
+    answers: dict[str, Any] = field(default_factory=dict)  # return values, by method
     calls: list[Any] = field(default_factory=list)
     num_closed: int = 0
     num_beats: int = 0
-    may_answer: asyncio.Event | None = None  # None: at once
+    may_answer: asyncio.Event | None = None  # calls wait for it; None: they return at once
 
     async def generate(self, ingress: str, ask: Ask) -> AsyncGenerator[Event, None]:
         self.calls.append(ask.context)
@@ -218,7 +218,7 @@ def test_metrics_are_those_of_the_workers_that_answer() -> None:
 
 
 def test_the_turns_of_a_conversation_go_to_one_worker_and_conversations_to_all() -> None:
-    """Salts apart, and prompts of tokens too."""
+    """Conversations with other salts are distributed separately. Prompts of token ids go by their beginnings, too."""
     some = workers()
     backend = SpreadBackend(some)
 
@@ -280,7 +280,7 @@ def test_a_hot_context_is_loaded_elsewhere_too_and_cold_ones_are_dropped() -> No
     hot.status = status(holding("book", num_users=3))
     hot.num_running = 3
     assert choose(given, "book") is hot
-    hot.num_running = 4  # half of its slots more than the other
+    hot.num_running = 4  # more than the other by half of its slots
     assert choose(given, "book") is other
     other.num_running = 4
     assert choose(given, "book") is hot
@@ -297,7 +297,7 @@ def test_a_hot_context_is_loaded_elsewhere_too_and_cold_ones_are_dropped() -> No
 
 @pytest.mark.parametrize("first", ["a", "b"])
 def test_a_context_of_two_names_is_never_dropped_by_all(first: str) -> None:
-    """Whichever each of them was asked for first."""
+    """This holds whichever name each worker was asked for first."""
     for number in range(20):
         names = f"a{number}", f"b{number}"
         given = workers(3)
@@ -345,7 +345,7 @@ def test_a_worker_that_comes_back_is_told_what_it_held(monkeypatch: pytest.Monke
 
 
 def test_while_workers_load_and_unload_all_are_sent_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is told one thing at a time, and nothing that it held is forgotten."""
+    """Each worker gets one call at a time, and what it held before a restart is loaded again."""
     monkeypatch.setattr(spread_backend, "HEARTBEAT_S", 0.001)
     given = workers(2)
     held = [holding("book", idle_s=IDLE_S)]
@@ -363,7 +363,7 @@ def test_while_workers_load_and_unload_all_are_sent_beats(monkeypatch: pytest.Mo
         await SpreadBackend(given).workers()
         await beats(5)
         assert slow.calls == [("drop", held)]
-        slow.status = status(since=2.0)  # started again, while it is still to answer
+        slow.status = status(since=2.0)  # restarted before it has answered
         await beats(5)
         assert slow.calls == [("drop", held)]
         slow.may_answer.set()

@@ -1,4 +1,4 @@
-"""A client whose ingress replica dies is told so. The application inside plays Serve's proxy."""
+"""A client whose ingress replica dies gets an error. The application inside stands in for Serve's proxy."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ PLAIN = [(b"content-type", b"text/plain")]
 
 
 def sent_by(inside: list[Any], path: str = "/v1/models", error: BaseException | None = None) -> list[dict[str, Any]]:
-    """What the client gets when the application sends these messages, then returns or raises."""
+    """Return what the client gets if the application sends these messages, then returns or raises `error`."""
     sent: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -38,7 +38,7 @@ CONTEXT_LENS = 37, 5
 # an idle row, one that sees exactly top_k rows, and one that sees one more
 ROWS = [(0, 2, 5), (0, 2, 6), (1, 0, 1), (-1, 1, 20), (-1, 0, 0), (1, 3, 11), (1, 3, 12)]
 SCALE = 0.3
-HEAD_DIM = 36  # half a row: with both halves, three numbers of padding follow the index key
+HEAD_DIM = 36  # half a row; the whole row ends with three numbers of padding after the index key
 
 
 @pytest.fixture(params=["torch", "kernels"])

@@ -235,7 +235,7 @@ def test_kernels_do_what_is_defined(layers: Layers, layer_idx: int) -> None:
     buffers.projected.normal_()
     attended = torch.randn(5, spec.num_heads, spec.head_dim, device=DEVICE)
     pending = torch.randn(NUM_TAILS + 1, MAX_ROWS + spec.span, 2 * sum(spec.compressed_widths), device=DEVICE)
-    pending[2, 4:] = torch.nan  # the rows before the first token
+    pending[2, 4:] = torch.nan  # entries before the first token
     made = []
     for ops in (CompressedOps(), triton_ops.TritonCompressedOps()):
         memory = CompressedMemory(shape, DEVICE)

@@ -205,7 +205,7 @@ def test_fidelity_is_one_where_everything_is_read_and_less_where_not(store) -> N
 
 
 class _Failing(PoolSearcher):
-    """Fails once, after the searches of layer 2."""
+    """Fails once if `fail` is set, after the searches of layer 2."""
 
     fail = True
 
@@ -243,7 +243,7 @@ def test_a_step_that_fails_can_be_run_again(store, period) -> None:
 
 @pytest.mark.parametrize(("owner", "name"), [(on_cpu, "describe_sketch"), (SearchPool, "start")])
 def test_a_step_that_cannot_begin_leaves_other_requests_as_they_were(artifacts, monkeypatch, owner, name) -> None:
-    """It fails while another context's rows are described to the kernels, or when a search is started."""
+    """The step fails while another context's rows are described to the kernels, or when a search is started."""
 
     def fail(*_: object) -> None:
         raise MemoryError("no room")
@@ -289,7 +289,7 @@ def test_rows_read_what_was_chosen_before_them_however_a_question_is_cut(store, 
 
 
 def test_states_take_the_tokens_of_a_step_in_their_order(store) -> None:
-    """Although rows that need a search are processed before the others."""
+    """Although a step processes rows that need a search before the others."""
     config = SearchConfig(keep=0.05, window_len=64, search_period=3)
     got = Talk(0, config, "csattn", list(range(1, 12)), 3)
     with opened(store, "qwen3_next", 0) as artifact, make_engine([artifact], "qwen3_next") as engine:

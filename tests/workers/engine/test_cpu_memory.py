@@ -1,4 +1,4 @@
-"""Memory of the CPU engine: a request for too much is refused before it is allocated, and memory is freed again."""
+"""Memory of the CPU engine: what does not fit is refused before it is allocated, and unloading frees memory."""
 
 import gc
 import weakref

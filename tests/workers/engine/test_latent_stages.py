@@ -145,7 +145,7 @@ def test_a_row_has_the_bits_it_has_alone() -> None:
     ],
 )
 def test_the_choice_is_that_of_the_total_order(scores: list[float]) -> None:
-    """Score descending, of equal scores the first, NaN last; other stages' data has no effect."""
+    """The order is score descending, then position, NaN last; the stage reads nothing but scores and lengths."""
     made = np.array([scores], np.float32)
     for top_k in (1, 2, 3, len(scores) - 1, len(scores), len(scores) + 1):
         chosen, num_chosen = np.full((1, top_k), -1, np.int32), np.zeros(1, np.int64)

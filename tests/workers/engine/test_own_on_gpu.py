@@ -175,7 +175,7 @@ def test_requests_have_as_many_rows_as_there_is_memory_for(monkeypatch, placemen
     memory = AvailableMemory(device_bytes=device_gb << 30, host_bytes=host_gb << 30)
     monkeypatch.setattr(step_model, "available_memory", lambda device: memory)
     with GpuEngine(loaded(), SearchConfig(), placement, device=DEVICE) as engine:
-        assert engine.tail_capacity == most and not engine.own_on_host  # with that many
+        assert engine.tail_capacity == most and not engine.own_on_host  # the host would allow no more
 
 
 def test_rows_of_requests_leave_a_device_that_has_no_room_for_them(monkeypatch) -> None:

@@ -256,7 +256,7 @@ def test_the_search_on_the_host_chooses_the_same_rows(artifact, lookahead, rest,
         searcher = WorkerSearcher(num_workers, launch=Threads())
     with closing(searcher):
         tokens, logits = decode(make_host_attention(artifact, config, searcher), next_query)
-    if lookahead:  # only on the host here: on a device, lookahead needs separate streams
+    if lookahead:  # not compared with the device, where lookahead needs streams of its own
         torch.testing.assert_close(logits[0], defined(artifact, config)[-1], rtol=2e-3, atol=2e-3)
         return
     want_tokens, want = decode(make_attention(artifact, config, None))

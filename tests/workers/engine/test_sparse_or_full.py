@@ -139,7 +139,7 @@ def test_without_a_context_nothing_is_chosen(half) -> None:
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "qwen3_5_text"])
 def test_layers_of_other_kinds_beside(family: str, tmp_path: Path) -> None:
     """Windows, sink logits, softcapped logits, states of linear attention."""
-    wide = {"intermediate_size": 64} if family == "gpt_oss" else {}  # torch requires this for 16-bit experts
+    wide = {"intermediate_size": 64} if family == "gpt_oss" else {}  # for torch's 16-bit products of experts
     model = wrap_model(make_model(family, **wide).bfloat16(), byte_tokenizer(), family)
     with open_artifact(
         build_artifact(model, token_ids(CONTEXT_LEN, seed=1), preset("default"), tmp_path).path

@@ -1,4 +1,4 @@
-"""Where there are several GPUs, each test of them runs in a process of its own: a process begins with them once."""
+"""With several GPUs, run each test of `test_split_engine.py` in its own process: a process can join the group once."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-APART = "CSATTN_TEST_APART"  # in the environment of such a process
+APART = "CSATTN_TEST_APART"  # set in the environment of such a process
 
 
 @pytest.hookimpl(tryfirst=True)

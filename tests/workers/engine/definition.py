@@ -1,4 +1,4 @@
-"""A step by definition: transformers' own model, token by token, whose layers attend in float64 to what is chosen."""
+"""The definition of a step: transformers' model, token by token, with float64 attention to the selected rows."""
 
 from contextlib import ExitStack
 
@@ -33,7 +33,7 @@ def defined_logits(
     token_ids: list[int],
     growth: Growth | None = None,
 ) -> np.ndarray:
-    """After each of these tokens, which continue the artifact's context: [num_tokens, vocab_size] float32."""
+    """Return logits after each token, [num_tokens, vocab_size] float32. The tokens continue the artifact's context."""
     model = loaded.model
     layers = [
         DefinedLayer(artifact, layer_idx, layer, config, selector, growth or Growth())
@@ -52,7 +52,7 @@ def defined_logits(
 
 
 def predict_queries(model, artifact: Artifact, layer_idx: int, of_next: "DefinedLayer"):
-    """Before a layer runs, tell the next one's queries from its input."""
+    """Register a hook on a layer that predicts the next layer's queries from its input. Returns the hook's handle."""
     next_layer, weights = model.model.layers[layer_idx + 1], artifact.layer_index(layer_idx).next_query
     weights = torch.tensor(weights, dtype=model.dtype)
 
@@ -66,9 +66,9 @@ def predict_queries(model, artifact: Artifact, layer_idx: int, of_next: "Defined
 
 
 class DefinedLayer:
-    """One request in one layer: `AttendingRows`, a token at a time."""
+    """One request in one layer: implements `AttendingRows`, one token at a time."""
 
-    predicted: Tensor | None = None  # [num_q_heads, 1, head_dim]: the query to choose by, where the search looks ahead
+    predicted: Tensor | None = None  # [num_q_heads, 1, head_dim]: the query to select rows by if lookahead is on
 
     def __init__(
         self,
@@ -119,7 +119,10 @@ class DefinedLayer:
         return self.attend_to(q[:, 0].float().numpy(), chosen)[:, None].to(q.dtype)
 
     def own_sketch(self, tail_len: int) -> SketchIndex | None:
-        """Of the segments that a token which sees so many rows reads by their codes."""
+        """Return the sketch of the own segments that a token reads by their codes, or None if there are none yet.
+
+        tail_len: the number of own rows that the token sees.
+        """
         segment_len, near = self.growth.segment_len, max(self.growth.least_near, self.view.config.window_len)
         num_segments = max(0, tail_len - near) // segment_len
         if not num_segments:
@@ -130,14 +133,14 @@ class DefinedLayer:
         return join_segments(self.segments[:num_segments])
 
     def choose_own(self, q: np.ndarray) -> Selection:
-        """Rows of the tail."""
+        """Select rows of the tail's segments."""
         num_rows = self.own.context_len
         out = empty_selection(self.own.num_heads, min(num_rows, round(4 * self.view.config.keep * num_rows)))
         search(q, self.own, None, out.kv_indices.shape[1], 0, 0, self.view.softmax_scale, out)
         return out
 
     def let_go(self, k: Tensor, v: Tensor) -> None:
-        """The oldest row of the tail's window."""
+        """Move the oldest row of the tail's window out of it, to the selector or the lists."""
         self.num_outside_window += 1
         if self.other is not None:
             self.other.append(k.numpy(), v.numpy())
@@ -157,7 +160,7 @@ class DefinedLayer:
         return Selection(np.tile(np.array(rows, np.int32), (num_heads, 1)), np.full(num_heads, len(rows), np.int32))
 
     def attend_to(self, q: np.ndarray, chosen: Selection) -> Tensor:
-        """[num_q_heads, head_dim]: one softmax over near and chosen rows, and the rest as if it were one more."""
+        """Return [num_q_heads, head_dim]: one softmax over near and chosen rows, with each rest as one further row."""
         scale, middle = self.view.softmax_scale, self.view.middle
         kv = torch.cat([self.context, self.tail], dim=1).double().numpy()
         near = [*range(middle.start), *range(middle.stop, self.view.context_len)]
@@ -184,7 +187,7 @@ class DefinedLayer:
         return torch.from_numpy(out).float()
 
     def attend_rest(self, q: np.ndarray, chosen: Selection) -> tuple[np.ndarray, np.ndarray]:
-        """Out like q and lse [num_q_heads]: of the rows that could have been chosen and were not."""
+        """Attend to the rows that could have been chosen and were not; return out, like q, and lse [num_q_heads]."""
         scale, middle, (num_kv_heads, context_len) = self.view.softmax_scale, self.view.middle, self.context.shape[:2]
         if self.rest == "none":
             return np.zeros_like(q), np.full(len(q), -np.inf)
@@ -200,7 +203,7 @@ class DefinedLayer:
         return attend_rest(q, self.index, is_rest, scale)
 
     def attend_own_rest(self, q: np.ndarray, chosen: Selection) -> tuple[np.ndarray, np.ndarray]:
-        """Likewise, of its own segments."""
+        """Attend to the rows of own segments that were not chosen; return out and lse as `attend_rest` does."""
         is_rest = np.ones((self.own.num_heads, self.own.context_len), np.bool_)
         for head, valid in enumerate(chosen.valid_len):
             rows = chosen.kv_indices[head, :valid] - self.view.context_len

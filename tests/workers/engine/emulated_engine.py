@@ -1,4 +1,4 @@
-"""A `GpuEngine` where there is no device: its kernels run on the CPU."""
+"""Runs a `GpuEngine` without a device: its kernels run on the CPU."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from workers.engine import draws, gpu_engine, latent_memory, placed_model, split
 
 
 def emulate(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends, and only where there is no device."""
+    """Emulate a device until the test ends. Does nothing if there is a device."""
     modules = compiling, attention, every_row, gather, slot_cache, step_mail, latent_memory, draws
     emulator.stand_in(monkeypatch, *modules)
     if DEVICE.type == "cuda":
@@ -29,4 +29,4 @@ def emulate(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def ignore(*_: object, **__: object) -> None:
-    """Memory that the device reads needs no registration where the device is the CPU."""
+    """Register nothing: if the device is the CPU, it can read all host memory."""

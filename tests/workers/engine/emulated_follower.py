@@ -1,4 +1,4 @@
-"""`workers.engine.follower_process` where there is no device: its kernels run on the CPU."""
+"""`workers.engine.follower_process` without a device: its kernels run on the CPU."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from tests.cuda_on_cpu.emulated import Emulator
 from tests.workers.engine.emulated_engine import emulate
 from workers.engine.follower_process import main
 
-KERNELS = "CSATTN_TEST_KERNELS"  # the environment's name for the directory of compiled kernels
+KERNELS = "CSATTN_TEST_KERNELS"  # environment variable: the directory of compiled kernels
 
 if __name__ == "__main__":
     emulate(Emulator(Path(os.environ[KERNELS])), pytest.MonkeyPatch())

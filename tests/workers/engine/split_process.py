@@ -1,4 +1,4 @@
-"""A process that makes steps on two devices until it is ended: its tests end it, or the other device's process."""
+"""A process that runs steps on two devices until a test kills it, or kills the other device's process."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Requests as tests of an engine drive them: alone, and many in steps of any cut."""
+"""Helpers that run requests on an engine: one alone, or many together with their tokens split over steps at random."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ SELECTORS = ("csattn", "exact", "full", "window")
 
 @dataclass
 class Talk:
-    """A request as a test drives it: its question, then its own likeliest tokens."""
+    """A request that a test runs: it is fed its question, then its own greedy tokens."""
 
     context_id: int
     config: SearchConfig
@@ -33,7 +33,7 @@ class Talk:
         return len(self.tokens) == self.num_new
 
     def next_rows(self, at_most: int) -> list[int]:
-        """The token ids to feed next."""
+        """Return the token ids to feed next."""
         left = self.question[self.fed :]
         return left[:at_most] if left else self.tokens[-1:]
 
@@ -45,7 +45,7 @@ class Talk:
 
 
 def alone(engine: CpuEngine, talk: Talk) -> Talk:
-    """The same request, run by itself, its question in one go."""
+    """Run the same request alone, with its question in steps as large as possible."""
     again = Talk(talk.context_id, talk.config, talk.selector, talk.question, talk.num_new)
     engine.open(0, again.context_id, again.config, again.selector)
     while not again.done:
@@ -83,7 +83,7 @@ def random_talks(
 
 
 def run_together(engine: CpuEngine, talks: list[Talk], rng: np.random.Generator) -> None:
-    """Begin and end requests as slots are free; questions cut at random, rows of a step in random order."""
+    """Run all requests, opening them as slots become free. Questions are split at random, rows of a step shuffled."""
     waiting, running = list(talks), {}
     while waiting or running:
         for slot in range(engine.num_slots):
@@ -97,7 +97,7 @@ def run_together(engine: CpuEngine, talks: list[Talk], rng: np.random.Generator)
                 batch += [(int(slot), token) for token in running[slot].next_rows(int(rng.integers(1, room + 1)))]
         if not batch:
             continue
-        # interleaved, but each request's tokens in order
+        # requests are interleaved, but the tokens of each stay in order
         order = np.argsort(rng.random(len(batch)))
         places = {slot: iter([token for s, token in batch if s == slot]) for slot in running}
         rows = [StepRow(batch[i][0], next(places[batch[i][0]])) for i in order]
@@ -117,7 +117,7 @@ def run_together(engine: CpuEngine, talks: list[Talk], rng: np.random.Generator)
 def next_ids_beside_nan(
     engine: StepEngine, embedding: Tensor, config: SearchConfig, selector: SelectorName = "csattn"
 ) -> list[int]:
-    """Of the rows of two new requests of context 0: of token 5, and of token 7, which is made of NaN meanwhile."""
+    """Return the next ids of two new requests of context 0: one fed token 5, one token 7, whose embedding is NaN."""
     kept = embedding[7].clone()
     embedding[7] = torch.nan
     try:

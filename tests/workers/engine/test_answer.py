@@ -1,4 +1,4 @@
-"""An answer by the engine's steps is what transformers generates in a session, and says what it has read."""
+"""An answer computed by the engine equals what transformers generates in a session, and reports how much it read."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def answer_on_cpu(
 
 
 @pytest.mark.parametrize("config", [SearchConfig(window_len=64, lookahead=1), SearchConfig(keep=1.0)])
-@pytest.mark.parametrize("max_new_tokens", [1, 4, 50])  # the last reaches the end of the model's positions
+@pytest.mark.parametrize("max_new_tokens", [1, 4, 50])  # 50 reaches the model's last position
 def test_it_is_what_transformers_generates(artifact: Artifact, config: SearchConfig, max_new_tokens: int) -> None:
     pieces: list[str] = []
     got = answer_on_cpu(artifact, config, max_new_tokens, pieces)
@@ -69,7 +69,7 @@ def test_how_much_of_a_question_is_read_is_told_before_the_answer(artifact: Arti
 def test_an_answer_ends_where_the_engine_has_no_more_room(artifact: Artifact) -> None:
     num_question = len(question_tokens(loaded(), artifact, QUESTION))
     got = answer_on_cpu(artifact, SearchConfig(), 50, [], tail_capacity=num_question + 3)
-    assert len(got.token_ids) == 4  # the last is never fed back
+    assert len(got.token_ids) == 4  # the last token is never fed back
 
 
 def test_a_question_that_is_too_long_is_refused(artifact: Artifact) -> None:

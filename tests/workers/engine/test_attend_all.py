@@ -1,4 +1,4 @@
-"""Steps that attend to all rows: what they give, and that streamed layers are read while they are there."""
+"""Steps that attend to all rows: their results, and that a streamed layer is read only while it is on the device."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from workers.engine.attend_all import AttendAll, StreamedRows, streamed_bytes
 from workers.engine.far_rows import DeviceRows, context_layers
 from workers.engine.shape import EngineShape
 
-NUM_LAYERS = 3  # an odd number: a step begins where the one before has ended
+NUM_LAYERS = 3  # odd, so that with two buffers a step begins in the buffer where the previous step ended
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def make_shape(context_lens: list[int], **others: object) -> EngineShape:
 
 
 def make_contexts(shape: EngineShape, context_lens: list[int]) -> list[list[torch.Tensor]]:
-    """By context and layer."""
+    """Return random KV rows, indexed by context and layer."""
     row = shape.num_kv_heads, 2, shape.head_dim
     return [[torch.randn(row[0], n, *row[1:]) for _ in range(shape.num_layers)] for n in context_lens]
 
@@ -64,7 +64,7 @@ def place(shape: EngineShape, contexts: list[list[torch.Tensor]], streamed: bool
 
 
 def ignore(*_: object, **__: object) -> None:
-    """Memory that the device reads needs no registration where the device is the CPU."""
+    """Register nothing: if the device is the CPU, it can read all host memory."""
 
 
 def make_rows(context_ids: list[int]) -> StepRows:
@@ -76,7 +76,7 @@ def make_rows(context_ids: list[int]) -> StepRows:
 
 
 def take_step(steps: AttendAll, rows: StepRows, q: torch.Tensor) -> list[torch.Tensor]:
-    """What each layer attends to, all of them with one query."""
+    """Return the attention output of each layer; all layers get the same query."""
     outs = [torch.full_like(q, torch.nan) for _ in range(steps.shape.num_layers)]
     steps.begin_step(rows)
     for layer_idx, out in enumerate(outs):
@@ -88,7 +88,7 @@ def take_step(steps: AttendAll, rows: StepRows, q: torch.Tensor) -> list[torch.T
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("text", [None, "k=q8_0,v=q4_0"])
 def test_every_row_of_a_context_is_attended_to(text: str | None, streamed: bool) -> None:
-    """Of the row's own context: what others have, or have had before, is not read."""
+    """Only rows of the row's own context are read: not those of other contexts, nor what a buffer held before."""
     lens = [37, 1, 150]
     shape = make_shape(lens, kv_format=None if text is None else KvFormat.parse(text))
     contexts = make_contexts(shape, lens)
@@ -99,7 +99,7 @@ def test_every_row_of_a_context_is_attended_to(text: str | None, streamed: bool)
     if isinstance(steps.far, StreamedRows):
         room = steps.far._buffers
         assert room.nbytes == streamed_bytes(shape)
-        room.view(torch.uint8).fill_(0xFF)  # NaN where nothing has come
+        room.view(torch.uint8).fill_(0xFF)  # NaN where no row has been copied
     for context_ids in ([2, 0, -1, 2, 1], [1, 1, -1, -1, 0], [-1] * 5):
         rows, q = make_rows(context_ids), torch.randn(5, shape.num_q_heads, shape.head_dim)
         nothing = make_device_selection(5, shape.num_kv_heads, 1, torch.device("cpu"))
@@ -124,7 +124,7 @@ def test_where_the_rows_come_from_changes_no_bit() -> None:
 
 @pytest.mark.gpu
 def test_a_streamed_layer_is_read_when_it_is_there_and_not_after_it_is_gone() -> None:
-    """Copies take longer than the attention before them, and the host waits for nothing."""
+    """Copies take longer than the attention that they overlap with, and the host does not synchronize."""
     lens = [40_000]
     shape = make_shape(lens)
     contexts, rows = make_contexts(shape, lens), make_rows([0, 0, -1, -1, -1])

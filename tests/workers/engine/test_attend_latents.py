@@ -1,4 +1,4 @@
-"""Steps over latents on a device agree with their definition, whichever kernels run: each row with all it sees."""
+"""Steps over latents on a device agree with their definition, row by row, with torch's operations and with kernels."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,16 +34,16 @@ CHOOSES = LatentSpec(
 SHARES, ALL = replace(CHOOSES, indexer=None), replace(CHOOSES, indexer=None, top_k=None)
 MODELS = {"chooses": [CHOOSES, SHARES, CHOOSES], "all": [ALL, ALL]}
 CONTEXT_LENS = 37, 5
-# context, tail and rows seen of it; two tokens of one request, one of a short context, one without any, an idle row,
-# and those that see as many rows as are chosen, and one more
+# (context, tail, number of tail rows seen): two tokens of one request, one of a short context, one without a context,
+# an idle row, one that sees exactly top_k rows, and one that sees one more
 ROWS = [(0, 2, 5), (0, 2, 6), (1, 0, 1), (-1, 1, 20), (-1, 0, 0), (1, 3, 11), (1, 3, 12)]
 SCALE = 0.3
-HEAD_DIM = 36  # three numbers are behind the index key
+HEAD_DIM = 36  # half a row; the whole row ends with three numbers of padding after the index key
 
 
 @pytest.fixture(params=["torch", "kernels"])
 def kernels(request: pytest.FixtureRequest, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU the facade takes other ways than on a device; then its kernels too, interpreted and emulated."""
+    """Run with the facade's CPU path, then with the device's kernels, interpreted (Triton) and emulated (CUDA C)."""
     if request.param == "torch":
         return
     if DEVICE.type == "cuda":
@@ -75,12 +75,12 @@ def kernels(request: pytest.FixtureRequest, emulator: Emulator, monkeypatch: pyt
 def test_rows_attend_to_what_the_model_chooses(
     kernels: None, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, model: str, placement: str
 ) -> None:
-    """Over a context that came after another one in the same place, too; what no row sees is NaN."""
+    """Also over a context loaded where another was unloaded. Memory that no row sees is NaN."""
     emulator.stand_in(monkeypatch, gather, slot_cache, latent_memory)
-    monkeypatch.setattr(own_choice, "ROWS_AT_ONCE", 2)  # so many see the longer context
+    monkeypatch.setattr(own_choice, "ROWS_AT_ONCE", 2)  # as many rows as see the longer context
     layers, generator = MODELS[model], torch.Generator().manual_seed(3)
     shape = make_shape(len(layers), layers[0])
-    num_slots = least_slots(layers[0], shape.max_context_len, len(ROWS))  # no more than a step may need
+    num_slots = least_slots(layers[0], shape.max_context_len, len(ROWS))  # exactly as many as a step may need
     far = LatentPlaces(shape, DEVICE) if placement == "device" else CachedLatents(shape, num_slots, DEVICE)
     attention = AttendLatents(shape, SimpleNamespace(layers=[SimpleNamespace(latent=x) for x in layers]), far, DEVICE)  # type: ignore[arg-type]
     everything = far.rows if isinstance(far, LatentPlaces) else far.memory
@@ -92,7 +92,7 @@ def test_rows_attend_to_what_the_model_chooses(
         load(far, context_id, rows)
     own = made(generator, len(layers) * shape.num_tails, shape.tail_capacity).view(far.tails.shape)
     far.tails.copy_(own)
-    for _ in range(3):  # rows that were fetched may stay where they are
+    for _ in range(3):  # fetched rows may stay in their slots for the next step
         step(attention, layers, contexts, own, generator)
     if isinstance(far, CachedLatents):
         check(far.cache)
@@ -111,7 +111,7 @@ def load(far: LatentPlaces | CachedLatents, context_id: int, rows: Tensor) -> No
 def step(
     attention: AttendLatents, layers: list[LatentSpec], contexts: list[Tensor], own: Tensor, generator: torch.Generator
 ) -> None:
-    """All layers of one, each beside its definition."""
+    """Run all layers of one step and compare each with its definition."""
     rows, chosen = step_rows(), [torch.empty(0)] * len(ROWS)
     for layer_idx, spec in enumerate(layers):
         asked, out = make_asked(generator), torch.full((len(ROWS), spec.num_heads, spec.kv_rank), torch.nan).to(DEVICE)
@@ -154,7 +154,7 @@ def make_shape(num_layers: int, latents: LatentSpec) -> EngineShape:
 
 
 def made(generator: torch.Generator, *sizes: int) -> Tensor:
-    """Rows [first, 1, second, 2, HEAD_DIM]. Index keys are small integers: their scores have ties, and are exact."""
+    """Make rows [first, 1, second, 2, HEAD_DIM]. Index keys are small integers: scores have ties, and are exact."""
     rows = torch.randn(sizes[0], 1, *sizes[1:], 2 * HEAD_DIM, generator=generator)
     rows[..., CHOOSES.key_width :] = rows[..., CHOOSES.key_width :].round()
     return rows.view(sizes[0], 1, sizes[1], 2, HEAD_DIM)

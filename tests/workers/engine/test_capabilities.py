@@ -1,4 +1,4 @@
-"""Every cell of docs/capabilities.md: decoded in, or refused by a sentence."""
+"""Every cell of docs/capabilities.md: the engine decodes as it says, or refuses with a message."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -42,13 +42,13 @@ ALL = SearchConfig(keep=1.0, sink_len=2, window_len=8)
 PART = replace(ALL, keep=0.2)
 
 
-# in a preset's place: models that choose themselves
+# used in place of a preset: families whose models choose rows by their own indexer
 CHOOSING = {"latents": "deepseek_v32", "compressed": "deepseek_v4"}
 
 
 @cache
 def loaded(of_preset: str = "default") -> LoadedModel:
-    """Its heads are wide enough for all codecs; or it chooses itself, whatever the preset."""
+    """Return a model with heads wide enough for all codecs, or, for a key of CHOOSING, one with its own indexer."""
     if of_preset in CHOOSING:
         return tiny.loaded(CHOOSING[of_preset])
     return wrap_model(make_model(num_attention_heads=4, num_key_value_heads=2, head_dim=32), byte_tokenizer(), "wide")
@@ -56,7 +56,7 @@ def loaded(of_preset: str = "default") -> LoadedModel:
 
 @dataclass(frozen=True)
 class Capability:
-    """Of an engine: what is asked of it besides its placement."""
+    """The options of an engine and its requests, except the placement."""
 
     preset: str = "default"
     search: dict[str, Any] = field(default_factory=dict)
@@ -99,7 +99,7 @@ REFUSALS = {
 
 
 def cells() -> dict[tuple[str, str], str]:
-    """What the document says, by capability and placement."""
+    """Return the document's cells, by capability and placement."""
     rows = re.findall(r"^\| (.+?) \|" + 4 * r" (yes|no \(\d\)) \|" + "$", DOCUMENT.read_text(), re.MULTILINE)
     return {(name, placement): said for name, *told in rows for placement, said in zip(EVERYWHERE, told, strict=True)}
 
@@ -118,7 +118,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Artifact]]]:
-    """Two contexts, by preset."""
+    """Return two contexts for each preset."""
     store = tmp_path_factory.mktemp("store")
     configs = {name: preset("default") for name in ("default", *CHOOSING)}
     for name in ("lists", "paper"):
@@ -141,7 +141,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, li
 def opened(
     artifacts: list[Artifact], placement: str, asked: Capability, like: SearchConfig = ALL
 ) -> Iterator[StepEngine]:
-    """Raises a sentence where the placement cannot do what is asked."""
+    """Open an engine and its requests. Raises ConfigError if the placement does not support the capability."""
     if asked.num_workers:
         engine = EngineSettings(placement=placement, num_search_workers=asked.num_workers)
         making._require_engine(Settings(engine=engine))
@@ -162,7 +162,7 @@ def opened(
 
 
 def decoded(engine: StepEngine, num_requests: int) -> np.ndarray:
-    """Logits after a question of each request, then after the likeliest tokens: [steps, requests, vocab_size]."""
+    """Return the logits after each request's question, then after its greedy tokens: [steps, requests, vocab_size]."""
     tokens = [[token] * num_requests for token in QUESTION]
     logits = []
     for step in range(len(QUESTION) + NUM_STEPS):
@@ -175,7 +175,7 @@ def decoded(engine: StepEngine, num_requests: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def wanted(artifacts: dict[str, list[Artifact]]) -> Callable[[Capability], np.ndarray]:
-    """Full attention's logits on the CPU, over rows in that codec; of a request that keeps less, its own there."""
+    """Logits on the CPU over rows in that codec: full attention's, or csattn's if the request has its own `keep`."""
 
     @cache
     def decode(of_preset: str, codec: str | None, num_requests: int, own_keep: float) -> np.ndarray:
@@ -188,7 +188,7 @@ def wanted(artifacts: dict[str, list[Artifact]]) -> Callable[[Capability], np.nd
 
 
 def tried(cells: Iterable[tuple[str, str]]) -> list[ParameterSet]:
-    """Those that latents need a large GPU for are marked so."""
+    """Make test parameters of cells; those of latents on a GPU are marked `large_gpu`."""
     large = [pytest.mark.large_gpu]
     return [
         pytest.param(
@@ -214,7 +214,7 @@ def test_a_cell_is_as_documented(artifacts, wanted, name: str, placement: str) -
 
 @pytest.fixture(scope="module")
 def wanted_of_a_part(artifacts: dict[str, list[Artifact]]) -> Callable[[str], np.ndarray]:
-    """The CPU's logits where a part is kept."""
+    """Logits on the CPU with `keep` below 1."""
 
     @cache
     def decode(name: str) -> np.ndarray:
@@ -227,7 +227,7 @@ def wanted_of_a_part(artifacts: dict[str, list[Artifact]]) -> Callable[[str], np
 
 @pytest.mark.parametrize(("name", "placement"), tried(cell for cell, said in cells().items() if said == "yes"))
 def test_a_cell_that_keeps_a_part_reads_a_part(artifacts, wanted_of_a_part, name: str, placement: str) -> None:
-    """Where all is kept the CPU attends to all, whatever was asked for, and so does a GPU over lists."""
+    """Needed besides the test above: with `keep` 1, the CPU, and a GPU over lists, attend to all rows in any case."""
     if placement in PLACEMENTS and DEVICE.type == "cpu":
         pytest.skip("this machine has no CUDA device")
     asked = CAPABILITIES[name]

@@ -1,6 +1,6 @@
-"""Steps of compressed attention attend as the same layer does over the whole sequence, on the CPU and on a device.
+"""Steps of compressed attention agree with the same layer over the whole sequence, on the CPU and on a device.
 
-Requests over contexts of any length, in steps of any rows; what idle rows hold changes nothing.
+Requests have contexts of any length, and steps any number of rows; idle rows have no effect.
 """
 
 from collections.abc import Callable
@@ -39,12 +39,13 @@ from workers.serving.step_engine import NO_CONTEXT
 
 WHERE = ["cpu", "device"] if DEVICE.type == "cpu" else [pytest.param("device", marks=pytest.mark.gpu)]
 HIDDEN, CAPACITY, MAX_ROWS, NUM_TAILS = 64, 50, 16, 3
-CONTEXT_LENS = (0, 3, 40, 171)  # none, shorter than a window, ending within a row, one of whose rows are chosen
+# empty; shorter than a window; ends within a compressed row; long enough that its compressed rows are selected
+CONTEXT_LENS = (0, 3, 40, 171)
 
 
 @dataclass(frozen=True)
 class Layers:
-    """All kinds, one after the other, each read by itself."""
+    """A model with all kinds of layers, each of which is tested by itself."""
 
     model: Any
     weights: list[CompressedStepWeights]
@@ -65,10 +66,10 @@ def layers() -> Layers:
 
 @dataclass
 class Steps:
-    """Runs steps of some requests: rows are a request's number, its context's, and how many rows of its own it sees."""
+    """Runs steps of requests. A row is (request number, context id, number of own rows that it sees)."""
 
-    begin: Callable[[int, int], None]  # a request, over a context; -1: none
-    attend: Callable[[int, list[tuple[int, int, int]], CompressedBuffers], None]  # a layer
+    begin: Callable[[int, int], None]  # begins a request (first argument) over a context (second; -1: none)
+    attend: Callable[[int, list[tuple[int, int, int]], CompressedBuffers], None]  # runs one layer
 
 
 def on_device(layers: Layers, states: list[list[Any]]) -> Steps:
@@ -85,7 +86,7 @@ def on_device(layers: Layers, states: list[list[Any]]) -> Steps:
 
     def attend(layer_idx: int, rows: list[tuple[int, int, int]], buffers: CompressedBuffers) -> None:
         step = step_rows(rows)
-        if layer_idx:  # which finds what it sees in the first layer
+        if layer_idx:  # attend_compressed finds the visible rows in layer 0 only
             attention._seen = memory.find(step, layers.weights)
         attention.attend_compressed(layer_idx, buffers, step)
 
@@ -188,8 +189,8 @@ def test_steps_attend_as_over_the_whole_sequence(layers: Layers, layer_idx: int,
                 attention.append(hidden)
         states.append([attention.state for attention in whole])
     steps = (on_cpu if where == "cpu" else on_device)(layers, states)
-    requests = {0: 3, 1: 2, 2: 1}  # contexts by tail
-    for again in (False, True):  # tails are used again, by requests over other contexts
+    requests = {0: 3, 1: 2, 2: 1}  # request number -> context id
+    for again in (False, True):  # then the same tails with requests over other contexts
         if again:
             requests = {0: -1, 1: 3, 2: 0}
         for tail, context in requests.items():
@@ -214,7 +215,7 @@ def test_steps_attend_as_over_the_whole_sequence(layers: Layers, layer_idx: int,
             torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
             for tail, _, tail_len in rows:
                 done[tail] = tail_len
-            requests = dict([*requests.items()][1:] + [*requests.items()][:1])  # each in its turn
+            requests = dict([*requests.items()][1:] + [*requests.items()][:1])  # rotate the requests
             if all(done[tail] == CAPACITY for tail in requests):
                 break
 
@@ -222,7 +223,7 @@ def test_steps_attend_as_over_the_whole_sequence(layers: Layers, layer_idx: int,
 @pytest.mark.parametrize("layer_idx", range(4))
 @torch.no_grad()
 def test_kernels_do_what_is_defined(layers: Layers, layer_idx: int) -> None:
-    """On a GPU, or in Triton's interpreter: rows that end compressed ones, the very first too, and an idle row."""
+    """On a GPU, or in Triton's interpreter: rows that complete compressed ones (also the first), and an idle row."""
     triton_ops = pytest.importorskip("workers.engine.compressed_triton_ops", reason="Triton is not installed")
     sizes = {"batch_sizes": (1, MAX_ROWS), "num_tails": NUM_TAILS, "tail_capacity": CAPACITY}
     shape = compressed_shape(describe(layers.model.config), CONTEXT_LENS, **sizes)
@@ -234,7 +235,7 @@ def test_kernels_do_what_is_defined(layers: Layers, layer_idx: int) -> None:
     buffers.projected.normal_()
     attended = torch.randn(5, spec.num_heads, spec.head_dim, device=DEVICE)
     pending = torch.randn(NUM_TAILS + 1, MAX_ROWS + spec.span, 2 * sum(spec.compressed_widths), device=DEVICE)
-    pending[2, 4:] = torch.nan  # before the first token
+    pending[2, 4:] = torch.nan  # entries before the first token
     made = []
     for ops in (CompressedOps(), triton_ops.TritonCompressedOps()):
         memory = CompressedMemory(shape, DEVICE)
@@ -264,7 +265,7 @@ def test_kernels_do_what_is_defined(layers: Layers, layer_idx: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_a_context_it_says_what_transformers_says(dtype: str, tmp_path: Path) -> None:
-    """In bfloat16, too, where `pending` has another dtype than rows."""
+    """In bfloat16, `pending` has another dtype than the rows."""
     ids = token_ids(45, seed=3).tolist()
     loaded = load_model(save(tmp_path, "deepseek_v4"), dtype=dtype)
     with CpuEngine(loaded, num_slots=2, num_threads=1) as engine:

@@ -1,4 +1,4 @@
-"""The CPU engine: says what is defined over an artifact, and the same bits alone and among others."""
+"""The CPU engine agrees with the definition, and gives a request the same bits alone and with others."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -70,7 +70,7 @@ def test_it_says_what_is_defined(artifacts, selector, lookahead) -> None:
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
 def test_every_family_says_what_is_defined(store, family, rng) -> None:
-    """Looking ahead; together what each says alone."""
+    """With lookahead; and requests run together get the same bits as alone."""
     with opened(store, family, 0) as first, opened(store, family, 1) as second:
         assert_as_defined(first, family, SearchConfig(keep=0.05, window_len=64, lookahead=1), "csattn")
         assert_together_as_alone([first, second], family, 2, rng)
@@ -107,8 +107,8 @@ def assert_as_defined(artifact, family, config, selector) -> None:
         got = alone(engine, Talk(0, config, selector, question, 12))
     want = defined_logits(loaded(family), artifact, config, selector, [*question, *got.tokens[:-1]])[-12:]
     differences = np.abs(np.stack(got.logits) - want).max(axis=1)
-    # queries that differ in their last bits may differ in an integer of a sketch too, by a row or a weight of the rest,
-    # and the request's keys and values from there on
+    # queries that differ in their last bits may also differ in an integer of the sketch's scores, thus in a chosen row
+    # or a weight of the rest, and then in all of the request's later keys and values
     by_integers = selector == "csattn" or config.rest == "sketch"
     assert differences.max() < (0.02 if by_integers else 2e-4)
     assert differences.min() < 2e-4
@@ -167,7 +167,7 @@ def test_contexts_come_and_go_between_steps(store, rng) -> None:
 def test_lists_serve_too_and_take_in_rows_that_leave_the_window(
     store, preset_name, rest, period, lookahead, window_len
 ) -> None:
-    """`paper` selects for every query head."""
+    """`paper` selects per query head, `lists` per KV head."""
     options = {"lookahead": lookahead, "rest": rest, "search_period": period}
     config = SearchConfig(keep=0.05, window_len=window_len, **options)
     with opened(store, "llama", 0, preset_name) as artifact:
@@ -205,7 +205,7 @@ def test_fidelity_is_one_where_everything_is_read_and_less_where_not(store) -> N
 
 
 class _Failing(PoolSearcher):
-    """Loses every search of one layer, once."""
+    """Fails once if `fail` is set, after the searches of layer 2."""
 
     fail = True
 
@@ -222,7 +222,7 @@ class _Failing(PoolSearcher):
 
 @pytest.mark.parametrize("period", [1, 5])
 def test_a_step_that_fails_can_be_run_again(store, period) -> None:
-    """Also one whose rows read what an earlier step has chosen, before others of it search."""
+    """Also a step whose first rows read the choice of an earlier step, while later rows search."""
     config = SearchConfig(keep=0.05, window_len=64, lookahead=1, search_period=period)
     question = list(range(1, 12))
     with opened(store, "llama", 0) as artifact:
@@ -243,7 +243,7 @@ def test_a_step_that_fails_can_be_run_again(store, period) -> None:
 
 @pytest.mark.parametrize(("owner", "name"), [(on_cpu, "describe_sketch"), (SearchPool, "start")])
 def test_a_step_that_cannot_begin_leaves_other_requests_as_they_were(artifacts, monkeypatch, owner, name) -> None:
-    """While kernels are told of another context's rows, and where a search is handed over."""
+    """The step fails while another context's rows are described to the kernels, or when a search is started."""
 
     def fail(*_: object) -> None:
         raise MemoryError("no room")
@@ -264,7 +264,7 @@ def test_a_step_that_cannot_begin_leaves_other_requests_as_they_were(artifacts, 
 
 
 def drive(engine: CpuEngine, talk: Talk) -> None:
-    """The rest of a talk in slot 0, in steps of up to 8 rows."""
+    """Run the remainder of a talk in slot 0, in steps of up to 8 rows."""
     while not talk.done:
         rows = talk.next_rows(8)
         result = engine.step([StepRow(0, token) for token in rows], want_logits=True)
@@ -273,7 +273,7 @@ def drive(engine: CpuEngine, talk: Talk) -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_rows_read_what_was_chosen_before_them_however_a_question_is_cut(store, lookahead) -> None:
-    """Within a host budget, where rows are attended to one by one."""
+    """With a host budget, where attention is computed row by row."""
     config = SearchConfig(keep=0.05, window_len=64, lookahead=lookahead, search_period=5)
     budget = HostBudget(32 << 20, config, "csattn")
     with opened(store, "llama", 0) as artifact, make_engine([artifact], host_budget=budget) as engine:
@@ -289,7 +289,7 @@ def test_rows_read_what_was_chosen_before_them_however_a_question_is_cut(store, 
 
 
 def test_states_take_the_tokens_of_a_step_in_their_order(store) -> None:
-    """Though rows that are searched for are worked on before the others."""
+    """Although a step processes rows that need a search before the others."""
     config = SearchConfig(keep=0.05, window_len=64, search_period=3)
     got = Talk(0, config, "csattn", list(range(1, 12)), 3)
     with opened(store, "qwen3_next", 0) as artifact, make_engine([artifact], "qwen3_next") as engine:
@@ -303,12 +303,12 @@ def test_states_take_the_tokens_of_a_step_in_their_order(store) -> None:
 
 
 def test_a_step_tells_what_follows_rows_that_ask(store) -> None:
-    """Questions of two requests, one without a context, mixed."""
+    """With interleaved questions of two requests, one without a context."""
     tokens = [(1, 4), (0, 5), (1, 6), (0, 7), (0, 8)]
     with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
 
         def told(asking: Sequence[int], rows_a_step: int) -> list[tuple[int, int]]:
-            """Of each row the next token, and the likeliest by its logits."""
+            """Return each row's next token, and the argmax of its logits."""
             engine.open(0, 0, CONFIG, "csattn")
             engine.open(1, NO_CONTEXT, CONFIG, "csattn")
             rows, found = [StepRow(*token, wants_token=row in asking) for row, token in enumerate(tokens)], []
@@ -384,7 +384,7 @@ def test_an_engine_of_nothing_is_refused() -> None:
 
 
 def test_linear_layers_are_cut_into_pieces_by_the_engines_threads() -> None:
-    """However many CPUs there are: a few large ones for one thread, of 16 outputs each for many."""
+    """The number of CPUs has no effect: 4 large pieces for one thread, pieces of 16 outputs for 64 threads."""
     pieces = []
     for num_threads in (1, 64):
         with make_engine([], num_threads=num_threads) as engine:

@@ -1,4 +1,4 @@
-"""What the CPU engine takes of the memory that this process may have: refused before it is taken, given back after."""
+"""Memory of the CPU engine: what does not fit is refused before it is allocated, and unloading frees memory."""
 
 import gc
 import weakref
@@ -55,13 +55,13 @@ def test_what_a_selector_makes_needs_memory_too(artifact: Artifact, monkeypatch)
         leave(monkeypatch, 100)
         with pytest.raises(MemoryPlanError, match="the data that quest computes from the context needs"):
             engine.open(0, 0, CONFIG, "quest")
-        engine.open(0, 0, CONFIG, "exact")  # reads the keys as they are
+        engine.open(0, 0, CONFIG, "exact")  # reads the keys in place
         leave(monkeypatch, 1 << 30)
         engine.open(1, 0, CONFIG, "quest")
 
 
 def test_a_context_that_is_unloaded_is_nowhere_any_more(artifact: Artifact) -> None:
-    """Nor in the plan of the last step."""
+    """Neither the engine nor the plan of the last step keeps a reference to it."""
     with make_engine([], kv_format=HALF) as engine:
         engine.add_context(0, artifact)
         engine.open(0, 0, CONFIG, "quest")

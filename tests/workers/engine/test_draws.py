@@ -1,4 +1,4 @@
-"""Tokens drawn by a step, against the definition."""
+"""Tokens drawn by a step agree with the definition."""
 
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ def how(**asked: Any) -> Sampling:
 
 
 def drawn(logits: np.ndarray, asked: list[DrawSpec | None]) -> tuple[list[int], list[Likelihood | None]]:
-    """Tokens of a step whose likeliest ones are known, with rows that nobody asks for behind them."""
+    """Draw tokens from a step's logits. A padding row of NaN follows the rows that are drawn for."""
     padded = np.concatenate([logits, np.full((1, logits.shape[1]), np.nan, np.float32)])
     there = torch.from_numpy(padded).to(DEVICE)
     next_ids = there.argmax(-1)
@@ -62,7 +62,7 @@ def drawn(logits: np.ndarray, asked: list[DrawSpec | None]) -> tuple[list[int], 
 @pytest.mark.parametrize("vocab_size", [1, 31, 1023, 1025, 8191, 8193, 20_000])
 def test_tokens_are_those_of_the_definition(vocab_size, rng) -> None:
     logits = (2 * rng.standard_normal(vocab_size)).astype(np.float32)
-    logits[::3] = np.round(logits[::3], 1)  # many are equal
+    logits[::3] = np.round(logits[::3], 1)  # many ties
     logits[rng.permutation(vocab_size)[: vocab_size // 2]] = -np.inf
     samplings = [how(**asked) for asked in ASKED for _ in range(3)]
     draws_ = [draw_spec(sampling, SEED, position) for position, sampling in enumerate(samplings)]
@@ -169,7 +169,7 @@ def test_what_is_endlessly_far_off_leaves_the_others_in_their_order(rng) -> None
 
 
 def test_a_token_that_had_the_penalty_is_told_as_it_was() -> None:
-    """Alone in its step: its mask is the first of what is sent."""
+    """With one row in the step, whose mask is the first data that is sent."""
     logits = np.array([[3.0, 9.0, -1.0]], np.float32)
     repeated = np.array([True, True, False])
     for penalty in (1.5, 0.5):

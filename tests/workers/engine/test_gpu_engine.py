@@ -1,5 +1,5 @@
-"""The scheduler's engine over a GPU: requests in any company, contexts that come and go. Kernels run on the CPU where
-there is no device."""
+"""The scheduler's engine on a GPU: any mix of requests, contexts loaded and unloaded. Without a device, kernels run on
+the CPU."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -66,7 +66,7 @@ def make_engine(placement: str, **changes: object) -> GpuEngine:
 def answer(
     engine: StepEngine, slot: int, context_id: int, question: list[int], selector: Selector = "csattn"
 ) -> list[int]:
-    """The greedy continuation, one request alone."""
+    """Return the greedy continuation of one request alone."""
     engine.open(slot, context_id, CONFIG, selector)
     tokens = [int(engine.step([StepRow(slot, token) for token in question[:4]]).next_ids[-1])]
     if question[4:]:
@@ -102,7 +102,7 @@ def test_requests_over_contexts_that_come_and_go_answer_as_on_the_cpu(
         said = list[list[int]]()
 
         def meanwhile() -> None:
-            if not said or DEVICE.type != "cpu":  # there, one is enough
+            if not said or DEVICE.type != "cpu":  # on the CPU, once is enough
                 said.append(answer(ready, 2, 7, QUESTIONS[0], selector))
 
         ready.add_context(9, artifacts[1], meanwhile)
@@ -113,7 +113,7 @@ def test_requests_over_contexts_that_come_and_go_answer_as_on_the_cpu(
         ready.add_context(8, artifacts[0])
         assert answer(ready, 0, 8, QUESTIONS[0], selector) == want[0]
         counts = ready.counts()
-        row_bytes = 2 * 16 * 4 if codec is None else 48  # 2 * (4 + 16), filled up to a multiple of 16
+        row_bytes = 2 * 16 * 4 if codec is None else 48  # 2 * (4 + 16), padded to a multiple of 16
         assert counts.kv_bytes == sum(CONTEXT_LENS) * 3 * 2 * row_bytes
         assert (counts.slot_hits > 0) == (placement != "device" and selector == "csattn")
     finally:
@@ -121,7 +121,7 @@ def test_requests_over_contexts_that_come_and_go_answer_as_on_the_cpu(
 
 
 def run_together(engine: StepEngine, opened: list[tuple[int, int]], selector: Selector) -> list[list[int]]:
-    """Both questions in one step as far as they fit, then the greedy tokens of both, two rows a step."""
+    """Feed both questions, sharing a step where they fit, then the greedy tokens of both, two rows a step."""
     for slot, context_id in opened:
         engine.open(slot, context_id, CONFIG, selector)
     engine.step([StepRow(opened[0][0], token) for token in QUESTIONS[0][:4]])
@@ -212,7 +212,7 @@ def test_a_request_may_keep_less_than_those_beside_it(artifacts, placement) -> N
 
 
 def two_logits(engine: StepEngine, configs: list[SearchConfig]) -> np.ndarray:
-    """What follows two tokens of each of two requests, all in one step."""
+    """Return the logits after two tokens of each of two requests, all in one step."""
     for slot, config in enumerate(configs):
         engine.open(slot, 0, config, "csattn")
     result = engine.step([StepRow(slot, token) for slot in range(2) for token in (7, 9)], want_logits=True)
@@ -221,7 +221,7 @@ def two_logits(engine: StepEngine, configs: list[SearchConfig]) -> np.ndarray:
 
 
 def test_tokens_are_drawn_where_rows_ask_also_of_a_step_that_is_made_as_two(artifacts, monkeypatch) -> None:
-    """As they are from the step's logits; logits of other rows come as they did."""
+    """The tokens are those drawn from the step's logits on the host; logits of other rows are unchanged."""
     sampling = Sampling(max_new_tokens=9, temperature=1.0, top_p=0.9, logit_bias=((7, 2.0),), top_logprobs=2)
     mask = np.arange(loaded().geometry.vocab_size) % 3 == 0
     hows = [
@@ -256,7 +256,7 @@ def test_tokens_are_drawn_where_rows_ask_also_of_a_step_that_is_made_as_two(arti
 
 @pytest.mark.parametrize(("token_id", "watch"), [(1 << 20, None), (5, (9, 0)), (5, (1, 9))])
 def test_of_a_step_that_is_refused_no_part_is_made(artifacts, monkeypatch, token_id, watch) -> None:
-    """Also where it would be made as two."""
+    """Also if the step would be split in two."""
     with make_engine("hybrid") as engine:
         engine.add_context(0, artifacts[0])
         want = answer(engine, 0, 0, [3, 4])
@@ -275,7 +275,7 @@ def watched(engine: StepEngine, selector: Selector):
 
 
 def test_a_look_that_fails_leaves_nothing_on_its_way(artifacts, monkeypatch) -> None:
-    """A layer is looked for ahead of the one that is watched."""
+    """With lookahead, a later layer's search has started when the watched layer is read."""
     ahead = replace(CONFIG, lookahead=1)
     with GpuEngine(
         loaded(), ahead, "hybrid", device=DEVICE, batch_sizes=(1, 4), num_slots=1, tail_capacity=32, num_contexts=1,
@@ -308,7 +308,7 @@ def test_memory_is_planned_for_rows_as_they_are_kept(artifacts, codec, row_bytes
             index = artifacts[0].index_bytes * (selector == "csattn")
             assert more.device_bytes == rows * row_bytes - in_host + index
     assert all(plan["the context's KV"] == rows * row_bytes for plan in plans.values())
-    # two contexts of up to 400 rows
+    # for two contexts of up to 400 rows
     assert plans["hybrid", "csattn"]["the resident rows"] == 3 * 2 * 2 * (4 + 16) * row_bytes
     assert plans["hybrid", "csattn"]["the slot cache"] > 3 * 2 * 2 * 60 * row_bytes
     assert plans["hybrid", "full"]["the layers that are streamed"] == 2 * 2 * 2 * 400 * row_bytes
@@ -383,7 +383,7 @@ def test_what_an_engine_cannot_do_is_a_sentence(artifacts) -> None:
     "placement", [pytest.param(name, marks=[] if name == "hybrid" else pytest.mark.gpu) for name in PLACEMENTS]
 )
 def test_requests_without_a_context_answer_as_on_the_cpu(artifacts, placement, selector) -> None:
-    """Before one is loaded, and beside one in the same steps."""
+    """Before a context is loaded, and in the same steps as a request over a context."""
     with CpuEngine(loaded(), num_threads=2) as on_cpu:
         on_cpu.add_context(7, artifacts[0])
         asked = [(NO_CONTEXT, QUESTIONS[0]), (7, QUESTIONS[1])]
@@ -396,7 +396,7 @@ def test_requests_without_a_context_answer_as_on_the_cpu(artifacts, placement, s
 
 def test_memory_is_planned_again_for_a_longer_context_that_is_alone(artifacts, monkeypatch) -> None:
     monkeypatch.setattr(step_model, "available_memory", lambda device: AvailableMemory(device_bytes=0, host_bytes=0))
-    monkeypatch.setattr(MemoryPlan, "require", ignore)  # of what is needed all the same
+    monkeypatch.setattr(MemoryPlan, "require", ignore)  # with no memory available, no plan would pass
     with make_engine("hybrid", max_context_len=None) as ready:
         ready.add_context(0, artifacts[0])
         ready.open(0, 0, CONFIG, "csattn")
@@ -410,14 +410,14 @@ def test_memory_is_planned_again_for_a_longer_context_that_is_alone(artifacts, m
         ready.remove_context(0)
         ready.add_context(1, artifacts[1])
         got = answer(ready, 0, 1, QUESTIONS[1])
-        ready.add_context(0, artifacts[0])  # a shorter one has room
+        ready.add_context(0, artifacts[0])  # a shorter context fits
     with CpuEngine(loaded(), num_threads=2) as on_cpu:
         on_cpu.add_context(1, artifacts[1])
         assert got == answer(on_cpu, 0, 1, QUESTIONS[1])
 
 
 def test_a_row_of_nan_has_no_next_token(artifacts: list[Artifact]) -> None:
-    """The row beside it has one."""
+    """The other row of the step has one."""
     engine = make_engine("device")
     try:
         engine.add_context(0, artifacts[0])
@@ -435,7 +435,7 @@ def test_a_session_generates_on_it_what_it_does_on_the_cpu(artifacts, placement)
         with csattn_session(loaded(), artifacts[0], CONFIG, **options) as session:
             arguments = session.continue_with(np.array(QUESTIONS[0], np.int32))
             said.append(loaded().model.generate(**arguments, max_new_tokens=NUM_STEPS, do_sample=False).tolist())
-            del arguments  # and with it the request's slot
+            del arguments  # which frees the request's slot
             if options:
                 with pytest.raises(ConfigError, match="leave out the observer"):
                     session.request(print)
@@ -444,7 +444,7 @@ def test_a_session_generates_on_it_what_it_does_on_the_cpu(artifacts, placement)
 
 @pytest.mark.parametrize("selector", ["csattn", "full"])
 def test_a_request_goes_on_from_rows_of_another_to_the_bit(artifacts, selector) -> None:
-    """Which are read while it goes on, and written where a request was before."""
+    """The rows are read while the first request continues, and written to a slot that was used before."""
     with make_engine("hybrid", selector=selector) as engine:
         engine.add_context(0, artifacts[0])
         tokens = token_ids(7, seed=5).tolist()

@@ -1,4 +1,4 @@
-"""The stages of steps over latents agree with their definition, and a row has the same bits beside any others."""
+"""The stages of steps over latents agree with their definition; a row's bits do not depend on the other rows."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ CONTEXT_LENS, TAIL_LENS = [0, 1, 20, 21, 530, 600], [1, 19, 2, 1, 3, 40]
 
 @dataclass(frozen=True)
 class Case:
-    """Rows that see contexts and tails of these lengths. Index keys are small integers: their scores have ties."""
+    """Rows with contexts and tails of CONTEXT_LENS and TAIL_LENS. Index keys are small integers: scores have ties."""
 
     contexts: list[Tensor]  # [context_len, WIDTH]
     tails: Tensor  # [num_rows, capacity, WIDTH]; what is not seen is NaN
@@ -63,7 +63,7 @@ class Case:
         return torch.cat([self.contexts[row], self.tails[row, : TAIL_LENS[row]]])
 
     def run(self, rows: list[int], top_k: int | None, num_threads: int = 1) -> tuple[np.ndarray, np.ndarray, Tensor]:
-        """What these rows choose, how many, and what they attend to."""
+        """Run a step of these rows. Return the chosen positions, their number, and the attention output."""
         contexts = np.array([word(self.contexts[row]) for row in rows])
         lens, tail_ids, tail_lens = (np.array(x)[rows] for x in (CONTEXT_LENS, range(len(TAIL_LENS)), TAIL_LENS))
         assert SPEC.indexer is not None and self.asked.index_q is not None and self.asked.index_weights is not None
@@ -145,7 +145,7 @@ def test_a_row_has_the_bits_it_has_alone() -> None:
     ],
 )
 def test_the_choice_is_that_of_the_total_order(scores: list[float]) -> None:
-    """By scores alone, whoever has made them: of equals the first, NaN last."""
+    """The order is score descending, then position, NaN last; the stage reads nothing but scores and lengths."""
     made = np.array([scores], np.float32)
     for top_k in (1, 2, 3, len(scores) - 1, len(scores), len(scores) + 1):
         chosen, num_chosen = np.full((1, top_k), -1, np.int32), np.zeros(1, np.int64)

@@ -1,4 +1,4 @@
-"""Models that choose their rows themselves: what goes on from kept rows, company on a GPU, and what is refused."""
+"""Models of latents: requests that continue from kept rows, many requests on a GPU, and what is refused."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ def test_an_artifact_has_rows_and_no_index(artifact: Artifact) -> None:
 
 @pytest.mark.large_gpu
 def test_a_request_goes_on_from_rows_that_were_kept(model: LoadedModel, artifact: Artifact) -> None:
-    """As turns of a conversation do: the same bits as if it had said them itself."""
+    """As the next turn of a conversation does. The bits are those of the request that computed the rows."""
     with CpuEngine(model, num_threads=2, num_slots=2) as engine:
         engine.add_context(0, artifact)
         engine.open(0, 0, CONFIG, "csattn")
@@ -121,7 +121,7 @@ def test_without_a_context_it_is_the_model_too(model: LoadedModel) -> None:
 def test_a_gpu_answers_as_the_cpu_does_in_any_company(
     family: str, placement: str, tmp_path: Path, on_gpu: None
 ) -> None:
-    """Requests over contexts that come and go, or over none, some of them in one step, one from rows that were kept."""
+    """Contexts are loaded and unloaded; requests have one or none, share steps, and one continues from kept rows."""
     model, contexts = loaded(family), [CONTEXT, token_ids(270, seed=7)]
     with ExitStack() as stack:
         built = [build_artifact(model, context, preset("default"), tmp_path) for context in contexts]
@@ -150,7 +150,7 @@ def test_a_gpu_answers_as_the_cpu_does_in_any_company(
 
 
 def told(engine: StepEngine, context_ids: list[int]) -> list[np.ndarray]:
-    """Logits after tokens that requests of these contexts are fed: each its own question, then all in one step."""
+    """Feed each request its own question, then the same tokens to all, together; return the logits of these tokens."""
     logits: list[list[np.ndarray]] = [[] for _ in context_ids]
     for slot, context_id in enumerate(context_ids):
         engine.open(slot, context_id, CONFIG, "csattn")
@@ -180,7 +180,7 @@ def rows_bytes(artifact: Artifact) -> int:
 def test_a_gpu_plans_memory_for_all_latents_from_the_start(
     model: LoadedModel, artifact: Artifact, on_gpu: None
 ) -> None:
-    """What is planned is what is there; a context that does not fit is refused."""
+    """The planned bytes are those allocated; a context that does not fit is refused."""
     with make_engine(model, max_context_len=310) as engine:
         engine.add_context(0, artifact)
         placed = engine._placing.placed
@@ -195,7 +195,7 @@ def test_a_gpu_plans_memory_for_all_latents_from_the_start(
 
 @pytest.mark.large_gpu
 def test_in_bfloat16_it_is_the_model_but_for_rounding(tmp_path) -> None:
-    """No further from the same weights in float32 than transformers is, in bfloat16."""
+    """The KL to the same weights in float32 is less than 1.5 times that of transformers in bfloat16."""
     plain = make_model("deepseek_v32", initializer_range=0.1, moe_intermediate_size=32).bfloat16()
     for layer in plain.model.layers:
         layer.self_attn.indexer.weights_proj.float()
@@ -217,7 +217,7 @@ def test_in_bfloat16_it_is_the_model_but_for_rounding(tmp_path) -> None:
 def test_latents_in_host_memory_take_a_cache_and_their_index_keys(
     model: LoadedModel, artifact: Artifact, on_gpu: None
 ) -> None:
-    """What is planned is what is there, and the cache has room for all that a step may choose."""
+    """The planned bytes are those allocated, and the cache has a slot for every row that a step may choose."""
     with make_engine(model, "hybrid", max_context_len=310) as engine:
         engine.add_context(0, artifact)
         placed = engine._placing.placed
@@ -236,7 +236,7 @@ def test_latents_in_host_memory_take_a_cache_and_their_index_keys(
 def test_rows_without_slots_at_once_are_steps_of_their_own(
     model: LoadedModel, artifact: Artifact, on_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a context that has slots for one row's choice; rows without a context take none."""
+    """The context has slots for the choice of one row only; rows without a context need no slots."""
     monkeypatch.setattr(own_choice, "ROWS_AT_ONCE", 1)
     logits, num_steps = [], Counter[str]()
     for placement, slot_share in (("device", 1.0), ("hybrid", 0.05)):
@@ -293,7 +293,7 @@ def test_what_a_gpu_does_not_do_is_refused_before_a_weight_is_read(tmp_path) -> 
 def test_what_is_not_for_a_request_to_say_is_refused(
     model: LoadedModel, artifact: Artifact, options: dict[str, object], sentence: str, placement: str, on_gpu: None
 ) -> None:
-    if placement == "device":  # which has its own sentence for what no model has there
+    if placement == "device":  # a GPU refuses these options for every model, with its own message
         sentence = {"selector": "a GPU decodes with", "host_budget_bytes": "decoding on the CPU"}.get(
             *options, sentence
         )

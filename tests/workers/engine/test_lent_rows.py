@@ -1,4 +1,4 @@
-"""Layers that attend to rows of others: a context has those once, on disk and in memory."""
+"""Layers that attend to the rows of earlier layers: a context's rows are stored once, on disk and in memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +26,7 @@ from workers.engine.gpu_engine import GpuEngine
 from workers.streaming.config import StreamConfig
 from workers.streaming.session import StreamSession
 
-FAMILY = "gemma4_text, inputs"  # layers 0 to 3 have rows, those behind them attend to those of 2 and 3
+FAMILY = "gemma4_text, inputs"  # layers 0 to 3 store rows; 4 to 6 attend to those of 2 and 3
 CONFIG = SearchConfig(keep=0.1, window_len=16)
 CONTEXT_LEN = 300
 
@@ -39,7 +39,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
 
 
 def said(artifact: Artifact, selector: str = "csattn", **options: object) -> tuple[np.ndarray, int]:
-    """Logits of an answer, and the bytes of KV that the engine has."""
+    """Return the logits of an answer, and the bytes of KV that the engine holds."""
     with CpuEngine(loaded(FAMILY), num_threads=2, **options) as engine:  # type: ignore[arg-type]
         engine.add_context(0, artifact)
         talk = Talk(0, CONFIG, selector, token_ids(5, seed=1).tolist(), 4)
@@ -93,10 +93,10 @@ def test_within_a_host_budget_the_bits_are_those_of_memory(artifact: Artifact, s
 
 
 def test_a_build_that_is_cut_behind_them_gives_the_same_bytes(artifact: Artifact, tmp_path: Path) -> None:
-    """It passes the layers behind the first to whose rows others attend again."""
+    """The resumed build runs all layers again from the first one whose rows others attend to."""
 
     class Cut(Exception):
-        """Ends a build."""
+        """Interrupts a build."""
 
     passed: list[int] = []
 

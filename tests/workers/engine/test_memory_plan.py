@@ -1,4 +1,4 @@
-"""What searches on a device are planned to take is what they ask for."""
+"""The memory planned for searches on a device is the memory that they allocate."""
 
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,7 @@ def make_shape(config: IndexConfig, search: SearchConfig, max_context_len: int =
 
 
 class Asked(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made meanwhile."""
+    """Counts the bytes of all tensors allocated while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Asked(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self._made[made.untyped_storage().data_ptr()] = made  # held, so that no other comes to the same place
+        self._made[made.untyped_storage().data_ptr()] = made  # kept alive, so that its address is not reused
         return made
 
     @property
@@ -60,7 +60,7 @@ class Asked(TorchDispatchMode):
 
 
 def make_all(shape: EngineShape, config: IndexConfig, placement: Placement, device: torch.device) -> list[Any]:
-    """As the engine's attention of that placement makes them."""
+    """Make the searches and passes that the engine's attention makes for a placement."""
     index = index_shape(config, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
     made: list[Any] = [] if placement == "host" else [make_searches(shape, index, device)]
     if shape.rest == "sketch" and (placement == "host" or shape.search.lookahead or shape.search.search_period > 1):
@@ -76,7 +76,7 @@ def bytes_of_choices(shape: EngineShape) -> int:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", ["default", "lists", "paper"])
 def test_what_is_asked_for_is_what_is_planned(name: str, placement: Placement, max_context_len: int) -> None:
-    """Longer contexts take other kernels, with other memory."""
+    """Longer contexts use other kernels, with other workspace."""
     config = preset(name)
     for search in (SearchConfig(), SearchConfig(lookahead=1), SearchConfig(search_period=4), SearchConfig(rest="none")):
         shape = make_shape(config, search, max_context_len)
@@ -98,5 +98,5 @@ def test_a_device_gives_what_is_planned(placement: Placement) -> None:
 
 
 def requested_bytes() -> int:
-    """Of all tensors on the device. What torch calls allocated has the rests of blocks that it does not split, too."""
-    return int(torch.cuda.memory_stats().get("requested_bytes.all.current", 0))  # none: not asked for any yet
+    """Bytes requested for all tensors on the device; allocated bytes would include unused ends of unsplit blocks."""
+    return int(torch.cuda.memory_stats().get("requested_bytes.all.current", 0))  # absent before the first allocation

@@ -1,4 +1,4 @@
-"""Decoding on a GPU from an artifact: every placement says what `transformers` says, and all of them the same bits."""
+"""Decoding on a GPU from an artifact: every placement agrees with `transformers`, and all give the same bits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ def ready_engine(
 
 
 def decode(engine: GpuEngine, num_steps: int, context_id: int = 0) -> tuple[list[int], torch.Tensor]:
-    """The greedy continuation of the question, and each step's logits."""
+    """Return the greedy continuation of the question, and each step's logits."""
     engine.open(0, context_id, engine.config, "csattn")
     tokens, logits = feed(engine, {0: QUESTION.tolist()})
     token_ids, all_logits = [tokens[0]], [logits[0]]
@@ -62,7 +62,7 @@ def decode(engine: GpuEngine, num_steps: int, context_id: int = 0) -> tuple[list
 
 
 def feed(engine: GpuEngine, token_ids: dict[int, list[int]]) -> tuple[list[int], np.ndarray]:
-    """By slot; what follows each, and the logits. One request may have more tokens than a step has rows."""
+    """Feed tokens by slot; return next tokens and last logits. A lone request may have more tokens than max_rows."""
     rows = [StepRow(slot, token_id) for slot, tokens in token_ids.items() for token_id in tokens]
     while len(rows) > engine.max_rows:
         engine.step(rows[: engine.max_rows])
@@ -107,7 +107,7 @@ def test_a_sparse_step_is_as_defined(store, preset_name, lookahead, rest, placem
 @pytest.mark.parametrize("codec", [None, "k=fp8,v=float16"])
 @pytest.mark.parametrize(("keep", "rest"), [(0.05, "none"), (0.05, "moments"), (0.05, "sketch"), (1.0, "none")])
 def test_all_placements_give_the_same_bits(store, keep, rest, codec, lookahead) -> None:
-    """For the same selection. The CPU's may hold another of two keys that are worth the same but for rounding."""
+    """Given the same selection. The CPU may choose the other of two keys whose group scores differ by rounding only."""
     config = SearchConfig(keep=keep, window_len=64, lookahead=lookahead, rest=rest)
     form, results = None if codec is None else KvFormat.parse(codec), {}
     for placement in PLACEMENTS:
@@ -129,7 +129,7 @@ def test_all_placements_give_the_same_bits(store, keep, rest, codec, lookahead) 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("rest", ["none", "moments", "sketch"])
 def test_requests_of_two_contexts_in_one_batch(store, placement, rest) -> None:
-    """Each gets what it gets alone."""
+    """Each request gets the tokens that it gets alone."""
     config = SearchConfig(keep=0.1, window_len=64, rest=rest)
     paths = [artifact_path(store), artifact_path(store, seed=37)]
     alone = []

@@ -1,4 +1,4 @@
-"""Steps that search beside the device: what goes wrong on one side reaches the other, and nobody waits forever."""
+"""Steps whose searches run on the host: an error on one side reaches the other, and neither waits forever."""
 
 from collections.abc import Iterator
 
@@ -44,7 +44,7 @@ def make_steps(artifact: Artifact, searcher: StepSearcher) -> SearchOnHost:
     made = SearchOnHost(shape, shape_of(indexes[0], shape.num_q_heads), far, searcher, DEVICE)
     searcher.load(0, artifact)
     made.load(0, kv, indexes)
-    # idle rows first, as a runner does: a kernel that is loaded while another waits for a choice would wait for that
+    # idle rows first, as a runner does: loading a kernel while another one waits for a choice would block on that one
     take_step(made, make_step_rows(1, DEVICE), make_query(made))
     return made
 
@@ -58,7 +58,7 @@ def make_rows() -> StepRows:
 
 
 def take_step(steps: SearchOnHost, rows: StepRows, q: torch.Tensor) -> list[torch.Tensor]:
-    """What each layer attends to, all of them with one query."""
+    """Return the attention output of each layer; all layers get the same query."""
     outs = [torch.empty_like(q) for _ in range(steps.shape.num_layers)]
     steps.begin_step(rows)
     for layer_idx, out in enumerate(outs):
@@ -77,7 +77,7 @@ def test_a_search_that_fails_ends_the_step_with_its_error(artifact: Artifact) ->
     pool.close()
     with pytest.raises(RuntimeError, match="the search pool is closed"):
         take_step(steps, rows, make_query(steps))
-    with pytest.raises(RuntimeError, match="the search pool is closed"):  # and the next one, too
+    with pytest.raises(RuntimeError, match="the search pool is closed"):  # and so does the next step
         take_step(steps, rows, make_query(steps))
 
 
@@ -86,7 +86,7 @@ def test_a_step_that_is_never_ended_does_not_hold_up_the_next(artifact: Artifact
         steps, rows = make_steps(artifact, StepSearches(pool)), make_rows()
         q = make_query(steps)
         want = take_step(steps, rows, q)
-        steps.begin_step(rows)  # its queries never come
+        steps.begin_step(rows)  # its queries are never posted
         for got, wanted in zip(take_step(steps, rows, q), want, strict=True):
             assert torch.equal(got, wanted)
 
@@ -105,12 +105,12 @@ def test_a_row_chooses_no_more_than_it_asks_for(artifact: Artifact) -> None:
         for asked, chosen in ((5, 5), (2**31 - 1, 30), (1, 1)):
             rows.top_ks.fill_(asked)
             take_step(steps, rows, q)
-            for layer_idx in (0, 1):  # what was chosen last, in turn
+            for layer_idx in (0, 1):  # layers use two buffers in turn: these are the last two choices
                 assert (steps.chosen(layer_idx, rows).valid_len == chosen).all()
 
 
 def test_a_context_makes_room_for_another(artifact: Artifact) -> None:
-    """What was searched of the first is not searched any more."""
+    """The searches of the first are replaced."""
     with SearchPool(2) as pool:
         searcher = StepSearches(pool)
         steps, rows = make_steps(artifact, searcher), make_rows()
@@ -136,7 +136,7 @@ def test_a_context_may_be_loaded_while_a_step_over_another_is_planned(artifact: 
 
         class Asked(tuple[tuple[int, int], ...]):
             def __ne__(self, other: object) -> bool:
-                mail.load(1, CONTEXT_LEN)  # by another thread, just when the plan before is looked at
+                mail.load(1, CONTEXT_LEN)  # as another thread may do just when the previous plan is compared
                 return False
 
         plan = mail.plan(((0, 5),))

@@ -1,4 +1,4 @@
-"""Requests that grow on a GPU say what they do on the CPU. Kernels run on the CPU where there is no device."""
+"""Requests with own segments give the same logits on a GPU as on the CPU. Without a device, kernels run on the CPU."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -57,13 +57,13 @@ def gpu_engine(artifact: Artifact, placement: str, config: SearchConfig, **optio
 def steps(
     engine: CpuEngine | GpuEngine, config: SearchConfig, rows: torch.Tensor, context_id: int = 0
 ) -> tuple[np.ndarray, torch.Tensor]:
-    """Logits of steps across the moment at which the last segment is put to use, beside a short request.
+    """Run steps before and after the last segment comes into use, together with a short request.
 
-    And rows read before and after it.
+    Returns the logits, and own rows read from before and after that point.
     """
     engine.open(0, context_id, config, "csattn")
     engine.open(1, context_id, config, "csattn")
-    logits = [engine.step([StepRow(1, 7)], want_logits=True).logits.copy()]  # nobody has segments
+    logits = [engine.step([StepRow(1, 7)], want_logits=True).logits.copy()]  # no request has segments yet
     engine.write_rows(0, rows)
     for step in ([(0, 5)], [(1, 9), (0, 6), (0, 7), (0, 8)], [(0, 9)]):
         result = engine.step([StepRow(*row) for row in step], want_logits=True)
@@ -97,7 +97,7 @@ def cpu_engine(artifact: Artifact, growth: Growth | None) -> CpuEngine:
     ],
 )
 def test_it_says_what_the_cpu_says(artifact: Artifact, placement: str, lookahead: int, rng) -> None:
-    """Its rows, too, wherever they are."""
+    """The own rows agree as well, in the tail and on the host."""
     config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead)
     rows = make_rows(2 * GROWTH.segment_len + 16 - 3, rng)
     with cpu_engine(artifact, GROWTH) as engine:
@@ -107,7 +107,7 @@ def test_it_says_what_the_cpu_says(artifact: Artifact, placement: str, lookahead
         dense, _ = steps(engine, config, rows)
     with gpu_engine(artifact, placement, config) as engine:
         got, got_rows = steps(engine, config, rows)
-        # another request in the same slot, all of whose rows are in its tail at first
+        # another request in the same slot, whose rows are all in its tail at first
         of_one, _ = steps(engine, config, rows[:, :, : GROWTH.segment_len + 16 - 3])
     assert np.abs(got - want).max() < 0.1 * np.abs(dense - want).max()
     np.testing.assert_allclose(got, want, atol=1e-2)
@@ -134,15 +134,15 @@ def test_without_a_context_it_grows_alike(artifact: Artifact, placement: str, rn
 
 
 def test_own_rows_that_move_to_the_host_leave_the_device(artifact: Artifact) -> None:
-    """A tail has room for a segment, what is near, and a step."""
+    """A tail then has room for one segment, the near rows, and a step; with lookahead, all own rows stay."""
     with gpu_engine(artifact, "hybrid", SearchConfig(window_len=16)) as engine:
         assert engine._placing.ready().shape.tail_capacity == GROWTH.segment_len + 16 + 4
     with gpu_engine(artifact, "hybrid", SearchConfig(window_len=16, lookahead=1)) as engine:
         assert engine._placing.ready().shape.tail_capacity == CAPACITY
 
 
-@pytest.mark.gpu  # a step for each 16 rows: long, emulated
-@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text, inputs"])  # the second with layers that share rows
+@pytest.mark.gpu  # one step per 16 rows: slow when emulated
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text, inputs"])  # the second has layers that share rows
 def test_layers_with_windows_see_the_same_where_rows_have_left(tmp_path, family: str) -> None:
     model = wrap_model(make_model(family, max_position_embeddings=4096), byte_tokenizer(), "windows")
     config, growth = SearchConfig(keep=0.1, window_len=16), Growth(segment_len=1024, least_near=64)
@@ -166,7 +166,7 @@ def test_layers_with_windows_see_the_same_where_rows_have_left(tmp_path, family:
 
 
 @pytest.mark.parametrize(("placement", "device_gb", "host_gb", "most"), [
-    ("device", 99, 0, 4096),  # as many as the model has positions
+    ("device", 99, 0, 4096),  # the number of positions of the model
     ("hybrid", 99, 99, 4096),
     ("device", 0, 99, 2048),
     ("hybrid", 0, 0, 2048),
@@ -175,11 +175,11 @@ def test_requests_have_as_many_rows_as_there_is_memory_for(monkeypatch, placemen
     memory = AvailableMemory(device_bytes=device_gb << 30, host_bytes=host_gb << 30)
     monkeypatch.setattr(step_model, "available_memory", lambda device: memory)
     with GpuEngine(loaded(), SearchConfig(), placement, device=DEVICE) as engine:
-        assert engine.tail_capacity == most and not engine.own_on_host  # of as many
+        assert engine.tail_capacity == most and not engine.own_on_host  # the host would allow no more
 
 
 def test_rows_of_requests_leave_a_device_that_has_no_room_for_them(monkeypatch) -> None:
-    """For 100 MB of 64 GB they stay; beside 0.7 GB they go."""
+    """They take 100 MB: with 64 GB on the device they stay, with 0.7 GB they move to the host."""
     for device_gb, on_host in ((64, False), (0.7, True)):
         memory = AvailableMemory(device_bytes=int(device_gb * 2**30), host_bytes=64 << 30)
         monkeypatch.setattr(step_model, "available_memory", lambda device, memory=memory: memory)

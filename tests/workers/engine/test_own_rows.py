@@ -1,4 +1,4 @@
-"""A request's own rows, read out and written into another request that begins alike; and requests without a context."""
+"""Own rows of a request, copied into another one with the same first tokens; and requests without a context."""
 
 from collections.abc import Iterator
 
@@ -33,7 +33,7 @@ def make_engine(artifact: Artifact | None, family: str = "llama") -> CpuEngine:
 
 
 def feed(engine: CpuEngine, slot: int, token_ids: list[int], at_a_time: int = 7) -> np.ndarray:
-    """Logits after the last of them."""
+    """Feed these tokens and return the logits after the last one."""
     for start in range(0, len(token_ids), at_a_time):
         logits = engine.step([StepRow(slot, i) for i in token_ids[start : start + at_a_time]], want_logits=True).logits
     return logits[-1].copy()
@@ -43,13 +43,13 @@ def feed(engine: CpuEngine, slot: int, token_ids: list[int], at_a_time: int = 7)
 @pytest.mark.parametrize("context_id", [0, NO_CONTEXT])
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_request_goes_on_from_rows_of_another_to_the_bit(artifact, selector, context_id, lookahead) -> None:
-    """Also where rows have left the window, and have joined lists."""
+    """Also if rows have left the window and joined the lists."""
     config = SearchConfig(keep=0.05, window_len=16, lookahead=lookahead)
     with make_engine(artifact) as engine:
         engine.open(0, context_id, config, selector)
         want = feed(engine, 0, TOKENS)
         first, second = (engine.read_rows(0, start, stop) for start, stop in ((0, 40), (40, 77)))
-        more = feed(engine, 0, [5, 6])  # goes on while the copies are not asked for
+        more = feed(engine, 0, [5, 6])  # the first request continues before the copies are collected
         engine.close_slot(0)
         engine.open(2, context_id, config, selector)
         engine.write_rows(2, first())

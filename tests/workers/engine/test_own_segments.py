@@ -1,4 +1,4 @@
-"""Requests that grow: their own rows become segments, in every placement to what is defined, alone and together."""
+"""Requests whose own rows become segments on the CPU: they agree with the definition, alone and together."""
 
 import threading
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def make_engine(artifacts: list[Artifact], **options: object) -> CpuEngine:
 
 @pytest.mark.parametrize(("lookahead", "search_period"), [(0, 1), (1, 1), (1, 3)])
 def test_it_says_what_is_defined(artifacts: list[Artifact], lookahead: int, search_period: int) -> None:
-    """Over no segment, one and two."""
+    """The steps have no segment, then one, then two."""
     config = SearchConfig(keep=0.05, window_len=20, lookahead=lookahead, search_period=search_period)
     question = token_ids(142, seed=1).tolist()
     with make_engine(artifacts[:1]) as engine:
@@ -55,8 +55,8 @@ def test_it_says_what_is_defined(artifacts: list[Artifact], lookahead: int, sear
     fed = [*question, *got.tokens[:-1]]
     want = defined_logits(loaded(), artifacts[0], config, "csattn", fed, GROWTH)[-12:]
     differences = np.abs(np.stack(got.logits) - want).max(axis=1)
-    # queries that differ in their last bits may differ in an integer of a sketch too, rows from there on, and their
-    # codes; without codes of own rows, logits differ by 1 to 7
+    # queries that differ in their last bits may also differ in an integer of the sketch's scores, and so may all later
+    # rows and their codes; without codes of own rows, logits differ by 1 to 7
     assert np.median(differences) < 0.02, differences
 
 
@@ -64,7 +64,7 @@ def test_it_says_what_is_defined(artifacts: list[Artifact], lookahead: int, sear
 def test_requests_that_grow_together_say_what_each_says_alone(
     artifacts: list[Artifact], num_threads: int, rng: np.random.Generator
 ) -> None:
-    """Whatever pieces their questions come in."""
+    """However their questions are split over steps."""
     talks = []
     for number, question_len in enumerate((83, 84, 85, 150, 220, 1)):
         config = SearchConfig(keep=0.05, window_len=20, lookahead=number % 2, search_period=1 + 2 * (number % 3 == 2))
@@ -79,7 +79,7 @@ def test_requests_that_grow_together_say_what_each_says_alone(
 
 
 def test_a_context_within_a_host_budget_says_nearly_the_same(artifacts: list[Artifact]) -> None:
-    """Its rows are gathered; a request's own lie in memory."""
+    """The context's rows are gathered; own rows are in memory."""
     talk = Talk(0, CONFIG, "csattn", token_ids(150, seed=2).tolist(), 6)
     with make_engine(artifacts[:1]) as engine:
         want = alone(engine, talk)
@@ -99,14 +99,14 @@ def test_what_a_token_reads_is_told(artifacts: list[Artifact]) -> None:
         result = engine.step([StepRow(0, 1)], watch=(0, 1))
         count = engine.request(0).count
         num_layers = engine.num_layers
-        # of 150 rows of its own 128 are coded, of which 4 * 0.05 are chosen
+        # of 150 own rows 128 are in segments, and 4 * 0.05 of those are chosen
         assert count.near_rows - before[0] == num_layers * (CONFIG.sink_len + CONFIG.window_len + 150 - 128)
         assert count.far_rows - before[1] == num_layers * (round(0.05 * 700) + round(0.2 * 128))
         assert result.fidelity is not None and 0 < result.fidelity.recall < 1
 
 
 def test_rows_that_are_not_finite_leave_no_next_token(artifacts: list[Artifact]) -> None:
-    """Nor do they end the thread that makes segments."""
+    """The thread that makes segments survives them."""
     embedding = loaded().model.model.embed_tokens.weight.data
     kept = embedding[7].clone()
     with make_engine(artifacts[:1]) as engine:
@@ -135,12 +135,12 @@ def test_a_closed_slot_begins_anew(artifacts: list[Artifact]) -> None:
     talk = Talk(0, CONFIG, "csattn", token_ids(90, seed=3).tolist(), 3)
     with make_engine(artifacts[:1]) as engine:
         want = alone(engine, talk)
-        alone(engine, Talk(0, CONFIG, "csattn", token_ids(80, seed=4).tolist(), 1))  # a segment is under way
+        alone(engine, Talk(0, CONFIG, "csattn", token_ids(80, seed=4).tolist(), 1))  # leaves a segment unfinished
         assert_same(alone(engine, talk), want)
 
 
 def test_making_a_segment_is_spread_over_the_rows_that_come_before_it_is_read() -> None:
-    """So that no step waits for all of it; and requests whose rows come at the same time take turns."""
+    """No step waits for a whole segment, and requests that grow at the same time take turns."""
     num_layers, made = 6, list[tuple[int, int]]()
     tails = torch.randn(num_layers, 2, 300, 2, 16, generator=torch.Generator().manual_seed(0))
     with ThreadPoolExecutor(1) as executor:
@@ -175,7 +175,7 @@ def test_making_a_segment_is_spread_over_the_rows_that_come_before_it_is_read() 
 
 
 def test_closing_waits_for_the_layer_under_way_and_makes_no_other() -> None:
-    """Its rows may be overwritten then."""
+    """After that, the rows may be overwritten."""
     under_way, may_go_on, read = threading.Event(), threading.Event(), list[int]()
 
     def rows(start: int, stop: int) -> Iterator[Tensor]:
@@ -187,7 +187,7 @@ def test_closing_waits_for_the_layer_under_way_and_makes_no_other() -> None:
 
     with ThreadPoolExecutor(1) as executor, ThreadPoolExecutor(1) as closing:
         own = OwnSegments(0, 4, rows, CONFIG, SketchConfig(), GROWTH, executor)
-        own.grow(64 + 15)  # all four are due
+        own.grow(64 + 15)  # all four layers are due
         assert under_way.wait(timeout=30)
         closed = closing.submit(own.close)
         with pytest.raises(TimeoutError):

@@ -1,5 +1,5 @@
-"""Steps of every placement, the device's kernels run on the CPU where there is none: what they attend to, and where
-the rows come from."""
+"""Steps of every placement: what they attend to, and that the rows' place changes nothing. Without a device, kernels
+run on the CPU."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -96,7 +96,7 @@ def test_moments_take_what_is_planned_and_are_those_of_the_context_at_hand() -> 
 
 
 def context_kv(artifact: Artifact, shape: EngineShape) -> list[torch.Tensor]:
-    """On pages of its own: pinning takes whole pages, and a copy from memory that is half pinned is refused."""
+    """Copy the KV to pages of its own: pinning takes whole pages, and copies from partly pinned memory are refused."""
     return copy_rows(list(context_layers(shape, built_kv(artifact))))
 
 
@@ -113,8 +113,8 @@ def cached_rows(shape: EngineShape, kv: list[torch.Tensor], num_slots: int) -> C
 def make_attention(
     artifact: Artifact,
     config: SearchConfig,
-    num_slots: int | None,  # of a slot cache over host memory; None: the context's KV is on the device
-    kv: list[torch.Tensor] | None = None,  # instead of the artifact's
+    num_slots: int | None,  # size of the slot cache over host memory; None: the context's KV is on the device
+    kv: list[torch.Tensor] | None = None,  # default: the artifact's
     **others: object,
 ) -> SearchOnDevice:
     shape = make_shape(config, **others)
@@ -144,13 +144,13 @@ def make_host_attention(
 
 
 def ignore(*_: object, **__: object) -> None:
-    """Memory that the device reads needs no registration where the device is the CPU."""
+    """Register nothing: if the device is the CPU, it can read all host memory."""
 
 
 def decode(
     attention: SearchOnDevice | SearchOnHost, next_query: torch.Tensor | None = None
 ) -> tuple[list[int], torch.Tensor]:
-    """The greedy continuation of the question, and each step's logits."""
+    """Return the greedy continuation of the question, and each step's logits."""
     runner = ModelRunner(take_weights(loaded().model, DEVICE), attention, attention.shape.batch_sizes, next_query)
     output = prefill(runner, QUESTION.tolist(), 0, CONTEXT_LEN, 0)
     tokens, logits = [int(output.next_ids[0])], [output.logits[0].clone()]
@@ -164,7 +164,7 @@ def decode(
 
 
 def defined(artifact: Artifact, config: SearchConfig, tokens: Sequence[int] = ()) -> torch.Tensor:
-    """Logits after the question, and after each of these tokens but the last."""
+    """Return the defined logits after the question, and after each of these tokens except the last."""
     ids = [*QUESTION.tolist(), *tokens[:-1]]
     logits = defined_logits(loaded(), artifact, config, "csattn", ids)
     return torch.from_numpy(logits[len(QUESTION) - 1 :])
@@ -181,7 +181,7 @@ def test_reading_everything_says_what_transformers_says(artifact) -> None:
 
 @pytest.mark.parametrize(("num_slots", "rest"), [(7, "none"), (60, "moments"), (60, "sketch")])
 def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots, rest) -> None:
-    """Seven slots are too few for a step: most of its rows are read from where they are."""
+    """Seven slots are too few for a step: it reads most rows straight from host memory."""
     config = SearchConfig(keep=0.1, window_len=16, rest=rest)
     tokens, logits = decode(make_attention(artifact, config, None))
     cached = make_attention(artifact, config, num_slots)
@@ -198,7 +198,7 @@ def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots, rest) -> N
     ("where", "rest"), [("device", "none"), ("hybrid", "moments"), ("hybrid", "sketch"), ("host", "none")]
 )
 def test_coded_rows_are_attended_to_as_what_they_decode_to(artifact, where, rest) -> None:
-    """Wherever they lie; what is not selected is estimated as ever, from the rows as they were built."""
+    """In every placement. The rest is still estimated from the rows as they were built, not from decoded ones."""
     config, form = SearchConfig(keep=0.1, window_len=16, rest=rest), KvFormat.parse("k=fp8,v=float16")
     codec = KvCodec(form, loaded().geometry.head_dim)
     decoded = [torch.from_numpy(codec.decode(codec.encode(kv.numpy()))) for kv in built_kv(artifact)]
@@ -213,14 +213,14 @@ def test_coded_rows_are_attended_to_as_what_they_decode_to(artifact, where, rest
     assert tokens == want_tokens
     assert torch.equal(logits, want)
     if where != "device":
-        assert attention.far.cache.rows.shape[-1] == attention.shape.context_row_bytes == 64  # 20 + 32, filled up
+        assert attention.far.cache.rows.shape[-1] == attention.shape.context_row_bytes == 64  # 20 + 32, padded
         assert attention.far.cache.statistics()[1].num_spilled > 0 or where == "host"
 
 
 @pytest.mark.parametrize("rest", ["moments", "sketch"])
 @pytest.mark.parametrize("keep", [0.1, 1.0])
 def test_the_rest_is_attended_to_as_defined(artifact, keep, rest) -> None:
-    """Where everything is kept, it changes nothing."""
+    """With `keep` 1, the rest is empty and changes nothing."""
     config = SearchConfig(keep=keep, window_len=16, rest=rest)
     _, logits = decode(make_attention(artifact, config, None))
     torch.testing.assert_close(logits[0], defined(artifact, config)[-1], rtol=2e-3, atol=2e-3)
@@ -256,7 +256,7 @@ def test_the_search_on_the_host_chooses_the_same_rows(artifact, lookahead, rest,
         searcher = WorkerSearcher(num_workers, launch=Threads())
     with closing(searcher):
         tokens, logits = decode(make_host_attention(artifact, config, searcher), next_query)
-    if lookahead:  # which on a device takes streams of its own
+    if lookahead:  # not compared with the device, where lookahead needs streams of its own
         torch.testing.assert_close(logits[0], defined(artifact, config)[-1], rtol=2e-3, atol=2e-3)
         return
     want_tokens, want = decode(make_attention(artifact, config, None))

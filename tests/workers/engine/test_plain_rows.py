@@ -1,4 +1,4 @@
-"""Requests with the selectors that ours is compared with, on the CPU engine: as in a session, alone and together."""
+"""Requests with other selectors than csattn on the CPU engine: as defined, alone and together."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +33,7 @@ def artifacts(tmp_path_factory) -> Iterator[list[Artifact]]:
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("selector", [name for name in SELECTOR_NAMES if name not in ("csattn", "full")])
 def test_they_say_what_is_defined(artifacts, selector, lookahead) -> None:
-    """Rows of the tail leave their window."""
+    """The window is so short that rows of the tail leave it."""
     config = SearchConfig(keep=0.05, window_len=7, lookahead=lookahead)
     assert_as_defined(artifacts[0], "llama", config, selector)
 
@@ -68,7 +68,7 @@ def test_lists_with_rows_of_their_own_say_together_what_each_says_alone(tmp_path
 
 @pytest.mark.parametrize(("selector", "preset_name"), [("h2o", "default"), ("quest", "default"), ("csattn", "lists")])
 def test_a_step_that_failed_leaves_nothing_behind(tmp_path, selector, preset_name) -> None:
-    """H2O counts the attention of every query, and rows that leave the window in a step join pages and lists: once."""
+    """H2O adds up each query's attention, and rows that leave the window join pages and lists: only once each."""
     config, question = SearchConfig(keep=0.05, window_len=2, search_period=2), [1, 2, 3, 4, 5, 6]
     with opened(tmp_path, "llama", 0, preset_name) as artifact:
         with make_engine([artifact]) as engine:
@@ -76,7 +76,7 @@ def test_a_step_that_failed_leaves_nothing_behind(tmp_path, selector, preset_nam
         with make_engine([artifact], searcher=_Failing(1)) as engine:
             got = Talk(0, config, selector, question, 8)
             engine.open(0, 0, config, selector)
-            engine.open(1, 0, CONFIG, "csattn")  # its search is lost in the last layer
+            engine.open(1, 0, CONFIG, "csattn")  # its search fails in the last layer
             while not got.done:
                 rows = [StepRow(0, token) for token in got.next_rows(4)]
                 engine._searcher.fail = got.fed in (0, 4, 9)
@@ -116,7 +116,7 @@ def test_what_a_selector_makes_of_a_context_is_made_once_and_goes_with_the_conte
 def test_a_row_attends_to_exactly_the_resident_and_chosen_rows(
     artifacts, num_index_heads, num_chosen, tail_len, rng
 ) -> None:
-    """With weights and the rest; what must not be read is poisoned."""
+    """With log weights and an estimate of the rest; rows that must not be read are NaN."""
     scale, tail, num_outside_window = 0.25, torch.randn(2, tail_len, 2, 16), max(0, tail_len - 8)
     with make_engine(artifacts) as engine:
         engine.open(0, 0, SearchConfig(keep=0.05, window_len=8), "sparq")
@@ -163,7 +163,7 @@ def test_a_row_attends_to_exactly_the_resident_and_chosen_rows(
     [("csattn", "default"), ("csattn", "lists"), ("quest", "default"), ("window", "default")],
 )
 def test_what_is_read_is_counted(tmp_path, selector, preset_name) -> None:
-    """15 tokens, every third searched for; from the ninth on, a row has left the window of all but a sketch."""
+    """15 tokens, a search at every third. From the ninth on, rows leave the tail's window, except with a sketch."""
     config = SearchConfig(keep=0.05, window_len=8, search_period=3, rest="moments" if selector == "csattn" else None)
     with opened(tmp_path, "llama", 0, preset_name) as artifact, make_engine([artifact]) as engine:
         engine.open(0, 0, config, selector)
@@ -186,7 +186,7 @@ def test_what_is_read_is_counted(tmp_path, selector, preset_name) -> None:
     else:
         bounds = sum(layer.index_bytes for layer in request.context.prepared["quest"])
         assert request.index_bytes == bounds
-        pages = 2 * 2 * 16 * 4  # two bounds of two heads: of the tail's first page, once a row has left
+        pages = 2 * 2 * 16 * 4  # two bounds of two heads, of the tail's first page; read after a row has left
         assert count.search_bytes == 5 * bounds + 3 * 2 * pages
 
 
@@ -197,7 +197,7 @@ def cut(rows: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("num_rows", [1, 2, 63, 300])
 @pytest.mark.parametrize("piece_rows", [1, 7, 64, 300])
 def test_pieces_of_any_size_give_attention_over_all_rows(num_rows, piece_rows) -> None:
-    """Each query with the bits that it has alone."""
+    """Each query gets the same bits as alone."""
     queries, rows = [3 * torch.randn(6, 16) for _ in range(3)], torch.randn(2, num_rows, 2, 16)
     k, v = rows.repeat_interleave(3, dim=0).unbind(2)
     attended = attend_pieces(queries, cut(rows, piece_rows), 0.25)

@@ -1,4 +1,4 @@
-"""Rows between two searches read what the last one before them has chosen, in this step or in an earlier one."""
+"""Rows between two searches of a request read the choice of the last search, from this step or an earlier one."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ NUM_TAILS = 3
 def test_every_row_reads_the_last_search_of_its_request(period: int, rng: np.random.Generator) -> None:
     shape = make_shape(SearchConfig(keep=0.1, search_period=period), batch_sizes=SIZES, num_tails=NUM_TAILS)
     schedule, lens = Schedule(shape, DEVICE), [0] * NUM_TAILS
-    chosen: dict[tuple[int, int, int], int] = {}  # by layer, request and token that was searched for: a mark
+    chosen: dict[tuple[int, int, int], int] = {}  # (layer, request, searched token) -> a mark
     marks = iter(range(1, 1 << 30))
     for _ in range(40):
         size = int(rng.choice(SIZES))

@@ -1,4 +1,4 @@
-"""Steps that attend to all rows where that is faster: which ones do, and that they are full attention's."""
+"""`all_where_faster`: which steps attend to all rows, and that these equal full attention."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,13 +31,13 @@ from workers.serving.step_engine import NO_CONTEXT, StepRow
 
 CONTEXT_LEN = 300
 CONFIG = SearchConfig(keep=0.05, window_len=16)
-ROW_BYTES = 2 * 2 * 16 * 2  # of two KV heads
+ROW_BYTES = 2 * 2 * 16 * 2  # a row of two KV heads, in bfloat16
 
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(emulator, monkeypatch)
-    # two requests of the tiny model on one context read it whole, one does not; two query heads to a KV head
+    # so that two requests on one context read all of it and one does not; the model has two query heads per KV head
     monkeypatch.setattr(sparse_or_full, "SELECTION_BYTES", 100 * ROW_BYTES)
     monkeypatch.setattr(sparse_or_full, "SELECTION_BYTES_PER_ROW", 10 * ROW_BYTES)
     monkeypatch.setattr(sparse_or_full, "HEADS_LIKE_FULL", 5)
@@ -62,7 +62,7 @@ def make_engine(half: LoadedModel, **changes: object) -> GpuEngine:
 
 
 def logits(engine: GpuEngine, tokens: Sequence[Sequence[int]], context_id: int = 0) -> NDArray[np.float32]:
-    """Of a step for each list of tokens, one for each request; of the last."""
+    """Run a step for each list of tokens, one token per request. Return the logits of the last step."""
     selector = engine.selector
     for slot in range(len(tokens[0])):
         engine.open(slot, context_id, CONFIG, selector)
@@ -73,7 +73,7 @@ def logits(engine: GpuEngine, tokens: Sequence[Sequence[int]], context_id: int =
 
 
 def test_a_step_reads_all_rows_where_several_requests_share_a_context(half, artifact) -> None:
-    """To the bit as an engine that attends to all, and where it chooses as one that only does that."""
+    """Such a step is bitwise full attention's; others are bitwise those of an engine that always selects."""
     pair, alone = [(5, 9), (7, 3)], [(5,), (7,)]
     for tokens, like in ((pair, {"selector": "full"}), (alone, {})):
         with make_engine(half, all_where_faster=True) as engine, make_engine(half, **like) as other:
@@ -138,8 +138,8 @@ def test_without_a_context_nothing_is_chosen(half) -> None:
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "qwen3_5_text"])
 def test_layers_of_other_kinds_beside(family: str, tmp_path: Path) -> None:
-    """Windows, sinks, capped logits, states."""
-    wide = {"intermediate_size": 64} if family == "gpt_oss" else {}  # as torch's products of experts want it in 16 bits
+    """Windows, sink logits, softcapped logits, states of linear attention."""
+    wide = {"intermediate_size": 64} if family == "gpt_oss" else {}  # for torch's 16-bit products of experts
     model = wrap_model(make_model(family, **wide).bfloat16(), byte_tokenizer(), family)
     with open_artifact(
         build_artifact(model, token_ids(CONTEXT_LEN, seed=1), preset("default"), tmp_path).path
@@ -153,7 +153,7 @@ def test_layers_of_other_kinds_beside(family: str, tmp_path: Path) -> None:
 
 
 def test_what_is_faster() -> None:
-    """By bytes: of whole contexts, of what choosing takes to begin with, and of what each request chooses."""
+    """Decided by bytes: those of whole contexts, against a constant for selecting plus what each request selects."""
     shape = EngineShape(
         num_layers=1,
         num_q_heads=4,

@@ -1,5 +1,5 @@
-"""One model and its contexts on two devices, a process each: the same tokens as on one. Kernels run on the CPU, and
-sums go over gloo, where there are not so many devices."""
+"""One model and its contexts on two devices, with a process each: the same tokens as on one device. Without two
+devices, kernels run on the CPU and gloo sums."""
 
 import os
 import re
@@ -49,7 +49,7 @@ MODULE = followers.MODULE if ON_GPUS else "tests.workers.engine.emulated_followe
 CLOSE = 2e-3 if ON_GPUS else 5e-4
 CONFIG = SearchConfig(keep=0.1, window_len=16)
 CONTEXT_LENS = (300, 340)
-OF_FEW_BITS: dict[str, Any] = {"head_dim": 64, "initializer_range": 0.1}  # so that two devices have whole runs
+OF_FEW_BITS: dict[str, Any] = {"head_dim": 64, "initializer_range": 0.1}  # so that each device has whole runs
 QUESTIONS = [token_ids(5, seed=1).tolist(), token_ids(3, seed=2).tolist()]
 OPTIONS: dict[str, Any] = {
     "batch_sizes": (1, 4),
@@ -95,7 +95,7 @@ def two(placement: str, model: LoadedModel | None = None, config: SearchConfig =
 
 @cache
 def shared() -> SplitEngine:
-    """For tests that leave it as it was, until the next engine of several devices: processes take time to start."""
+    """An engine for all tests that leave it as it was, because processes start slowly. `two` closes it."""
     return two("hybrid")
 
 
@@ -120,7 +120,10 @@ def logits_of(engine: StepEngine, slot: int, tokens: list[int]) -> np.ndarray:
 def talk(
     engine: StepEngine, artifacts: list[Artifact], config: SearchConfig = CONFIG, selector: Selector = "csattn"
 ) -> tuple[list[list[int]], np.ndarray]:
-    """Two requests over two contexts, in one step where they fit; then the first is kept and goes on elsewhere."""
+    """Run two requests over two contexts, sharing steps; then copy the first one's rows to another slot and run both.
+
+    Returns the tokens of both requests, and the logits of the first and its copy.
+    """
     for context_id, artifact in enumerate(artifacts):
         engine.add_context(context_id, artifact)
     for slot in range(2):
@@ -141,21 +144,21 @@ def talk(
 
 
 def test_what_one_device_refuses_all_refuse_and_go_on(artifacts, monkeypatch) -> None:
-    """Also at the first context, when memory is planned."""
+    """Also while the first context is loaded, when memory is planned."""
     engine = shared()
     with pytest.raises(ConfigError, match="no context 0"):
         engine.open(0, 0, CONFIG, "csattn")
     with monkeypatch.context() as patch:
         little = AvailableMemory(device_bytes=1, host_bytes=1)
         patch.setattr(step_model, "available_memory", lambda device: little)
-        with pytest.raises(MemoryPlanError, match="device memory"):  # on the first device alone
+        with pytest.raises(MemoryPlanError, match="device memory"):  # only on the first device
             engine.add_context(0, artifacts[0])
     engine.add_context(0, artifacts[0])
     with pytest.raises(ConfigError, match="context 0 is loaded already"):
         engine.add_context(0, artifacts[0])
     with open_artifact(artifacts[1].path) as gone:
         gone.path = gone.path / "away"
-        with pytest.raises(CsattnError, match="away"):  # on the second device alone
+        with pytest.raises(CsattnError, match="away"):  # only on the second device
             engine.add_context(1, gone)
     engine.add_context(1, artifacts[1])
     with pytest.raises(ConfigError, match="no context 2"):
@@ -252,7 +255,7 @@ def tidy(engine: SplitEngine) -> None:
 
 @pytest.mark.parametrize("family", [pytest.param("qwen2_moe", marks=pytest.mark.gpu), "glm4_moe", "gpt_oss"])
 def test_experts_are_shared_out(tmp_path, family) -> None:
-    """Two kinds in a layer, beside an MLP, and with biases and sinks."""
+    """Routed and shared experts, experts and dense MLPs, biases and sink logits."""
     (want_said, want), (got_said, got) = (said(make, loaded(family), tmp_path) for make in (one, two))
     assert got_said == want_said
     np.testing.assert_allclose(got, want, rtol=CLOSE, atol=CLOSE)
@@ -270,7 +273,7 @@ def test_groups_of_heads_over_compressed_rows_are_shared_out(tmp_path) -> None:
                 engine.open(number, number, CONFIG, "csattn")
                 engine.step([StepRow(number, token) for token in QUESTIONS[number][:3]])
             logits = [logits_of(engine, 0, [9])]
-            for token in range(20, 29):  # which end compressed rows
+            for token in range(20, 29):  # enough to complete compressed rows
                 logits.append(engine.step([StepRow(0, token), StepRow(1, token + 1)], want_logits=True).logits)
             given.append(np.concatenate(logits))
     np.testing.assert_allclose(given[1], given[0], rtol=CLOSE, atol=CLOSE)
@@ -278,7 +281,7 @@ def test_groups_of_heads_over_compressed_rows_are_shared_out(tmp_path) -> None:
 
 @pytest.mark.parametrize("rounding", [pytest.param("fp8", marks=pytest.mark.gpu), "int4"])
 def test_weights_of_few_bits_are_shared_out(tmp_path, rounding) -> None:
-    """In float32, as steps of many rows can be: those of few rows are bfloat16, as in the next test."""
+    """In float32, which steps of many rows may use; steps of few rows use bfloat16, as in the next test."""
     whole = make_model("llama", **OF_FEW_BITS, intermediate_size=256)
     for _, linear in linears_of_layers(whole):
         linear.quantized = QuantizedWeight.rounded(linear.weight.data, rounding)
@@ -290,7 +293,7 @@ def test_weights_of_few_bits_are_shared_out(tmp_path, rounding) -> None:
 
 
 def test_experts_of_few_bits_are_shared_out(tmp_path) -> None:
-    """In bfloat16, in which sums in another order are not as close."""
+    """In bfloat16, where another order of summation makes larger differences."""
     whole = make_model("qwen3_moe", **OF_FEW_BITS, moe_intermediate_size=256, dtype=torch.bfloat16)
     round_weights(whole, "int4")
     model = wrap_model(whole, byte_tokenizer(), "rounded")
@@ -302,7 +305,7 @@ def test_experts_of_few_bits_are_shared_out(tmp_path) -> None:
 def said(
     make: Callable[..., StepEngine], model: LoadedModel, store: Path, batch_sizes: tuple[int, ...] = (4,)
 ) -> tuple[list[int], np.ndarray]:
-    """Tokens of an answer, and the logits that they are of."""
+    """Return the tokens of an answer, and the logits that they come from."""
     logits, artifact = [], build_artifact(model, token_ids(300), preset("default"), store)
     with open_artifact(artifact.path) as artifact, make("hybrid", model, batch_sizes=batch_sizes) as engine:
         engine.add_context(0, artifact)
@@ -314,7 +317,7 @@ def said(
 
 
 def test_segments_of_a_request_are_shared_out_too(tmp_path, rng) -> None:
-    """They are made of rows that were written, and by every device of its own heads."""
+    """Each device makes the segments of its own heads, here from rows that were written."""
     model = wrap_model(make_model("gemma3_text", max_position_embeddings=4096), byte_tokenizer(), "long")
     config, growth = replace(CONFIG, lookahead=1), Growth(least_near=8)
     num_layers, heads = len(model.geometry.indexed_layers), model.geometry.num_kv_heads
@@ -366,13 +369,13 @@ def test_what_cannot_be_shared_out_is_a_sentence() -> None:
 
 
 def test_a_process_that_loses_the_other_ends(artifacts, tmp_path: Path) -> None:
-    """While steps go on. Nothing is left of their meeting."""
+    """While steps are running. Nothing is left of their rendezvous directory."""
     command = [sys.executable, "-m", "tests.workers.engine.split_process", str(artifacts[0].path)]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment) as child:
         assert child.stdout is not None and child.stderr is not None
         other = int(child.stdout.readline())
-        next(tmp_path.glob("csattn-devices-*/meeting")).unlink()  # as a group that ends does, sooner or later
+        next(tmp_path.glob("csattn-devices-*/meeting")).unlink()  # as a group that ends also does at some time
         os.kill(other, signal.SIGKILL)
         status, said = child.wait(60), child.stderr.read()
     assert status == 1
@@ -381,7 +384,7 @@ def test_a_process_that_loses_the_other_ends(artifacts, tmp_path: Path) -> None:
 
 
 def test_a_process_whose_first_one_is_gone_ends() -> None:
-    """Whatever it waits for: here for its first word, which never comes, from who holds the line."""
+    """Whatever it waits for: here its first message, which never comes, on a socket that stays open."""
     ours, theirs = socket.socketpair()
     start = f"import os, subprocess, sys, time; p = subprocess.Popen([{sys.executable!r}, '-P', '-m', {MODULE!r}, "
     start += f"'{theirs.fileno()}', str(os.getpid())], pass_fds=[{theirs.fileno()}]); "
@@ -402,7 +405,7 @@ def test_a_process_whose_first_one_is_gone_ends() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Not gone, and not only waiting to be buried."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

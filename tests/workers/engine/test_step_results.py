@@ -1,4 +1,4 @@
-"""Results of a GPU's steps, in host memory."""
+"""Results of a GPU's steps, copied to host memory."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Work beside steps."""
+"""Work that runs in a thread, concurrently with steps."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Search workers in processes of their own that tests may kill, and what must not be left of them."""
+"""Search workers in their own processes, which tests may kill; and counts of what must not be left of them."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from workers.searchers.worker import SearchWorker, WorkerSpec
 
 
 class ForkedProcess:
-    """A worker that is up at once: what it imports is loaded before it is forked."""
+    """A worker process that starts fast: it is forked from a server that has loaded its imports."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._child = FORKS.Process(target=SearchWorker(spec).serve)
@@ -26,7 +26,7 @@ class ForkedProcess:
 
 
 class Children:
-    """Launches processes and remembers them, the latest of each place."""
+    """Launches worker processes and keeps all of them, and the latest one of each worker number."""
 
     def __init__(self) -> None:
         self.started: list[ForkedProcess] = []
@@ -51,7 +51,7 @@ def runs(pid: int) -> bool:
 
 
 def named_files() -> set[str]:
-    """Shared memory, and this process's sockets, that have names."""
+    """Return the named shared memory and the named sockets of this process."""
     names = {str(file) for file in Path("/dev/shm").glob("csattn-*")}
     names |= {str(file) for file in Path("/tmp").glob(f"csattn-{os.getpid()}-*")}
     sockets = Path("/proc/net/unix").read_text().splitlines() if os.path.exists("/proc/net/unix") else []

@@ -1,4 +1,4 @@
-"""Search workers that tests may kill, and what must not be left of them."""
+"""A fixture of search workers that tests may kill, which checks that nothing is left of them."""
 
 import contextlib
 import gc
@@ -15,9 +15,9 @@ from workers.searchers import supervisor
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[Children]:
-    """Afterwards no process, no descriptor and no file may be left of them."""
+    """Launch worker processes; after the test, no process, descriptor or file may be left of them."""
     monkeypatch.setattr(supervisor, "MOST_DELAY_S", 0.05)
-    with contextlib.closing(FORKS.Process(target=os.getpid)) as first:  # the server that forks comes up, and stays
+    with contextlib.closing(FORKS.Process(target=os.getpid)) as first:  # starts the fork server, which stays
         first.start()
         first.join()
     children = Children()

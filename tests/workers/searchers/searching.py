@@ -1,4 +1,4 @@
-"""Steps to search, searchers to search them with, and what one thread chooses."""
+"""Helpers that make searches, run searchers, and compare the result with the choice of one thread."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from workers.searchers.worker import SearchWorker, WorkerSpec
 from workers.searchers.worker_searcher import WorkerSearcher
 
 POISON = -777
-WAIT_S = 120  # longer than a process takes to come up on a busy machine
+WAIT_S = 120  # longer than a process takes to start on a busy machine
 
 
 def make_artifact(store: Path, context_len: int = 300, layout: str = "sketch", **options) -> Artifact:
@@ -47,7 +47,7 @@ def make_step(
 
 
 def assert_chosen_as_in_process(searches: Sequence[RowSearch], artifacts: dict[int, Artifact], layer_idx: int) -> None:
-    """Bit for bit what a pool in this process chooses."""
+    """Assert that the results are bitwise those of a pool in this process."""
     with SearchPool(1) as pool:
         for search in searches:
             index = artifacts[search.context_id].layer_index(layer_idx)
@@ -72,7 +72,7 @@ def search_layer(
 
 @dataclass
 class ThreadWorker:
-    """A worker in a thread of this process, as an actor would host it."""
+    """A worker in a thread of this process, as an actor hosts one."""
 
     worker: SearchWorker
     thread: threading.Thread
@@ -86,7 +86,7 @@ class ThreadWorker:
 
 
 class Threads:
-    """Launches workers as threads and remembers them."""
+    """Launches workers as threads and keeps them."""
 
     def __init__(self) -> None:
         self.started: list[ThreadWorker] = []

@@ -1,4 +1,4 @@
-"""A device's part in a step: it posts queries, layer after layer, and takes what has been chosen for them."""
+"""Plays the device's part in a step: posts queries layer after layer, and reads the selections."""
 
 import threading
 import time
@@ -19,10 +19,10 @@ SINK_LEN, WINDOW_LEN, SCALE = 4, 32, 0.25
 
 
 class Device:
-    """Some rows over some contexts. Two mails serve all layers in turn."""
+    """The rows of a step over some contexts. Layers use two sets of buffers (mails) in turn."""
 
     def __init__(self, artifacts: Sequence[Artifact], contexts: Sequence[int], top_k: int) -> None:
-        """artifacts: by context; contexts: of the rows."""
+        """artifacts: by context id; contexts: the context id of each row."""
         spec = artifacts[0].spec
         self.artifacts, self.contexts, self.top_k = artifacts, contexts, top_k
         self.num_layers, self.num_heads = spec.model.num_layers, spec.num_index_heads
@@ -48,7 +48,10 @@ class Device:
     def take_step(
         self, run_step: Callable[[StepPlan, int], bool], seed: int, before_layer: Callable[[int], object] = lambda i: 0
     ) -> None:
-        """Every layer's choice must be that of one thread. The next layer's queries come while this one is searched."""
+        """Run a step and assert that each layer's choice is that of one thread.
+
+        The next layer's queries are posted while a layer is searched.
+        """
         self.num_steps += 1
         ended: list[bool | BaseException] = []
         thread = threading.Thread(target=self._run, args=(run_step, ended), daemon=True)
@@ -65,7 +68,7 @@ class Device:
             mail, value = layer_idx % 2, self.since + layer_idx + 1
             wait_until(lambda mail=mail, value=value: (self.chosen[mail] >= value).all() or ended)
             got.append((self.kv[mail].copy(), self.lens[mail].copy()))
-            self.kv[mail][:] = POISON  # it has been taken, and queries that follow may be overwritten
+            self.kv[mail][:] = POISON  # the choice has been copied: its buffer may be overwritten
         thread.join(WAIT_S)
         assert ended == [True], ended
         for layer_idx, (kv, lens) in enumerate(got):
@@ -74,7 +77,7 @@ class Device:
             np.testing.assert_array_equal(lens, want.valid_len)
 
     def choose(self, layer_idx: int, q: NDArray[np.float32]) -> TokenSelections:
-        """By one thread of this process."""
+        """Search with one thread of this process."""
         rows = len(self.contexts)
         out = TokenSelections(
             np.full((rows, self.num_heads, self.top_k), POISON, np.int32), np.empty((rows, self.num_heads), np.int32)
@@ -115,7 +118,7 @@ class Device:
 
 
 def later(seconds: float, call: Callable[[], object]) -> None:
-    """In a thread of its own."""
+    """Make the call after so many seconds, in its own thread."""
 
     def run() -> None:
         time.sleep(seconds)

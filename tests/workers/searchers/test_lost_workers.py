@@ -1,4 +1,4 @@
-"""Workers that die, hang or fail in the middle of anything: the selections stay the same, and soon all are back."""
+"""Workers that die, hang or fail at any point: the selections stay the same, and lost workers are soon replaced."""
 
 import fcntl
 import os
@@ -45,7 +45,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def test_workers_are_killed_at_random_times(artifact: Artifact, children: Children) -> None:
-    """Kills come from another thread, at any point of a search, of a start and of a load."""
+    """Another thread kills them, at any point of a search, of their start and of a load."""
     random_ = random.Random(1)
     stop = threading.Event()
     num_kills = 0
@@ -67,7 +67,7 @@ def test_workers_are_killed_at_random_times(artifact: Artifact, children: Childr
         killer.start()
         slowest_s, turn = 0.0, 0
         try:
-            # losses: the others died while they came up; searched here: of those that had some share in their hands
+            # fewer losses than kills: some die while they start; fewer shares searched here: some die between searches
             while num_kills < 20 or searcher.health().num_losses < 8 or searcher.health().num_searched_here < 5:
                 searches = [make_step(artifact, 1 + turn % 3, 900, turn)]
                 if turn % 5 == 0:
@@ -90,12 +90,12 @@ def test_workers_are_killed_at_random_times(artifact: Artifact, children: Childr
 def test_a_death_is_noticed_at_once_and_the_worker_comes_back(
     artifact: Artifact, children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_searcher, "HUNG_S", 60.0)  # so that it is the death that is noticed, not the silence
+    monkeypatch.setattr(worker_searcher, "HUNG_S", 60.0)  # so that the death is noticed, not a timeout
     with WorkerSearcher(2, launch=children) as searcher:
         searcher.load(0, artifact)
         searches = [make_step(artifact, 2, 900)]
         search_layer(searcher, searches, {0: artifact}, 0)
-        children.signal(1, signal.SIGKILL)  # while nothing is asked
+        children.signal(1, signal.SIGKILL)  # while it is idle
         wait_until(lambda: searcher.health().num_alive == 1)
         search_layer(searcher, searches, {0: artifact}, 1)
         assert searcher.health().num_searched_here == 1
@@ -104,7 +104,7 @@ def test_a_death_is_noticed_at_once_and_the_worker_comes_back(
         assert searcher.health().num_searched_here == 1
         children.signal(0, signal.SIGSTOP)
         searcher.start(0, searches)
-        children.signal(0, signal.SIGKILL)  # with a request in its hands
+        children.signal(0, signal.SIGKILL)  # during a search
         began = time.monotonic()
         searcher.finish()
         assert time.monotonic() - began < 20
@@ -116,7 +116,7 @@ def test_a_death_is_noticed_at_once_and_the_worker_comes_back(
 def test_a_worker_that_hangs_is_replaced(
     has_searched: bool, artifact: Artifact, children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a search, or when it is to map memory for the first. What it may still write to is not used again."""
+    """In a search, or while mapping memory for its first one. Memory that it may still write to is not used again."""
     with WorkerSearcher(2, launch=children) as searcher:
         searcher.load(0, artifact)
         if has_searched:
@@ -132,7 +132,7 @@ def test_a_worker_that_hangs_is_replaced(
         wait_until(lambda: not runs(hung.pid))
         monkeypatch.setattr(worker_searcher, "HUNG_S", 60.0)
         wait_until(lambda: searcher.health().num_alive == 2)
-        searched_here = searcher.health().num_searched_here  # by a busy machine's workers, too
+        searched_here = searcher.health().num_searched_here  # also for workers that seem hung on a busy machine
         for turn in range(6):
             search_layer(searcher, [make_step(artifact, 2, 900, turn)], {0: artifact}, turn % 3)
         assert searcher.health().num_searched_here == searched_here
@@ -149,7 +149,7 @@ def test_a_worker_that_has_searched_but_does_not_say_so_is_replaced(
             patch.setattr(SearchWorker, "_answer", lambda self: self._execute(self._mail))
             search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 1)
         assert searcher.health().num_searched_here == 1
-        monkeypatch.setattr(worker_searcher, "HUNG_S", 60.0)  # for what a busy machine does with the next
+        monkeypatch.setattr(worker_searcher, "HUNG_S", 60.0)  # so that the next one is not lost on a busy machine
         wait_until(lambda: searcher.health().num_alive == 1)
         search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 2)
         assert searcher.health().num_searched_here == 1
@@ -183,7 +183,7 @@ def test_a_worker_is_ended_where_more_than_a_thousand_files_are_open(
 
 
 def test_a_worker_that_fails_is_asked_again(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process is sound: what it could not search is searched here, and what it says is kept."""
+    """It is not replaced: its share is searched in this process, and its error is reported."""
     make_series = StepSearches._make_series
 
     def fail(self, *asked):
@@ -203,7 +203,7 @@ def test_a_worker_that_fails_is_asked_again(artifact: Artifact, monkeypatch: pyt
 
 
 def test_a_worker_that_cannot_map_new_memory_is_replaced(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that were planned before are not searched in the old memory."""
+    """Steps planned before that are not searched in the old memory."""
     launch = Threads()
     with WorkerSearcher(2, launch=launch) as searcher:
         searcher.load(0, artifact)
@@ -223,7 +223,7 @@ def test_a_worker_that_cannot_map_new_memory_is_replaced(artifact: Artifact, mon
 def test_a_worker_that_was_asked_for_a_step_that_is_given_up_writes_into_no_later_one(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is a thread, which cannot be ended, and there was no memory to ask the second one in."""
+    """The first worker is a thread, which cannot be killed; the request to the second one fails."""
     begun, go_on, launch, step = threading.Event(), threading.Event(), Threads(), make_step(artifact, 2, 20)
     with WorkerSearcher(2, launch=launch) as searcher:
         searcher.load(0, artifact)
@@ -302,7 +302,7 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 )
 def test_workers_end_with_their_client(end: str, status: int, artifact: Artifact) -> None:
     files = named_files()
-    # Python 3.12 and later warn of a fork beside threads, which is what is tried here
+    # Python 3.12 and later warn of a fork in a process with threads, which is what this tests
     command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", CLIENT + end, str(artifact.path)]
     client = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert client.returncode == status, client.stderr
@@ -321,7 +321,7 @@ def test_a_worker_without_a_client_ends(artifact: Artifact) -> None:
 
 
 def test_a_worker_is_replaced_though_a_context_has_been_deleted(tmp_path: Path) -> None:
-    """What is open stays open here: the new worker does what it can, this process the rest."""
+    """This process still has its files open: it searches the context that the new worker cannot open."""
     artifacts = {0: make_artifact(tmp_path), 1: make_artifact(tmp_path, 500)}
     launch = Threads()
     with WorkerSearcher(1, launch=launch) as searcher:
@@ -338,7 +338,7 @@ def test_a_worker_is_replaced_though_a_context_has_been_deleted(tmp_path: Path) 
 
 
 def test_a_worker_is_replaced_though_the_memory_of_steps_is_closed(artifact: Artifact) -> None:
-    """Steps will get new memory; until then none are asked for."""
+    """Steps will be given new memory; until then none is started."""
     launch = Threads()
     with WorkerSearcher(1, launch=launch) as searcher:
         searcher.load(0, artifact)
@@ -354,7 +354,7 @@ def test_a_worker_is_replaced_though_the_memory_of_steps_is_closed(artifact: Art
 def test_a_number_that_serves_another_context_is_not_searched_in_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor where this process searches in the worker's place, with the same shapes."""
+    """Also when this process searches in the worker's place, and the contexts have the same shapes."""
     first, second = make_artifact(tmp_path), make_artifact(tmp_path, fingerprint="model-b")
     monkeypatch.setattr(SearchWorker, "_execute", lambda self, mail: 1 / 0 if mail.words[KIND] == STEP else None)
     with WorkerSearcher(1, launch=Threads()) as searcher:

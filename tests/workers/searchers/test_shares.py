@@ -1,4 +1,4 @@
-"""Shares of a layer's searches: all of it, once, evenly."""
+"""The workers' shares cover a layer's searches exactly once, and evenly."""
 
 import numpy as np
 from hypothesis import given
@@ -25,7 +25,7 @@ def test_every_row_and_head_is_searched_once_and_evenly(num_workers: int, num_ro
 
 @given(num_workers=st.integers(1, 4), heads_each=st.integers(1, 4), num_rows=st.integers(1, 20))
 def test_workers_keep_to_their_heads(num_workers: int, heads_each: int, num_rows: int) -> None:
-    """Where heads can be shared out evenly, nobody ever searches another's."""
+    """If heads can be divided evenly, a worker only ever searches its own."""
     for worker in range(num_workers):
         (share,) = shares_of(worker, num_workers, num_rows, num_workers * heads_each)
         assert (share.first_head, share.num_heads, share.num_rows) == (worker * heads_each, heads_each, num_rows)

@@ -1,4 +1,4 @@
-"""Whole steps searched by workers: the choices of one thread, whoever dies, hangs or fails on the way."""
+"""Whole steps searched by workers: the choices are those of one thread, even if workers die, hang or fail."""
 
 import random
 import signal
@@ -43,7 +43,7 @@ def test_threads_of_the_process(artifacts: list[Artifact]) -> None:
 @pytest.mark.parametrize("num_workers", [1, 3, 7])
 @pytest.mark.parametrize("contexts", [[0], [1, 0, 1]])
 def test_workers_choose_as_one_thread(artifacts: list[Artifact], num_workers: int, contexts: list[int]) -> None:
-    """Also where there are more workers than index heads."""
+    """Also with more workers than index heads."""
     device = Device(artifacts, contexts, 90)
     with WorkerSearcher(num_workers, launch=Threads()) as searcher:
         load(searcher, device)
@@ -61,7 +61,7 @@ def test_lists_are_searched_as_well(tmp_path: Path) -> None:
 
 
 def test_plans_take_turns(artifacts: list[Artifact]) -> None:
-    """Steps of other rows come in between; a context is loaded anew under the same number."""
+    """Steps of two plans alternate; then another context is loaded under the same id."""
     device = Device(artifacts, [0, 1], 90)
     with WorkerSearcher(2, launch=Threads()) as searcher:
         load(searcher, device)
@@ -92,7 +92,7 @@ def test_a_worker_is_killed_at_any_layer(artifacts: list[Artifact], children: Ch
 
             device.take_step(searcher.run_step, seed, kill)
             wait_until(lambda seed=seed: searcher.health().num_losses > seed)
-        assert searcher.health().num_searched_here >= 3  # the others died when they had chosen all
+        assert searcher.health().num_searched_here >= 3  # the others died after their last search
         wait_until(lambda: searcher.health().num_alive == 2)
         before = searcher.health().num_searched_here
         device.take_step(searcher.run_step, 99)

@@ -1,4 +1,4 @@
-"""Workers choose what one thread chooses, however they share it; nothing grows, nothing is left."""
+"""Workers choose what one thread chooses, however the work is divided; nothing piles up or is left behind."""
 
 import os
 import sys
@@ -39,7 +39,7 @@ def test_any_split_chooses_the_same(num_workers: int, store: Path) -> None:
                 st.sampled_from(sorted(artifacts)),
                 st.integers(0, 5),  # rows
                 st.sampled_from([0, 1, 15, 300]),  # top_k
-                st.sampled_from([(0, 1), (4, 32), (1000, 1000)]),  # sinks and window; the last leave nothing between
+                st.sampled_from([(0, 1), (4, 32), (1000, 1000)]),  # sinks and window; the last leaves no rows between
             ),
             max_size=5,
         ),
@@ -104,7 +104,7 @@ def test_no_kernel_is_compiled_again_for_mapped_arrays(store: Path) -> None:
 
 
 def test_a_step_that_comes_again_costs_no_new_searches(store: Path) -> None:
-    """Queries change, places do not: the worker recognises the plan, whatever came in between."""
+    """Queries change, addresses do not: the worker recognises the plan, whatever steps came in between."""
     artifact = make_artifact(store)
     launch = Threads()
     with WorkerSearcher(1, launch=launch) as searcher:
@@ -137,7 +137,7 @@ def test_contexts_come_and_go(store: Path) -> None:
     with WorkerSearcher(2, launch=launch) as searcher:
         searcher.load(0, short)
         search_layer(searcher, [make_step(short, 2, 20)], {0: short}, 0)
-        searcher.load(0, long)  # the same number for another context
+        searcher.load(0, long)  # the same id for another context
         search_layer(searcher, [make_step(long, 2, 20)], {0: long}, 0)
         searcher.unload(0)
         with pytest.raises(AssertionError, match="context 0 is not loaded"):
@@ -204,7 +204,7 @@ def test_wrong_sizes_are_refused() -> None:
 
 
 def test_where_addresses_are_files_a_long_temporary_directory_does_no_harm(monkeypatch, tmp_path: Path) -> None:
-    """As on macOS; a socket's name has 103 bytes at most."""
+    """As on macOS, where a socket's path has at most 103 bytes."""
     (long := tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.setattr(sys, "platform", "darwin")

@@ -1,4 +1,4 @@
-"""Imported by the server that forks workers: they find all kernels compiled."""
+"""Imported by the server that forks workers, so that they find all kernels compiled."""
 
 import numpy as np
 

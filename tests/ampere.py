@@ -1,7 +1,7 @@
-"""A GPU older and smaller than the one at hand: `pytest --as-ampere`, of search, attention, offload and workers.
+"""Treat the GPU as an older and smaller one: `pytest --as-ampere`, for tests of search, attention, offload, workers.
 
-Kernels are compiled for compute capability 8.0, by the driver from there on, and have no more shared memory than the
-smallest of such GPUs give a block (those of 8.6 and 8.9). Without a device, what is emulated has no more either.
+Kernels are compiled to PTX for compute capability 8.0, and from there by the driver. A thread block has no more shared
+memory than on the smallest of these GPUs (those of 8.6 and 8.9). Without a GPU, the emulation has the same limit.
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ AMPERE = Limits((8, 0), 99 << 10)
 
 
 def take_for_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on; what has been planned and compiled before stays as it was."""
+    """Treat the GPU as Ampere from this call on; what has been planned and compiled before is unchanged."""
     monkeypatch.setattr(cuda, "_EMULATED", AMPERE)
     if not torch.cuda.is_available():
         return
@@ -36,7 +36,7 @@ def skip_where_refused(head_dim: int, dtype: torch.dtype) -> None:
 
 @cache
 def _module(source: Path, options: tuple[str, ...], architecture: str | None, device: int) -> Any:
-    """As `csattn.cuda._module`."""
+    """Stand in for `csattn.cuda._module`."""
     import cupy
     from cupy.cuda import nvrtc
 

@@ -1,4 +1,4 @@
-"""Tiny models whose tokenizers and chat templates have what real ones have: an end of turn, tools, thoughts."""
+"""Tiny models with what real tokenizers and chat templates have: an end-of-turn token, tools and thoughts."""
 
 from functools import cache
 
@@ -18,7 +18,7 @@ _TURNS = (
     "\"arguments\": {{ call['function']['arguments'] | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# as Qwen's: tools stand in the system message
+# as Qwen's: tools are listed in the system message
 HERMES = (
     "{% if tools %}<|im_start|>system\n{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n\n"
     "{% endif %}# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -26,14 +26,14 @@ HERMES = (
 )
 # as DeepSeek's: the prompt ends within a thought
 THINKING = HERMES.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") + "{# ends with </think> #}"
-# as Qwen 3's: the model decides
+# as Qwen 3's: the model decides whether it thinks
 MAY_THINK = HERMES + "{# <think> </think> #}"
-# as Qwen 3.5's: a switch, and something that stands before all messages
+# as Qwen 3.5's: thinking can be switched off, and a text precedes all messages
 SWITCHED = "{% if today %}It is {{ today }}.\n{% endif %}" + HERMES.replace(
     "assistant\n{% endif %}",
     "assistant\n<think>\n{% if not enable_thinking | default(true) %}\n</think>\n\n{% endif %}{% endif %}",
 )
-# as Mistral's: tools stand before the last message
+# as Mistral's: tools are listed before the user's last message
 MISTRAL = (
     "{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
     "{% for message in messages %}{% if message['role'] == 'system' %}[SYSTEM_PROMPT]{{ message['content'] }}"
@@ -44,7 +44,7 @@ MISTRAL = (
     "\"{{ call['function']['name'] }}\", \"arguments\": {{ call['function']['arguments'] | tojson }}}"
     "{% endfor %}]<|im_end|>{% else %}{{ message['content'] }}<|im_end|>{% endif %}{% endfor %}"
 )
-# as Llama's: tools stand in the first message of the user
+# as Llama's: tools are listed in a message of the user
 LLAMA = (
     "{% if tools %}<|im_start|>system\nEnvironment: ipython<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -55,7 +55,7 @@ LLAMA = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEMPLATES = {"hermes": HERMES, "thinking": THINKING, "may_think": MAY_THINK, "mistral": MISTRAL, "llama": LLAMA}
-_TOKENS = {  # of its own, as the models of that family have them, and whether they are special
+_TOKENS = {  # tokens that a family adds to its vocabulary -> whether they are special
     "hermes": {"<tool_call>": False, "</tool_call>": False},
     "may_think": {"<think>": False, "</think>": False},
     "mistral": {"[TOOL_CALLS]": True},
@@ -65,11 +65,11 @@ _TOKENS = {  # of its own, as the models of that family have them, and whether t
 
 @cache
 def chat_model(kind: str, own_tokens: bool = True) -> LoadedModel:
-    """own_tokens: what announces calls and thoughts is a token, as most models have it, and not a text."""
+    """own_tokens: a single token marks calls and thoughts, as in most models, instead of text."""
     tokenizer = byte_tokenizer(SWITCHED if kind == "switched" else TEMPLATES[kind])
     tokenizer.add_special_tokens({"eos_token": END})
     tokens = _TOKENS.get(kind, {}) if own_tokens else {}
     tokenizer.add_tokens([AddedToken(text, special=is_special) for text, is_special in tokens.items()])
-    model = make_model(vocab_size=len(tokenizer) + 3, max_position_embeddings=8192)  # padded, as real ones are
+    model = make_model(vocab_size=len(tokenizer) + 3, max_position_embeddings=8192)  # padded, as in real models
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     return wrap_model(model, tokenizer, f"tiny-{kind}")

@@ -1,4 +1,4 @@
-"""What all tests share: repeatable randomness, threads that do not fight, no network, no GPU where there is none."""
+"""What all tests share: fixed seeds, threads that do not compete for cores, no network, skipped tests without a GPU."""
 
 import atexit
 import gc
@@ -8,13 +8,13 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
-# before torch, faiss or numba are loaded
+# set before torch, faiss or numba are loaded
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray's workers yield to all other tests
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # other processes have the other cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # other test processes use the other cores
 
 import numpy as np
 import pytest
@@ -24,17 +24,17 @@ from hypothesis import settings
 from tests.ampere import take_for_ampere
 from tests.cuda_on_cpu.emulated import Emulator
 
-# below nohup and in a shell's background these are ignored, and would be by what tests start
+# under nohup and in a shell's background these signals are ignored, and processes that tests start would inherit that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is loaded: kernels then run as Python
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # set before triton is loaded: kernels then run as Python
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-# Files of tests that wait for other processes, most of the time: every third one, as long as there are any. The longest
+# Test files that mostly wait for other processes. Every third file to run is one of them, while they last. The longest
 # come first, so that none of them is left at the end.
 WAITING = (
     "tests/workers/service/test_services.py",
@@ -64,13 +64,13 @@ def taken_for_ampere(pytestconfig: pytest.Config) -> Generator[None]:
 
 @pytest.fixture
 def as_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, for one test; kernels that were made before stay what they were."""
+    """Treat the GPU as Ampere for one test; kernels that were compiled before are unchanged."""
     take_for_ampere(monkeypatch)
 
 
 @pytest.fixture
 def rng() -> np.random.Generator:
-    """The same numbers in every run."""
+    """Generate the same numbers in every run."""
     return np.random.default_rng(20_240_607)
 
 
@@ -85,8 +85,8 @@ def handlers_kept() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def kept_process() -> Generator[None]:
-    """What a file does to its process goes with it: Ray, and who starts it, leave variables that another file's Ray and
-    its processes would read, and who runs a command looks less for garbage from then on."""
+    """Undo what a test file changes in its process. Ray and its callers leave environment variables that the Ray
+    of another file would read; the command line raises the garbage collector's thresholds."""
     environment, threshold, hook = dict(os.environ), gc.get_threshold(), sys.excepthook
     with handlers_kept():
         yield
@@ -99,7 +99,7 @@ def kept_process() -> Generator[None]:
 
 @pytest.fixture(autouse=True)
 def kept_handlers() -> Generator[None]:
-    """Signals do what they did: a service that a test runs in this process takes them for itself, and keeps them."""
+    """Restore signal handlers after each test: a service that a test runs in this process replaces them."""
     with handlers_kept():
         yield
 
@@ -111,14 +111,14 @@ def fixed_torch_seed() -> None:
 
 @pytest.fixture(scope="session")
 def emulator(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    """Compiles each kernel once for all tests, those of other processes and of later runs too."""
+    """Compile each kernel once for all tests, including those of other processes and of later runs."""
     cache = getattr(pytestconfig, "cache", None)
     return Emulator(tmp_path_factory.mktemp("kernels") if cache is None else cache.mkdir("kernels"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays: garbage is looked for once, instead of a hundred times as it grows."""
+    """Disable the garbage collector while modules are imported: they stay, and would be scanned a hundred times."""
     gc.disable()
     try:
         return (yield)
@@ -127,16 +127,16 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """... and need not be looked for in it after every test, nor before the process ends, for seconds."""
+    """Exempt imported objects from garbage collection, which would take seconds after tests and at exit."""
     gc.freeze()
-    atexit.register(gc.freeze)  # later than pytest collects garbage for the last time
+    atexit.register(gc.freeze)  # runs after pytest's last garbage collection
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))
     waiting = dict.fromkeys(file for start in WAITING for file in files if file.startswith(start))
     places = {file: 3 * i for i, file in enumerate(waiting)}
-    others = (file for file in reversed(files) if file not in places)  # most of the long ones come last
+    others = (file for file in reversed(files) if file not in places)  # most of the long files are late in the list
     places |= {file: i + i // 2 + 1 for i, file in enumerate(others)}
     items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
     for item in items:

@@ -1,6 +1,7 @@
-"""`bench.split`'s process of one of two devices where there are none: its kernels run on the CPU.
+"""Run `bench.split`'s process of one of two devices on the CPU, with its kernels compiled for the CPU.
 
-Prints what it has found as JSON: with room for all, with none for the whole model, with none on the second device.
+Prints its results as JSON, for memory that suffices, that has no room for the whole model, and that has no room for the
+second device's share.
 """
 
 import json
@@ -34,7 +35,7 @@ ADD_US, STEP_US = 7.0, 5e4
 
 
 def main(kernels: str, recording: str, meeting: str, rank: str) -> None:
-    torch.set_num_threads(1)  # the other process has the other cores
+    torch.set_num_threads(1)  # the other process uses the other cores
     patch = pytest.MonkeyPatch()
     _emulate(Emulator(Path(kernels)), patch)
     devices = Devices(Share(int(rank), 2), torch.device("cpu"), Path(meeting))

@@ -1,6 +1,6 @@
-"""Processes that are up at once: forked by a server that has imported what they need.
+"""Processes that start at once: a server that has imported what they need forks them.
 
-A process has one such server, whose imports are those that were named before it started: all tests name the same.
+A process has one such server, which imports the modules that were named before it started. So all tests use this list.
 """
 
 import multiprocessing

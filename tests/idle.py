@@ -1,8 +1,8 @@
-"""Whether this process does nothing, told apart from what tests before it have left to do."""
+"""Check that this process is idle, in spite of work that earlier tests have left."""
 
 import time
 
-# Threads that spin are never quiet for a whole window; leftovers of other tests are, sooner or later.
+# Threads that spin are never idle for a whole window; leftovers of other tests end sooner or later.
 _TRIES = 40
 _QUIET_SHARE = 0.3  # of one core
 

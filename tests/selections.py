@@ -1,4 +1,4 @@
-"""Whether what was chosen can be attended to."""
+"""Check that a selection can be attended to."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Each part of `bench.all` is a command that exists, with options that it knows."""
+"""Each part of `bench.all` is a command that exists, with options that it accepts."""
 
 import argparse
 import runpy

@@ -1,4 +1,4 @@
-"""The benchmark of codecs: its gates hold, and refuse what is wrong."""
+"""The benchmark of codecs: its checks accept correct results and refuse wrong ones."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from offload.codecs import reference
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything runs once, over few rows."""
+    """Run everything once, over few rows."""
 
     def once(run: Callable[[], object], seconds: float) -> dict[str, float]:
         run()

@@ -1,4 +1,4 @@
-"""The parts of `bench.decode` that are arithmetic, and steps of it with the CUDA kernels compiled for the CPU."""
+"""The arithmetic of `bench.decode`, and its steps with the CUDA kernels compiled for the CPU."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -53,7 +53,7 @@ NUM_LAYERS, NUM_RECORDED_HEADS, GROUP, CONTEXT_LEN, NUM_STEPS, DIM = 4, 3, 3, 96
 SHAPE = shape_named("llama-3.1-8b")
 HEADS = Heads.of(SHAPE)
 NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM = HEADS.num_kv_heads, HEADS.group_size, HEADS.head_dim
-# where kernels run or lists are made, which takes as many times longer as there are heads: as wide, in groups as large
+# for tests that run kernels or make lists, in time proportional to heads: fewer heads of the same width and group size
 FEW = replace(SHAPE, num_q_heads=2 * GROUP_SIZE, num_kv_heads=2)
 FEW_HEADS = Heads.of(FEW)
 
@@ -78,7 +78,7 @@ def recording() -> Recording:
 
 @pytest.fixture(scope="module", autouse=True)
 def built_once() -> Iterator[None]:
-    """An index of the same rows is that of the test before: k-means takes longer than all that is done with it."""
+    """Build an index of the same rows once for all tests: k-means takes longer than the tests themselves."""
     build, built = Workload._index_arrays, {}
 
     def arrays(work: Workload, layer_idx: int, config: IndexConfig) -> dict[str, torch.Tensor]:
@@ -201,7 +201,7 @@ def test_requests_of_a_context_read_its_sketch_together_and_rows_each_for_itself
     sketch = index_bytes(SHAPE, INDEXES["default"], 8192)
     assert parts("default", 4) == {"index": 4 * sketch, "rows": 4 * row_bytes(SHAPE) * (164 + 324)}
     assert parts("default", 1)["index"] == sketch and parts("default", 1)["rows"] == parts("default", 4)["rows"]
-    assert parts("default", 1, lookahead=1)["index"] == 2 * sketch  # once to choose, once for the rest
+    assert parts("default", 1, lookahead=1)["index"] == 2 * sketch  # read to choose, and for the rest
     assert parts("default+none", 1, lookahead=1)["index"] == sketch
     assert parts("lists", 1)["index"] == parts("lists", 4)["index"] == 4 * 32 * 8 * (8 * (1024 // 8 + 4) + 2048 * 2)
     assert parts("lists+moments", 4)["rows"] - parts("lists", 4)["rows"] == 4 * 8 * 130 * 2 * 128 * 2
@@ -209,7 +209,7 @@ def test_requests_of_a_context_read_its_sketch_together_and_rows_each_for_itself
 
 
 class Listening:
-    """An attention that keeps what it is asked."""
+    """An attention that records its calls."""
 
     lookahead, in_graph = True, True
 
@@ -235,7 +235,7 @@ def test_recorded_queries_take_the_place_of_the_models_step_by_step(recording):
     attention = RecordedQueries(listening, work)
     rows = make_step_rows(2, work.device)
     wrong = torch.full((2, NUM_KV_HEADS * GROUP_SIZE, HEAD_DIM), torch.nan)
-    for step in range(NUM_STEPS + 2):  # and round again
+    for step in range(NUM_STEPS + 2):  # recorded steps are used cyclically
         attention.begin_step(rows)
         for layer_idx in range(9):
             if layer_idx < 8:
@@ -247,7 +247,7 @@ def test_recorded_queries_take_the_place_of_the_models_step_by_step(recording):
             assert which == {"predicted": "ahead", "own": "own"}[name]
             recorded = wide_queries(
                 recording, 0, HEADS, name
-            ).bfloat16()  # layer 8 is wide layer 0 for the third time, at another step
+            ).bfloat16()  # layer 8 is the third copy of wide layer 0, at another step
             assert torch.equal(q[0], recorded[(step + 2 * STEPS_BETWEEN_LAYERS) % NUM_STEPS])
             assert torch.equal(q[1], recorded[(step + 2 * STEPS_BETWEEN_LAYERS + STEPS_BETWEEN_REQUESTS) % NUM_STEPS])
 
@@ -264,7 +264,7 @@ def make_op(
 @pytest.fixture
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     emulator.stand_in(monkeypatch, compiling, attention, every_row, gather, slot_cache, step_mail, other_methods)
-    if DEVICE.type == "cpu":  # which has no tensor cores
+    if DEVICE.type == "cpu":  # the emulation has no tensor cores
         for module in (workload, placements, other_steps):
             monkeypatch.setattr(module, "DTYPE", torch.float32)
 
@@ -286,7 +286,7 @@ def test_requests_may_share_a_context(kernels, recording, monkeypatch):
 
 def test_what_is_off_is_not_timed(kernels, recording, monkeypatch):
     op = make_op(recording, monkeypatch)
-    op.kv = op.kv + 0.2  # what is wanted is no longer what the steps read
+    op.kv = op.kv + 0.2  # the reference reads other values than the steps
     with pytest.raises(GateError, match="off by"):
         op.check()
 
@@ -339,7 +339,7 @@ def test_placements_differ_in_where_they_read_only(kernels, recording, monkeypat
 
 
 def ignore(*_: object, **__: object) -> None:
-    """Memory needs no lock, and is enough."""
+    """Stand in for locking memory, and for checking that it suffices."""
 
 
 def test_what_leaves_the_rest_out_where_it_is_asked_for_is_not_timed(kernels, recording, monkeypatch):

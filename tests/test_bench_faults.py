@@ -1,4 +1,4 @@
-"""What `bench.faults` and its table call answered was under way when a process was killed."""
+"""`bench.faults` and its table count as answered only requests that were in progress when a process was killed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The benchmark of latents: its models, contexts and counts, with a device's kernels on the CPU."""
+"""The benchmark of latents: its models, contexts and counts, with the GPU's kernels on the CPU."""
 
 from collections.abc import Callable
 from typing import Any

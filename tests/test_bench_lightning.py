@@ -1,4 +1,4 @@
-"""The benchmark of learned indexers: its cases are the paper's rows; it runs, resumes, and finds what is wrong."""
+"""The benchmark of learned indexers: its cases are the paper's rows; it runs, resumes, and detects wrong results."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ from bench.lightning.published import exact_choice, materialise, partition_merge
 from bench.lightning.run_case import run_case
 from csattn.lightning import Operands, score_keys
 
-TINY = Shape(num_heads=16, head_dim=32, dim=16)  # with few heads, many scores are 0, and sets of best keys not unique
+TINY = Shape(num_heads=16, head_dim=32, dim=16)  # with fewer heads, many scores are 0, and the top-k is ambiguous
 
 
 def test_cases_are_the_papers_rows() -> None:

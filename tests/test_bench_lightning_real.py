@@ -40,7 +40,7 @@ def test_texts_and_needles_are_measured_once(tmp_path, monkeypatch):
     cases = hisa_real.run_real(path, ["novel"], 512, seconds=1e9).cases
     settings = len(list(hisa_real._settings(512)))
     assert len(cases) == settings * (1 + len(hisa_real.DEPTHS))
-    monkeypatch.setattr(hisa_real, "read_context", None)  # would fail where it is called
+    monkeypatch.setattr(hisa_real, "read_context", None)  # a call would fail
     assert hisa_real.run_real(path, ["novel"], 512, seconds=1e9).cases == cases
     ious = {(c["block_size"], c["share"]): c["iou_mean"] for c in cases if c["what"] == "iou"}
     assert ious[16, 1 / 16] < ious[16, 1 / 2] <= 1

@@ -1,4 +1,4 @@
-"""Suites of bench/lightning measure nothing that is wrong, and nothing twice."""
+"""Suites of bench/lightning do not time wrong results, and measure nothing twice."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`bench.llama_cpp` asks llama.cpp in another process, and takes its figures from there."""
+"""`bench.llama_cpp` measures llama.cpp in another process, and reads that process's figures."""
 
 import sys
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""The table that is made of lm-eval's scores, and what is not judged again."""
+"""The table of lm-eval's scores; samples that are in the file are not evaluated again."""
 
 from pathlib import Path
 

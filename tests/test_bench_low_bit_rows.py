@@ -1,4 +1,4 @@
-"""Attention to rows in few bits in `bench.decode`: its kernel against rows that are coded and decoded as defined."""
+"""Attention to low-bit rows in `bench.decode`: its kernel agrees with rows coded and decoded by definition."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def kernels(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def turns(rows: torch.Tensor) -> torch.Tensor:
-    """What TurboQuant's channels are of a head's: [num_kv_heads, head_dim, head_dim]. rows: of keys, or of values."""
+    """Return maps from heads' channels to TurboQuant's, [num_kv_heads, head_dim, head_dim]. rows: keys or values."""
     order = low_bit.largest_channels(rows)
     parts = low_bit.encode_rotated(rows, order, ROTATED_BITS)
     rotation = torch.block_diag(*(turn for _, _, turn in parts))
@@ -56,7 +56,7 @@ def require_attention(rng: np.random.Generator, name: str, num_tiles: int, batch
     shape = batch_size, 2, num_tiles * TILE_LEN, 2, 128
     rows = torch.from_numpy(rng.standard_normal(shape)).float()
     rows[..., 5] *= 6.0
-    rows[:, :, :3] *= 3.0  # some rows that matter
+    rows[:, :, :3] *= 3.0  # some rows with large weights
     q = torch.from_numpy(rng.standard_normal((batch_size, num_q_heads, 128))).bfloat16()
     asked, want = q.clone(), torch.empty(batch_size, num_q_heads, 128)
     for request, of in enumerate(rows):
@@ -93,7 +93,7 @@ def test_steps_attend_to_the_rows_of_each_request(kernels, recording, monkeypatc
     out = torch.zeros_like(q)
     prepared.attention.attend(1, q, work.step_rows(64), out)
     want = reference_attention(q[:, :, None], *kv)[:, :, 0]
-    assert relative_error(out.cpu(), want.cpu()) < 0.1  # 4 bits
+    assert relative_error(out.cpu(), want.cpu()) < 0.1  # the error of 4 bits
 
 
 def test_what_the_kernel_does_not_take_is_refused(recording):  # noqa: F811

@@ -32,7 +32,7 @@ from tests.test_bench_decode import FEW, FEW_HEADS, GROUP_SIZE, kernels, recordi
 from workers.engine.on_device import SearchOnDevice
 
 METHODS = [("quest", PreparedQuest), ("sparq", PreparedSparq), ("pqcache", PreparedPqcache)]
-MISSED = {"quest": 0, "sparq": 1, "pqcache": 1}  # rows at most: sums are rounded in another order
+MISSED = {"quest": 0, "sparq": 1, "pqcache": 1}  # the most rows that may differ: sums are rounded in another order
 SEARCH = SearchConfig(keep=0.1, sink_len=16, window_len=32)
 
 
@@ -47,7 +47,7 @@ def test_they_are_those_that_are_defined():
     ("method", "prepare", "crowded"),
     [
         *((*method, 512) for method in METHODS),
-        # all choices look closer, which is the same for all methods
+        # every bin with two keys or more is divided further, by code that all methods share
         *(pytest.param(*method, 1, marks=[] if method[0] == "sparq" else pytest.mark.gpu) for method in METHODS),
     ],
 )
@@ -60,13 +60,13 @@ def test_they_choose_as_they_are_defined(kernels, recording, monkeypatch, method
     kv = work.rows(1).float().cpu()
     keys, values = (part.contiguous() for part in kv.unbind(2))
     defined = prepare(ContextLayer(keys, values, FEW.num_q_heads, lambda: torch.zeros(0)))
-    if method == "pqcache":  # whose centroids are of some of the keys here, and as wide as these
+    if method == "pqcache":  # the benchmark's centroids are fitted to some of the keys, in the keys' dtype
         codes, centroids, *_ = pqcache_index(work.keys(1)).parts
         defined.codes, defined.centroids = codes.cpu(), centroids.float().cpu()
     view, num_rows = ContextView(context_len, FEW.softmax_scale, SEARCH), SEARCH.top_k(context_len)
-    if method == "quest":  # which chooses whole pages
+    if method == "quest":  # chooses whole pages
         num_rows = num_rows // 16 * 16
-    for step in (3, 4):  # the second finds what the first has left
+    for step in (3, 4):  # the second starts with the buffers as the first left them
         q = work.queries(1)[step].contiguous()
         out = torch.zeros_like(q)
         steps.begin_step(rows)
@@ -80,7 +80,7 @@ def test_they_choose_as_they_are_defined(kernels, recording, monkeypatch, method
                 got = got[:num_rows]
                 assert bool((got.diff() > 0).all()) and got[0] >= 16 and got[-1] < context_len - 32
                 missed = num_rows - np.isin(got.numpy(), wanted.kv_indices[head]).sum()
-                # sums are rounded in another order, and the definition of Quest takes a part of one page more
+                # sums are rounded in another order, and Quest's definition also takes a part of one more page
                 assert missed <= MISSED[method], f"{missed} rows of {num_rows} are others"
                 tail = steps.tails[1, request, head, :64].float().cpu()
                 seen = torch.cat([kv[head, :16], kv[head, got], kv[head, -32:], tail])
@@ -109,7 +109,7 @@ def test_rows_that_are_kept_stay_the_same(kernels, recording, monkeypatch):  # n
 
 
 def gaussian_layer(rng: np.random.Generator, context_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of 2 KV heads, and queries of 2 requests that are near some of their keys."""
+    """Return rows of 2 KV heads, and queries of 2 requests that are near some of the keys."""
     mean = rng.standard_normal((2, 1, FEW.head_dim))
     kv = rng.standard_normal((2, context_len, 2, FEW.head_dim))
     kv[:, :, 0] += mean
@@ -130,7 +130,7 @@ def test_sampled_rows_are_attended_to_as_magicpig_defines_it(rng, context_len, t
     view = ContextView(context_len, FEW.softmax_scale, SearchConfig(sink_len=5, window_len=31))
     chosen = [prepared.selector(view).select(of.numpy(), kv.float()[:, :0]) for of in q]
     seen = [[torch.from_numpy(of[:n]).long() for of, n in zip(c.kv_indices, c.valid_len, strict=True)] for c in chosen]
-    poisoned = torch.full((2, *layer.kv.shape), torch.nan, dtype=layer.kv.dtype)  # what no head of a group has sampled
+    poisoned = torch.full((2, *layer.kv.shape), torch.nan, dtype=layer.kv.dtype)  # where no head of a group samples
     num_rows = 0
     for request, head in np.ndindex(2, 2):
         of_group = torch.cat(seen[request][head * GROUP_SIZE : (head + 1) * GROUP_SIZE]).unique()
@@ -140,7 +140,7 @@ def test_sampled_rows_are_attended_to_as_magicpig_defines_it(rng, context_len, t
         attention = SampledAttention(team, layer, 2, 2, FEW.num_q_heads, view)
         for context, rows in zip(attention.contexts, poisoned, strict=True):
             context[0].copy_(rows)
-        for of in (-q, q):  # the second finds what the first has left
+        for of in (-q, q):  # the second starts with the buffers as the first left them
             attention.hash_queries(of)
             attention.out.fill_(torch.nan)
             attention.attend()
@@ -201,7 +201,7 @@ def test_magicpigs_step_is_that_of_the_window_and_what_the_cpu_takes(recording, 
     assert case["hbm_bytes"] == 7
     sampled.add_sampled(results, work, options, ["magicpig"], {**key, "weights": "int4"})
     assert results.cases[-1] is case, "what was measured is not measured again"
-    # half of the layers wait for the CPU, beside which the GPU attends for 5 us; the others for the GPU
+    # half of the layers wait for the CPU, while the GPU attends for 5 us; the others wait for the GPU
     assert case["p50_us"] == 1100 + FEW.num_layers / 2 * 200
     assert case["mean_us"] == 1100 + FEW.num_layers / 2 * 200 and case["cpu_us"] == 104.5
     assert case["host_bytes_read"] == pytest.approx(FEW.num_layers * (516 * np.mean(rows) + 4 * np.mean(met)), abs=1)

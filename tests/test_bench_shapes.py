@@ -1,11 +1,11 @@
-"""Published shapes: are they what the models' cards say?"""
+"""Published shapes agree with the models' cards."""
 
 import pytest
 
 from bench.shapes import CONFIGS, shape_named
 from bench.timing import GateError
 
-CARDS = {  # parameters in millions, the embeddings included: of a token's step, and in all
+CARDS = {  # millions of parameters, embeddings included: used in one token's step, and in all
     "llama-3.1-8b": (8030, 8030),
     "llama-3.1-70b": (70554, 70554),
     "llama-3.2-1b": (1236, 1236),
@@ -16,8 +16,8 @@ CARDS = {  # parameters in millions, the embeddings included: of a token's step,
     "smollm2-135m": (134.5, 134.5),
     "qwen3-30b-a3b": (3353, 30532),
     "gpt-oss-20b": (4186, 20908),
-    "gemma-3-27b": (27008, 27008),  # without what sees images
-    "qwen3.5-27b": (26893, 26893),  # likewise
+    "gemma-3-27b": (27008, 27008),  # without the vision encoder
+    "qwen3.5-27b": (26893, 26893),  # without the vision encoder
     "deepseek-v3.2": (38403, 671877),
     "deepseek-v4-flash": (13798, 284330),
 }

@@ -1,4 +1,4 @@
-"""The benchmark of several GPUs: their shares of a workload and of random weights are together the whole."""
+"""The benchmark of several GPUs: the shares of a workload and of random weights add up to the whole."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ def test_shares_of_a_workload_have_its_heads_each_once(recording) -> None:  # no
             assert torch.equal(torch.cat([getattr(part, name) for part in of_parts]), getattr(index, name))
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-7b"])  # whose head is the embedding; that has biases
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-7b"])  # tied to its embedding; with biases
 def test_shares_of_random_weights_compute_what_the_whole_computes(name: str) -> None:
     shape = few_layers(name)
     whole = random_weights(shape, CPU, torch.float32)
@@ -67,7 +67,7 @@ def test_shares_of_random_weights_compute_what_the_whole_computes(name: str) -> 
 
 
 def test_shares_of_random_experts_are_as_steps_want_them() -> None:
-    """Gates and ups in one matrix, and nothing of the whole is held."""
+    """Gates and ups share one matrix, and the whole's memory is not kept."""
     shape = few_layers("gpt-oss-20b")
     whole = random_weights(shape, CPU).layers[1].experts[0]
     parts = [random_weights(shape, CPU, share=Share(rank, 2)) for rank in range(2)]
@@ -82,7 +82,7 @@ def test_shares_of_random_experts_are_as_steps_want_them() -> None:
 
 
 def test_no_more_of_a_model_than_a_share_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it is made, no more than a layer."""
+    """During construction, at most one whole layer is held besides the share."""
     wholes, share_of_layer = list[ref[torch.Tensor]](), random_weights_module.share_of_layer
 
     def watched(whole: LayerWeights, *others: Any) -> LayerWeights:

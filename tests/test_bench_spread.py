@@ -1,4 +1,4 @@
-"""`bench.spread` and `bench.load` in small: what they count, and a node that goes while answers are under way."""
+"""`bench.spread` and `bench.load` on a small scale: their counts, and a node that is lost during answers."""
 
 import argparse
 import asyncio
@@ -38,7 +38,7 @@ def test_a_trace_that_is_replayed_until_enough_is_killed_is_counted_as_often(mon
     async def nothing(*_: Any) -> str:
         return "model"
 
-    chaos = SimpleNamespace(num_killed=-1, back_s=[], num_held=[])  # first questions come before
+    chaos = SimpleNamespace(num_killed=-1, back_s=[], num_held=[])  # the first replay, before any kill, raises it to 0
     watch = SimpleNamespace(sample=nothing, run=nothing, found=lambda _tokens: {})
     for name, value in (("replay", replay), ("model_name", nothing)):
         monkeypatch.setattr(spread, name, value)
@@ -67,7 +67,7 @@ def test_few_times_have_a_most_and_no_p99() -> None:
 
 
 def test_a_watch_counts_from_its_first_look_and_tells_when_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = [(90, 10), (97, 11), (2, 1)]  # the last of a process that began anew
+    counts = [(90, 10), (97, 11), (2, 1)]  # the last is of a restarted process
 
     def get(_watch: load.Watch, path: str) -> Any:
         if path == "/v1/status":
@@ -86,7 +86,7 @@ def test_a_watch_counts_from_its_first_look_and_tells_when_it_failed(monkeypatch
     assert (found["requests_that_loaded"], found["requests_where_their_context_was"]) == (2, round(9 / 11, 4))
 
     async def failing() -> None:
-        task = asyncio.create_task(watch.sample())  # there are no more counts
+        task = asyncio.create_task(watch.sample())  # fails: no counts are left
         await asyncio.sleep(0.1)
         load.stop(task)
 

@@ -1,4 +1,4 @@
-"""The benchmark of endless generation measures what it says."""
+"""The benchmark of endless generation agrees with its definition."""
 
 import json
 

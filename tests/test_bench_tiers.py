@@ -1,4 +1,4 @@
-"""`bench.tiers` compares what processes held, so that more of either side is seen."""
+"""`bench.tiers` compares the memory of processes with KV in memory and in files, and detects an excess of either."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ BUDGET, KV = 30_000_000, 100_000_000
 
 
 def results(of_memory: int, of_disk: int) -> dict[str, Any]:
-    """What all cases held beside KV."""
+    """Return results of all cases, which hold `of_memory` bytes besides KV in memory, or `of_disk` in all."""
     return {
         name: {
             "logits_sha256": case.selector,

@@ -1,4 +1,4 @@
-"""What every benchmark's result tells besides its figures."""
+"""What every benchmark's result contains besides its figures."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ def test_a_bench_that_is_told_to_end_clears_away_behind_it() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         timing.end_as_interrupted()
-        with pytest.raises(SystemExit, match="143"):  # as an exception, on which blocks end
+        with pytest.raises(SystemExit, match="143"):  # an exception, so `with` and `finally` blocks end in order
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)

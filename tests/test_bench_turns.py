@@ -1,4 +1,4 @@
-"""What `bench.turns` does in minutes, with a model that takes milliseconds."""
+"""`bench.turns`, which takes minutes, with a model that takes milliseconds."""
 
 import io
 import json

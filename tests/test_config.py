@@ -1,4 +1,4 @@
-"""Configuration is checked where it enters: kinds as well as ranges."""
+"""Configuration is checked where it enters: types as well as ranges."""
 
 import numpy as np
 import pytest

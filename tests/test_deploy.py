@@ -1,4 +1,4 @@
-"""docs/deploy: what operators copy. Nothing of it can run here; what it asks of csattn is checked."""
+"""The files in docs/deploy, which operators copy. They cannot run here; what they use of csattn is checked."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def pods(of: Any) -> Iterator[dict[str, Any]]:
-    """Wherever they are described in it."""
+    """Yield the pod descriptions in a document, at any depth."""
     if isinstance(of, dict):
         if "containers" in of:
             yield of
@@ -32,7 +32,7 @@ def pods(of: Any) -> Iterator[dict[str, Any]]:
 
 
 def settings_of(environment: dict[str, str]) -> Any:
-    """What csattn makes of it. Raises a ConfigError where it does not know a name or takes a value."""
+    """Return csattn's settings in this environment. Raises ConfigError for an unknown name or an invalid value."""
     return load_settings(None, environment, {}).settings
 
 
@@ -44,7 +44,7 @@ def test_pods_ask_for_what_there_is(name: str) -> None:
         assert container["image"] == "csattn"
         environment = {item["name"]: item.get("value", "a-key") for item in container["env"]}
         settings = settings_of(environment)
-        assert settings.server.host == "0.0.0.0" and settings.server.api_keys  # else nobody is let in
+        assert settings.server.host == "0.0.0.0" and settings.server.api_keys  # otherwise no client is admitted
         assert str(settings.store.path) in {mount["mountPath"] for mount in container["volumeMounts"]}
         for port in container.get("ports", []):
             assert port["name"] != "http" or port["containerPort"] == settings.server.port
@@ -55,7 +55,7 @@ def test_pods_ask_for_what_there_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "kuberay.yaml"])
 def test_pods_have_the_rights_of_the_images_user_and_no_more(name: str) -> None:
-    """What Kubernetes' policy `restricted` wants; volumes belong to the user's group, or nothing could be stored."""
+    """Kubernetes' policy `restricted` requires this. Volumes belong to the user's group, or nothing could be stored."""
     for pod in [pod for document in documents(name) for pod in pods(document)]:
         user = pod["securityContext"]
         assert user["runAsNonRoot"] and user["runAsUser"] == user["fsGroup"] == 1000
@@ -104,6 +104,6 @@ def test_compose_runs_what_the_image_has() -> None:
 
 
 def test_keys_that_compose_reads_from_a_file_stay_out_of_image_and_repository() -> None:
-    """`.env` beside compose.yaml, from which it takes CSATTN_SERVER_API_KEYS."""
+    """compose.yaml reads CSATTN_SERVER_API_KEYS from the file `.env` next to it."""
     assert "**/.env" in (ROOT / ".dockerignore").read_text().split()
     assert ".env" in (ROOT / ".gitignore").read_text().split()

@@ -1,4 +1,4 @@
-"""What a user gets who installs a wheel, not a checkout."""
+"""What a user gets from an installed wheel, without a checkout."""
 
 import subprocess
 import sys

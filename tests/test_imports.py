@@ -1,4 +1,4 @@
-"""Who may import whom. The rules are the data below; the tests read every file's imports, also those in functions."""
+"""Which package may import which. The rules are the data below; the tests read all imports, also those in functions."""
 
 import ast
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # each imports nothing of the project but itself; every package may import them
 GROUND_FLOORS = ("csattn.cpu", "csattn.cuda", "csattn.errors")
-# the command line is the one front door that may also build
+# the command line is the only entry point that may also build
 FRONT_DOOR = ("workers/cli*.py", {"csattn", "offload", "index_build"})
 IMPORTED_BY_NOTHING = {"tests", "bench"}
 
@@ -51,7 +51,7 @@ def package_files(package: str) -> list[Path]:
 
 
 def imported_packages(source: str) -> Iterator[tuple[int, str]]:
-    """Line and top-level package, or ground floor, of every absolute import, wherever it stands."""
+    """Yield the line and the ground floor or top-level package of every absolute import, at any depth."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -63,12 +63,12 @@ def imported_packages(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _package(name: str) -> str:
-    """The ground floor or else the top-level package that a module belongs to."""
+    """Return the ground floor, or else the top-level package, that a module belongs to."""
     return next((floor for floor in GROUND_FLOORS if f"{name}.".startswith(f"{floor}.")), name.split(".")[0])
 
 
 def direction_faults(path: str, source: str) -> list[str]:
-    """Imports in the file at `path` (relative to the root) that point the wrong way."""
+    """Describe the imports in the file at `path` (relative to the root) that break `MAY_IMPORT`."""
     package = _package(path.removesuffix(".py").replace("/", "."))
     allowed = FRONT_DOOR[1] if fnmatch(path, FRONT_DOOR[0]) else MAY_IMPORT.get(package, set())
     forbidden = (MAY_IMPORT.keys() | IMPORTED_BY_NOTHING) - allowed - {package}
@@ -82,7 +82,7 @@ def direction_faults(path: str, source: str) -> list[str]:
 
 
 def address_faults(path: str, source: str) -> list[str]:
-    """Imports of a heavy library outside the files that are its address."""
+    """Describe the imports of heavy libraries outside the files that `ADDRESSES` allows."""
     return [
         f"{path}:{line} imports {target}; only {', '.join(ADDRESSES[target])} may"
         for line, target in imported_packages(source)

@@ -1,4 +1,4 @@
-"""What `make demo` says where it cannot go on."""
+"""What `make demo` prints when it cannot continue."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# makes a virtual environment in which pip finds nothing
+# makes a virtual environment whose pip fails
 PYTHON = """#!/bin/sh
 case "$*" in
   "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;

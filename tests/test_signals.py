@@ -1,4 +1,4 @@
-"""What a library that starts leaves of our handlers."""
+"""`own_handlers` restores our signal handlers after a library has replaced them while starting."""
 
 import signal
 import subprocess
@@ -56,14 +56,14 @@ def test_an_exit_from_within_is_undone_and_has_the_signals_code(code: int, wante
 
 @pytest.mark.parametrize("is_handled", [True, False])
 def test_a_hangup_that_is_handled_is_no_business_of_what_is_started(is_handled: bool) -> None:
-    """It is not lost. Another one ends them all."""
+    """A handled SIGHUP spares started processes, and our handler still gets it. One that is not handled ends them."""
     told: list[int] = []
     before = signal.signal(signal.SIGHUP, (lambda number, _: told.append(number)) if is_handled else signal.SIG_DFL)
     try:
         with own_handlers(undo=lambda: pytest.fail("nothing ended it")):
             done = subprocess.run(["sh", "-c", "kill -HUP $$"])
             if is_handled:
-                signal.raise_signal(signal.SIGHUP)  # to this thread
+                signal.raise_signal(signal.SIGHUP)  # to this thread, which blocks it
                 assert not told
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -15,7 +15,7 @@ from csattn.models import LoadedModel
 from csattn.models.families import LAYER_SCALE
 from csattn.models.loader import wrap_model
 
-_LOCAL = ["sliding_attention", "full_attention", "sliding_attention"]  # of layers
+_LOCAL = ["sliding_attention", "full_attention", "sliding_attention"]  # layer types
 _DELTA = {
     "head_dim": 16,
     "num_hidden_layers": 5,
@@ -25,7 +25,7 @@ _DELTA = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
     "linear_conv_kernel_dim": 4,
-    "initializer_range": 0.15,  # what is summed up over all of a context is told apart by rounding otherwise
+    "initializer_range": 0.15,  # larger weights amplify rounding in states, which sum over the whole context
 }
 _EXPERTS = {
     "moe_intermediate_size": 36,
@@ -40,13 +40,13 @@ _LATENTS: dict[str, Any] = _EXPERTS | {
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
     "q_lora_rank": 40,
-    "kv_lora_rank": 32,  # these: powers of two, as a GPU wants them
+    "kv_lora_rank": 32,  # this and qk_rope_head_dim: powers of two, which the GPU's kernels require
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
     "first_k_dense_replace": 1,
 }
-# so many heads that none of a few hundred scores is 0, of which any may be chosen
+# with so many heads, none of a few hundred scores is 0: among keys that tie at 0, any may be chosen
 _INDEXER: dict[str, Any] = _LATENTS | {"index_n_heads": 18, "index_head_dim": 21, "index_topk": 29}
 _GEMMA4 = {
     "num_hidden_layers": 4,
@@ -60,14 +60,14 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 5.0,
 }
-# by family: its classes' name, and what its config says beside the sizes
+# family -> the prefix of its classes' names, and its config except for the sizes
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
 }
-# those whose layers are made of the same parts, put together differently; one with variants more than once
+# also families that combine the same parts of layers differently; a family with variants has several entries
 EVERY_FAMILY = (
     FAMILIES
     | {
@@ -175,7 +175,7 @@ EVERY_FAMILY = (
                 "attn_logit_softcapping": 2.0,
                 "final_logit_softcapping": 5.0,
                 "query_pre_attn_scalar": 20,
-                "attn_implementation": "eager",  # older transformers leave the cap out elsewhere
+                "attn_implementation": "eager",  # older transformers omit the cap in other implementations
             },
         ),
         "gemma3_text": (
@@ -397,7 +397,7 @@ EVERY_FAMILY = (
         "youtu": ("Youtu", {name: size for name, size in _LATENTS.items() if name not in _EXPERTS}),
     }
 )
-# that the transformers at hand have
+# families that the installed transformers have
 ALL_FAMILIES = {name: of for name, of in EVERY_FAMILY.items() if hasattr(transformers, f"{of[0]}Config")}
 MAX_POSITIONS = 1024
 CHAT_TEMPLATE = (
@@ -428,9 +428,9 @@ def tiny_config(family: str, **changes: Any) -> Any:
 def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
-    if family != "llama":  # the plain one
+    if family != "llama":  # Llama has no biases, and stays as initialized
         with torch.no_grad():
-            for name, parameter in model.named_parameters():  # which are zeros and ones otherwise
+            for name, parameter in model.named_parameters():  # these are initialized to zeros and ones
                 if name.endswith(("bias", "base")) or "norm" in name or "scale" in name:
                     parameter += 0.2 * torch.randn_like(parameter)
             for name, buffer in model.named_buffers():
@@ -438,14 +438,14 @@ def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
                     buffer.uniform_(0.5, 1.5)
                 elif name.endswith("bias"):
                     buffer += 0.2 * torch.randn_like(buffer)
-                elif name.endswith("tid2eid"):  # each token's experts
+                elif name.endswith("tid2eid"):  # maps token ids to experts
                     buffer.copy_(torch.rand(len(buffer), model.config.n_routed_experts).argsort()[:, : buffer.shape[1]])
     return model
 
 
 @cache
 def loaded(family: str = "llama") -> LoadedModel:
-    """A model of that family, shared by all tests: none may change it."""
+    """Return a model of this family, shared by all tests: none may change it."""
     return wrap_model(make_model(family), byte_tokenizer(), f"tiny-{family}")
 
 
@@ -460,7 +460,7 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToken
 
 
 def save(directory: Path, family: str = "llama", seed: int = 0, **changes: Any) -> Path:
-    """A model directory as `transformers` saves it."""
+    """Save a model directory in the format of `transformers`."""
     make_model(family, seed, **changes).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory

@@ -15,7 +15,7 @@ def building_dir(store: Path, spec: ArtifactSpec = SPEC) -> Path:
 
 
 def write_layers(store: Path, num_layers: int, spec: ArtifactSpec = SPEC) -> None:
-    """A build that stops after some layers."""
+    """Start a build that stops after some layers."""
     with ArtifactWriter(store, spec, make_token_ids(spec.context_len)) as writer:
         for layer_idx in range(num_layers):
             write_layer(writer, layer_idx, *make_layer(spec, layer_idx))
@@ -23,14 +23,14 @@ def write_layers(store: Path, num_layers: int, spec: ArtifactSpec = SPEC) -> Non
 
 
 def assert_store_is_sound(store: Path) -> None:
-    """Nothing is listed that is not whole."""
+    """Assert that only whole artifacts are listed."""
     assert not scan_store(store)[1]
     for summary in list_store(store):
         verify_artifact(summary.path)
 
 
 def assert_completes(store: Path, spec: ArtifactSpec = SPEC) -> None:
-    """A second build finishes what the first left, and leaves nothing but the artifact."""
+    """Assert that a second build finishes what the first left, and leaves nothing but the artifact."""
     path = build(store, spec)
     verify_artifact(path)
     assert [entry.name for entry in store.iterdir()] == [spec.artifact_id]

@@ -1,4 +1,4 @@
-"""Where the tests of this folder write."""
+"""The directory that tests of this folder write to."""
 
 import os
 import tempfile
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    """A place in memory where there is one: these tests flush thousands of files."""
+    """Use a directory in memory if the machine has one: these tests flush thousands of files."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path

@@ -1,4 +1,4 @@
-"""Ways to hurt an artifact, and the processes that build it."""
+"""Ways to damage an artifact, and the processes that build it."""
 
 import errno
 import hashlib
@@ -36,7 +36,7 @@ def reseal(artifact_dir: Path, change: Callable[[dict[str, Any]], object] = lamb
 
 
 def seal(artifact_dir: Path, manifest: bytes) -> None:
-    """Put those bytes in the manifest's place, with their hash."""
+    """Replace the manifest by these bytes, and its hash by theirs."""
     (artifact_dir / "manifest.json").write_bytes(manifest)
     (artifact_dir / "manifest.sha256").write_text(f"{hashlib.sha256(manifest).hexdigest()}  manifest.json\n")
 
@@ -44,7 +44,7 @@ def seal(artifact_dir: Path, manifest: bytes) -> None:
 def fork(work: Callable[[], object]) -> int:
     """Run the work in a child and return its process id; the child exits with 0 if the work raised nothing."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the child uses none
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forking a process with threads: the child uses none
         pid = os.fork()
     if pid:
         return pid
@@ -57,7 +57,7 @@ def fork(work: Callable[[], object]) -> int:
 
 
 def exit_status(pid: int) -> int:
-    """Wait for a child: its exit code, or minus the signal that ended it."""
+    """Wait for a child, and return its exit code, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -100,7 +100,7 @@ DISK_BROKEN = fail_with(errno.EIO)
 
 @contextmanager
 def without_root() -> Iterator[None]:
-    """Let file modes count, also where the tests run as root."""
+    """Give up root's rights, if the tests have them, so that file modes apply."""
     if os.geteuid() != 0:
         yield
         return
@@ -113,7 +113,7 @@ def without_root() -> Iterator[None]:
 
 @contextmanager
 def public_place() -> Iterator[Path]:
-    """A temporary directory that every user may enter, which pytest's are not."""
+    """Yield a temporary directory that every user may enter, unlike pytest's."""
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         place.chmod(0o755)

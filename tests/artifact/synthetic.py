@@ -69,7 +69,7 @@ def make_spec(
 
 
 def make_layer(spec: ArtifactSpec, layer_idx: int) -> tuple[torch.Tensor, LayerIndex | SketchIndex]:
-    """A layer's KV rows and index: other ones for each layer, the same ones on every call."""
+    """Return a layer's KV rows and index: different for each layer, the same on every call."""
     digest = hashlib.sha256(f"{spec.artifact_id} {layer_idx}".encode()).digest()
     rng = np.random.default_rng(int.from_bytes(digest[:8], "little"))
     model = spec.model
@@ -121,17 +121,17 @@ def make_lists(spec: ArtifactSpec, rng: np.random.Generator, next_query: NDArray
 
 
 def hidden_state(spec: ArtifactSpec, layer_idx: int) -> torch.Tensor:
-    """A stand-in for what the layers before this one have computed."""
+    """Return a stand-in for the output of the layers before this one."""
     return torch.full((spec.context_len, spec.model.hidden_size), float(layer_idx), dtype=TORCH_DTYPES[spec.kv_dtype])
 
 
 def write_layer(writer: ArtifactWriter, layer_idx: int, kv: torch.Tensor, index: LayerIndex | SketchIndex) -> None:
-    """Finish a layer."""
+    """Write a layer's files, and record it as finished."""
     writer.work.finish_layer(layer_idx, writer.work.write_part(kv_file(layer_idx), {"kv": kv}), index)
 
 
 def build(store: Path, spec: ArtifactSpec, seed: int = 0) -> Path:
-    """Build the artifact as a pipeline would, going on where an earlier build stopped."""
+    """Build the artifact as the pipeline does, from where an earlier build stopped."""
     with ArtifactWriter(store, spec, make_token_ids(spec.context_len, seed)) as writer:
         if writer.finished_path is not None:
             return writer.finished_path

@@ -1,4 +1,4 @@
-"""Whatever happened to a finished artifact, a reader refuses it with a sentence, and never crashes or waits."""
+"""Whatever happened to a finished artifact, a reader refuses it with a clear message, and never crashes or waits."""
 
 import json
 import os
@@ -89,8 +89,8 @@ def test_a_directory_named_after_another_artifact_is_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("version", [2, 3, 4, 6])
 def test_another_format_version_is_to_be_built_again(artifact_dir: Path, version: int) -> None:
-    """What csattn wrote before sketches, too: its index has a layout that is gone. Version 3 had no marks; in 4 a model
-    was known by its weights alone."""
+    """Artifacts from before sketches, too: their index has a layout that no longer exists. Version 3 had no marks;
+    version 4 identified a model by its weights alone."""
 
     def as_of_then(manifest: dict[str, Any]) -> None:
         manifest.update(format_version=version)
@@ -120,7 +120,7 @@ def test_another_model_or_tokenizer_is_refused(artifact_dir: Path) -> None:
         with pytest.raises(ArtifactMismatchError, match=r"has num_q_heads \d+, .* loaded model num_q_heads 64"):
             artifact.require_model("model-a", replace(geometry, num_q_heads=64, head_dim=geometry.head_dim + 1))
         with pytest.raises(ArtifactMismatchError, match="has fingerprint cccccccccccc; load"):
-            artifact.require_model(64 * "c", geometry)  # of which nobody compares more by eye
+            artifact.require_model(64 * "c", geometry)  # shortened: nobody compares more digits by eye
         with pytest.raises(ArtifactMismatchError, match="tokenizer-a and the loaded one is tokenizer-b"):
             artifact.require_tokenizer("tokenizer-b")
 
@@ -218,7 +218,7 @@ def test_a_manifest_that_is_no_manifest_is_refused(artifact_dir: Path, text: byt
 
 
 def forge_array(artifact_dir: Path, name: str, forge: Callable[[NDArray[Any]], object], layer_idx: int = 0) -> None:
-    """Change an array of a layer's index in its file, and make all hashes agree."""
+    """Change an array of a layer's index in its file, and make all hashes agree with it."""
     with open_artifact(artifact_dir) as artifact:
         layout = plan(artifact.spec, index_file(layer_idx))
     spec, offset = next((spec, offset) for spec, offset in layout.tensors if spec.name == name)
@@ -229,7 +229,7 @@ def forge_array(artifact_dir: Path, name: str, forge: Callable[[NDArray[Any]], o
 
 
 def _move_bit(to: int) -> Callable[[NDArray[np.uint32]], None]:
-    """The last list's first row is not listed any more, and a row behind the context's is in its place."""
+    """Replace the first row of the last list by row `to`, which is beyond the context."""
 
     def move(listed: NDArray[np.uint32]) -> None:
         words = listed[-1, -1, -1].reshape(-1)
@@ -291,7 +291,7 @@ def _set(array: NDArray[Any], value: float) -> None:
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf, -3e38])
 def test_forged_values_that_no_build_gives_are_refused(tmp_path: Path, layout: str, name: str, value: float) -> None:
     path = build(tmp_path, make_spec(layout=layout))
-    with np.errstate(over="ignore"):  # -inf, where it is a float16
+    with np.errstate(over="ignore"):  # float16 overflows to -inf
         forge_array(path, name, lambda array: _set(array, value))
     damaged = name.removesuffix("_scale")
     with open_artifact(path) as artifact, pytest.raises(ArtifactCorruptError, match=f"{damaged} holds NaN, inf"):
@@ -308,7 +308,7 @@ def test_forged_segments_are_refused(tmp_path: Path, starts: list[int]) -> None:
 
 
 def _swap_marks(marks: NDArray[np.uint32]) -> None:
-    """The first marked row of the first head is not, and a row beyond the context is in its place."""
+    """Move the mark of the first head's first marked row to a row beyond the context."""
     word = tuple(index[0] for index in np.nonzero(marks))
     marks[word] &= marks[word] - np.uint32(1)
     marks[0, -1, -1] |= np.uint32(1 << 31)
@@ -352,7 +352,7 @@ def test_forged_tokens_are_refused(artifact_dir: Path) -> None:
 
 
 def test_tokens_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
-    """Whoever counts them by their number would write elsewhere."""
+    """Code that counts tokens by id would write out of bounds."""
     spec = make_spec()
     path = build(tmp_path, replace(spec, model=replace(spec.model, vocab_size=10)))
     with pytest.raises(ArtifactCorruptError, match="holds token ids outside of the model's vocabulary of 10; delete"):

@@ -37,7 +37,7 @@ WRITING = ("write", "fsync", "replace", "rename")
 
 
 def num_calls(tmp_path: Path, calls: tuple[str, ...]) -> int:
-    """How many of those system calls an undisturbed build makes."""
+    """Return how many of these system calls an undisturbed build makes."""
     with before_call(calls, -1, kill_self) as made:
         build(tmp_path / "undisturbed", SPEC)
     assert set(made) == set(calls)
@@ -104,7 +104,7 @@ def test_a_disk_that_fails_at_every_call(
         assert not list(store.rglob("*.partial"))
         assert_store_is_sound(store)
         assert_completes(store)
-    assert refused >= number - 2  # clearing up afterwards may fail without harm
+    assert refused >= number - 2  # cleaning up at the end may fail without harm
 
 
 def test_files_and_names_are_flushed_before_anything_builds_on_them(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_store_where_a_file_is_is_a_sentence(inside: str, tmp_path: Path) -> N
 
 
 def test_a_store_without_locks_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As some file systems of a network: there two builders would remove each other's work."""
+    """Some network file systems have no locks. There, two builders would remove each other's work."""
     finished = build(tmp_path, SPEC)
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with pytest.raises(
@@ -215,7 +215,7 @@ def test_a_second_builder_waits_and_finds_the_artifact(tmp_path: Path) -> None:
     with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
         pid = fork(wait_for_the_other)
         assert os.read(waits, 1) == b"w"
-        assert collect_garbage(tmp_path) == []  # what somebody works on is no garbage
+        assert collect_garbage(tmp_path) == []  # a build in progress is no garbage
         for layer_idx in range(2):
             write_layer(writer, layer_idx, *make_layer(SPEC, layer_idx))
         writer.finish({}, {})

@@ -55,7 +55,7 @@ def uploaded(remote: RemoteStore, tmp_path: Path) -> RemoteStore:
 
 
 def change(remote: RemoteStore, name: str, alter: Callable[[bytes], bytes]) -> None:
-    """Alter a file of the artifact where it lies."""
+    """Alter a file of the uploaded artifact in place."""
     fs, path = fsspec.core.url_to_fs(f"{remote.url}/{ID}/{name}")
     fs.pipe_file(path, alter(fs.cat_file(path)))
 
@@ -144,7 +144,7 @@ def test_what_is_damaged_there_never_arrives_here(
 
 @pytest.mark.parametrize("name", ["../../../../elsewhere/file", "/elsewhere/file", "more.bin", None])
 def test_a_forged_manifest_names_no_other_files(uploaded: RemoteStore, tmp_path: Path, name: str | None) -> None:
-    """Nor none; and nothing is written where they say."""
+    """It is refused if it names other files, or none; and nothing is written to the forged paths."""
     fs, path = fsspec.core.url_to_fs(f"{uploaded.url}/{ID}")
     manifest = json.loads(fs.cat_file(f"{path}/manifest.json"))
     if name is None:
@@ -199,7 +199,7 @@ def test_a_copy_that_is_damaged_later_is_downloaded_again(uploaded: RemoteStore,
 
 
 def test_what_was_used_before_the_clock_was_set_back_was_used_long_ago(tmp_path: Path) -> None:
-    """Else it would stay for as long as that is to come; a clock of another machine may be ahead a little."""
+    """Otherwise a copy would stay until that time has come. Another machine's clock may be a little ahead."""
     for ahead_s, is_heeded in ((-1e6, True), (3600.0, True), (1e6, False)):
         when = time.time() + ahead_s
         os.utime(tmp_path, (when, when))
@@ -212,7 +212,7 @@ def test_copies_unused_longest_go_first_and_who_reads_one_keeps_it(remote: Remot
         remote.upload(build(tmp_path / "local", spec))
     for age, spec in enumerate(specs):
         os.utime(fetch_artifact(f"{remote.url}/{spec.artifact_id}"), (1000 + age, 1000 + age))
-    fetch_artifact(f"{remote.url}/{specs[0].artifact_id}")  # used again: now the youngest
+    fetch_artifact(f"{remote.url}/{specs[0].artifact_id}")  # used again: the most recently used
     oldest = open_artifact(cache_store() / specs[1].artifact_id)
     one_bytes = sum(file.stat().st_size for file in oldest.path.iterdir())
     assert shrink_cache(10 * one_bytes) == []

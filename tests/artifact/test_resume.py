@@ -1,4 +1,4 @@
-"""A build goes on where an earlier one stopped, believes nothing that it finds, and heals what is broken."""
+"""A build continues where an earlier one stopped, verifies all that it finds, and replaces what is broken."""
 
 import errno
 import hashlib
@@ -57,7 +57,7 @@ def test_a_checkpoint_keeps_every_bit(tmp_path: Path, kv_dtype: KvDtype) -> None
 
 
 def forge(path: Path, body: bytes) -> None:
-    """A record whose own hash is right."""
+    """Write a record whose own hash is right."""
     path.write_bytes(body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n")
 
 
@@ -93,7 +93,7 @@ def test_a_record_with_a_forged_size_counts_as_absent(tmp_path: Path) -> None:
 
 
 def test_hidden_states_of_another_shape_count_as_absent(tmp_path: Path) -> None:
-    """As of another build, under a record that vouches for them."""
+    """They are another build's, with a record that has their hash."""
     write_layers(tmp_path, 2)
     other = make_spec(context_len=69, num_kv_heads=1)
     WorkDir(tmp_path, other).path.mkdir()
@@ -175,7 +175,7 @@ def test_a_broken_artifact_is_replaced(tmp_path: Path) -> None:
 
 
 def test_an_artifact_for_which_this_process_has_no_room_is_not_replaced(tmp_path: Path, monkeypatch) -> None:
-    """Nothing says that it is broken: a copy of it is not downloaded anew either."""
+    """The error does not say that it is broken, so a copy of it is not downloaded again either."""
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     remote = RemoteStore(f"file://{tmp_path}/remote")
     remote.upload(path := build(cache_store(), SPEC))

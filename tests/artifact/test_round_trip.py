@@ -51,7 +51,7 @@ def assert_holds_what_was_built(artifact: Artifact, spec: ArtifactSpec) -> None:
 
 
 def assert_nearly_the_same(got: NDArray[np.float32] | None, want: NDArray[np.float32] | None) -> None:
-    """To half a step of a row's 8 bits."""
+    """Assert equality up to half a step of a row's 8 bits."""
     assert (got is None) == (want is None)
     if got is not None and want is not None:
         assert got.dtype == np.float32
@@ -233,7 +233,7 @@ def test_arrays_outlive_the_artifact_that_handed_them_out(tmp_path: Path) -> Non
 
 
 def test_an_artifact_is_pickled_as_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its KV is not copied. It was opened from where it lies, and is pickled and opened again elsewhere."""
+    """Its KV is not copied, and a path that was relative when it was opened is valid in another directory."""
     spec = make_spec()
     path = build(tmp_path, spec)
     monkeypatch.chdir(tmp_path)
@@ -275,6 +275,6 @@ def test_a_spec_that_makes_no_sense(change: dict[str, object], message: str) -> 
 
 
 def test_more_tokens_than_int32_numbers_are_refused() -> None:
-    """Before a forged manifest's segments are counted one by one."""
+    """They are refused before a forged manifest's segments are counted one by one."""
     with pytest.raises(ConfigError, match="1 to 2147483647 tokens, got context_len=2147483648"):
         dataclasses.replace(make_spec(), context_len=2**31)

@@ -1,4 +1,4 @@
-"""An artifact's shares have its heads, each once, and read what the whole reads."""
+"""An artifact's shares have each of its heads once, and read the same data as the whole."""
 
 import numpy as np
 import pytest

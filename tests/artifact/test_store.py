@@ -1,4 +1,4 @@
-"""Stores: finding an artifact, listing what is whole, clearing up what was abandoned."""
+"""Stores: finding an artifact, listing whole ones, removing abandoned builds."""
 
 import shutil
 from pathlib import Path

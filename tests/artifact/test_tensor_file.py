@@ -1,4 +1,4 @@
-"""Arrays are written in pieces of rows, and are the same bytes."""
+"""Arrays are written in pieces of rows, and read back as the same bytes."""
 
 import hashlib
 from pathlib import Path

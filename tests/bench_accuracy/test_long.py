@@ -1,4 +1,4 @@
-"""`bench.accuracy long`: what it computes is what the definitions say, and what the product does."""
+"""`bench.accuracy long` agrees with the definitions, and with the product."""
 
 import importlib.util
 import json
@@ -49,7 +49,7 @@ def make_step(rng, layer, num_tokens=3):
 
 
 def full_attention(layer, step):
-    """Token by token."""
+    """Compute full attention token by token."""
     out = torch.empty_like(step.q)
     for head, member, token in product(*map(range, step.q.shape[:3])):
         k, v = (torch.cat([old[head], new[head, : token + 1]]) for old, new in ((layer.k, step.k), (layer.v, step.v)))
@@ -167,7 +167,7 @@ def test_every_contender_attends_and_codes_help(name, rng):
     out = attend(layer, step, codes, contender.reading(0.05, 1100))
     expected = full_attention(layer, step)
     assert out.isfinite().all()
-    if contender.rest == "codes" and name != "KIVI, 2 bits":  # whose steps are too coarse for these keys
+    if contender.rest == "codes" and name != "KIVI, 2 bits":  # its steps are too coarse for these keys
         alone = attend(layer, step, None, Reading(0, 4, 256, "none"))
         assert (out - expected).norm() < (alone - expected).norm()
     if codes is not None:
@@ -179,14 +179,14 @@ def test_hits_are_those_of_a_cache_that_forgets_the_least_recently_used(rng):
     chosen = np.stack([rng.permutation(20)[:top_k] for _ in range(num_steps)])
     found = count_hits(torch.from_numpy(chosen)[None], num_rows)
     for size in SIZES:
-        # rows of one step are used at the same time: any order among them is an LRU, the mean of all is what counts
+        # rows of one step are used at the same time, and any order among them is LRU: the mean over orders is wanted
         hits = np.mean([lru_hits(chosen, size * top_k, order) for order in range(300)])
         assert found[f"hit_share_{size}k"] == pytest.approx(hits, abs=0.02)
     assert found["shared_with_last_step"] == found["hit_share_1k"]
 
 
 def lru_hits(chosen, capacity, seed):
-    """The share of the rows of the last three quarters of the steps that are in the cache."""
+    """Return the share of the chosen rows, in the last three quarters of the steps, that are in the cache."""
     order, cache = np.random.default_rng(seed), OrderedDict()
     hits, first = 0, len(chosen) // 4
     for step, rows in enumerate(chosen):
@@ -243,7 +243,7 @@ def test_a_text_is_measured_once_and_shown(tmp_path, monkeypatch):
     assert by_name["KIVI, 4 bits", 0.0]["code_bytes_per_key"] == 2 * 16 * 5 / 8
     assert "| default | 10 |" in table(records.cases)
     of_ours = by_name["default", 0.02]
-    slots = 0.15 * 2 * 2 * 16  # of a row in 16 bits
+    slots = 0.15 * 2 * 2 * 16  # slots for 15 % of the rows, in 16 bits
     assert hybrid_bytes(of_ours) == pytest.approx(of_ours["code_bytes_per_key"] + slots)
     draw(records.cases, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""LongBench's files in: sentences for what is wrong with them, prompts as LongBench makes them, answers out."""
+"""LongBench: bad files are refused with clear messages, prompts are made as LongBench does, answers are stored."""
 
 import json
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_prompts_are_cut_where_the_context_ends(tmp_path):
     decode = byte_tokenizer().decode
     assert (decode(plain.context), decode(plain.question)) == (context, question)
     chat = make_prompt(byte_tokenizer(), "Read.\n" + 60 * "x" + "yz", question, 60, chat=True)
-    assert decode(chat.context) == "[user]Read.\n" + 29 * "x" + "yz"  # of 91 characters the first and the last 30
+    assert decode(chat.context) == "[user]Read.\n" + 29 * "x" + "yz"  # the first and the last 30 of 91 characters
     assert decode(chat.question) == question + "\n[assistant]"
     easy = plain.set_up("dense")
     assert len(easy.question) == 1 and decode(easy.context) + decode(easy.question) == context + question

@@ -1,4 +1,4 @@
-"""LongBench's scores on cases worked out by hand, and on some that the libraries which it uses have scored."""
+"""LongBench's scores on cases worked out by hand, and on some scored by the libraries that LongBench uses."""
 
 import sys
 from types import ModuleType
@@ -26,10 +26,10 @@ from bench.timing import GateError
     [
         ("The cat.", "a CAT", 1.0),  # case, articles and punctuation do not count
         ("black cat", "cat", 2 / 3),  # precision 1/2, recall 1
-        ("cat cat", "cat", 2 / 3),  # a word counts as often as it stands in both
+        ("cat cat", "cat", 2 / 3),  # a word counts as often as both texts have it
         ("dog", "cat", 0.0),
         ("", "cat", 0.0),
-        ("the", "the", 0.0),  # nothing is left to compare
+        ("the", "the", 0.0),  # only articles: nothing is left to compare
         ("it's", "its", 1.0),
         ("theatre", "atre", 0.0),  # articles are whole words
     ],
@@ -44,7 +44,7 @@ def test_qa_f1(said, right, f1):
         ("the cat sat", "the cat sat", 1.0),
         ("a b c d", "a c", 2 * (2 / 4) * 1 / (2 / 4 + 1)),
         ("b a", "a b", 0.5),  # order counts: one word of two
-        ("a b. c d", "a b c d", 1.0),  # both sentences are matched against the right one
+        ("a b. c d", "a b c d", 1.0),  # both sentences are matched against the right answer
         ("a a a b", "a b", 1.0),  # a word counts once
         ("", "a", 0.0),
         ("...", "a", 0.0),
@@ -58,7 +58,7 @@ def test_rouge_l(said, right, score):
 
 
 def test_rouge_l_of_subsequences_in_two_sentences():
-    # of a b c d e, "a b x" has a b and "a c y d e" has a c d e: together all five of seven said and five wanted
+    # "a b x" has a b, and "a c y d e" has a c d e, of a b c d e: together five of seven words said, and all five wanted
     precision, recall = 5 / 7, 1.0
     want = 2 * precision * recall / (precision + recall)
     assert rouge_l("a b x. a c y d e", "a b c d e") == pytest.approx(want, abs=1e-7)
@@ -76,7 +76,7 @@ def test_rouge_l_of_subsequences_in_two_sentences():
     ],
 )
 def test_scores_are_the_libraries(said, right, rouge, ratio):
-    """As rouge 1.0.1 and fuzzywuzzy 0.18.0 without python-Levenshtein have said."""
+    """The expected scores are from rouge 1.0.1, and fuzzywuzzy 0.18.0 without python-Levenshtein."""
     assert rouge_l(said, right) == pytest.approx(rouge, abs=1e-6)
     assert edit_similarity(said, right) == ratio / 100
 
@@ -127,7 +127,7 @@ def test_chinese_words_are_jiebas(monkeypatch):
     jieba.cut = lambda text, cut_all: iter(text.split()) if not cut_all else pytest.fail("of each stretch one word")
     monkeypatch.setitem(sys.modules, "jieba", jieba)
     assert qa_f1_zh("北京 。", "北京") == 1.0
-    assert qa_f1_zh("ABC 《 北京 》 ， 上海", "abc 上海") == 4 / 6  # of its marks, LongBench keeps 《
+    assert qa_f1_zh("ABC 《 北京 》 ， 上海", "abc 上海") == 4 / 6  # LongBench removes 》 and ， but keeps 《
     assert rouge_l_zh("今天 很 好", "今天 好") == pytest.approx(0.8, abs=1e-7)
     monkeypatch.setitem(sys.modules, "jieba", None)
     with pytest.raises(GateError, match="pip install jieba"):

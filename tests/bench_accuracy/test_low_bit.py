@@ -1,4 +1,4 @@
-"""Low-bit KV codes rows as it is published."""
+"""Low-bit KV encodes rows as published."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_turned_rows_spend_more_bits_on_the_largest_channels(rng):
     rows[..., large] *= 20.0
     errors = {bits: (low_bit._decode_rotated(rows, bits) - rows).square().mean((0, 1)) for bits in ((3,), (4, 3), (4,))}
     theirs, others = large, torch.tensor([i for i in range(64) if i not in large])
-    # Max, 1960: of a normal distribution's variance 3 bits lose 0.0345, 4 bits 0.0095
+    # Max, 1960: 3 bits lose 0.0345 of a normal distribution's variance, 4 bits 0.0095
     assert float(errors[4, 3][theirs].mean()) == pytest.approx(0.0095 * 400, rel=0.1)
     assert float(errors[4, 3][others].mean()) == pytest.approx(0.0345, rel=0.1)
     assert float(errors[3,].mean()) > 3 * float(errors[4, 3].mean()), "one rotation spreads what is large over all"

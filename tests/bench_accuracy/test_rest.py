@@ -1,4 +1,4 @@
-"""`bench.accuracy rest`: its errors are those of the sketch's definition, over the rows that are not read."""
+"""`bench.accuracy rest`: its errors agree with the sketch's definition, over the rows that are not read."""
 
 import numpy as np
 import pytest
@@ -50,4 +50,4 @@ def test_all_heads_of_all_layers_are_measured(monkeypatch: pytest.MonkeyPatch) -
     assert (found["context_len"], found["eval_len"], found["keep"]) == (400, 6, 0.02)
     assert (
         found["mean"] < 0 > found["median"] and found["below"] > 0.5
-    )  # heads so narrow lose half of their coordinates
+    )  # heads this narrow lose half of their coordinates

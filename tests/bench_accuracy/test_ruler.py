@@ -1,4 +1,4 @@
-"""What is hidden in contexts: to the token as long as asked for, the same for the same seed, and where it should be."""
+"""RULER's tasks: contexts have exactly the given length, depend on the seed alone, and hide answers at their depths."""
 
 import re
 from random import Random
@@ -19,7 +19,7 @@ def byte_count(text: str) -> int:
 
 @pytest.fixture(scope="module")
 def merging() -> Tokenizer:
-    """A tokenizer whose tokens are parts of words, as models have them."""
+    """A tokenizer whose tokens are parts of words, as in real models."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,9 +40,9 @@ def test_texts_have_exactly_that_many_tokens(task, length, merging):
         assert count(fit(haystack.text, count, length)) == length
 
 
-@pytest.mark.parametrize("length", range(2040, 2065))  # more than a unit
+@pytest.mark.parametrize("length", range(2040, 2065))  # a range longer than a unit of text
 def test_no_length_is_out_of_reach(length):
-    """Words are tokens here, and a padding of any size is two more at least: what is missing may be one."""
+    """Words are tokens here, and any padding adds at least two tokens, though only one may be missing."""
 
     def count(text: str) -> int:
         return len(re.findall(r"\s*\n\s*|\S+", text))

@@ -1,4 +1,4 @@
-"""The measurements, in small: what they measure, and that what a file holds is not measured again."""
+"""The measurements on a small scale: what they measure, and that cases in a file are not measured again."""
 
 import json
 import struct
@@ -30,7 +30,7 @@ CONTEXT_LEN, EVAL_LEN = 320, 6
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Figures of three selectors on one text."""
+    """The directory with figures of three selectors on one text."""
     place = tmp_path_factory.mktemp("selectors")
     measure(place, "default,exact,window")
     return place
@@ -67,7 +67,7 @@ def test_what_is_there_is_not_measured_again(measured, monkeypatch):
         measure(measured, "window,default,exact")
     assert (measured / "figures.json").read_text() == before
     contexts = sorted(path.name for path in (measured / "store").iterdir())
-    again = measure(measured, "exact,default+ahead")  # only what is missing, over the context that was built
+    again = measure(measured, "exact,default+ahead")  # measures only what is missing, over the existing context
     assert [case["contender"] for case in again.cases] == ["default", "exact", "window", "default+ahead"]
     assert sorted(path.name for path in (measured / "store").iterdir()) == contexts
     assert json.loads((measured / "figures.json").read_text())["cases"] == again.cases
@@ -152,7 +152,7 @@ def test_prompts_are_as_long_as_asked_for():
 
 
 def make_answers() -> list[dict[str, object]]:
-    """Full attention finds all at depth 0 and nothing at depth 1; the selector half of it, and something more."""
+    """Full attention finds all at depth 0 and nothing at depth 1; the selector finds half at either depth."""
     answers = []
     for depth, sample, by_full, by_ours in [(0.0, 0, 1.0, 1.0), (0.0, 1, 1.0, 0.0), (1.0, 0, 0.0, 1.0), (1.0, 1, 0, 0)]:
         where = {"model": "m", "task": "passkey", "length": 1024, "depth": depth, "sample": sample}
@@ -181,7 +181,7 @@ def test_the_front_has_what_nothing_beats():
 
 
 def test_figures_of_version_2_are_counted_as_those_of_version_3(tmp_path):
-    """`default` on SmolLM2-135M: 16 bytes of codes a key, transforms of 48 coordinates, an 8th of a byte of marks."""
+    """`default` on SmolLM2-135M has 16 bytes of codes a key, transforms of 48 coordinates, and a bit of marks a key."""
     num_lists, context_len = 30 * 3, 7680
     [stored] = [
         case
@@ -214,7 +214,7 @@ def test_methods_are_counted_beside_codes_as_over_kv_of_16_bits():
     cases = {case["contender"]: case for case in selector_cases(RESULTS / "selectors.json") if case["keep"] == 0.02}
     num_lists, context_len = 30 * 3, 7680
     keys = num_lists * context_len * 128
-    codes = 2 + 256 * 128 / context_len  # and centroids
+    codes = 2 + 256 * 128 / context_len  # codes, and centroids
     searched = {"exact": keys, "quest": keys / 8, "sparq": keys / 4, "pqcache": num_lists * context_len * codes}
     for name, num_bytes in searched.items():
         assert cases[name]["search_bytes_per_step"] == pytest.approx(num_bytes, rel=0.02), name
@@ -227,7 +227,7 @@ def test_methods_are_counted_beside_codes_as_over_kv_of_16_bits():
 
 
 def test_names_lie_beside_all_points():
-    """`lists`, say, whose neighbour on the right covered its name."""
+    """For example `lists`, whose name its neighbour on the right would cover."""
     figure = Figure(figsize=(5, 4), dpi=pareto._DPI)
     canvas, axes = FigureCanvasAgg(figure), figure.subplots()
     costs = {"lists": (34.0, 0.022), "magicpig": (43.0, 0.0221), "default": (30.0, 0.001), "exact": (44.0, 0.021)}
@@ -251,7 +251,7 @@ def test_the_pareto_plot(measured, tmp_path, capsys):
     assert {line["axis"] for line in result["fronts"]} == set(pareto.AXES)
     fronts = {line["axis"]: line["front"] for line in result["fronts"]}
     assert fronts["moved"][0] == fronts["read"][0] == "window"  # it moves nothing
-    assert "exact" in fronts["index"] and "window" not in fronts["index"]  # neither has an index
+    assert "exact" in fronts["index"] and "window" not in fronts["index"]  # both have none; exact is better
 
 
 def test_the_picture_of_costs_is_as_wide_as_a_page(tmp_path):

@@ -1,4 +1,4 @@
-"""`bench.accuracy why`: its ways are the product's presets, and its figures are what they are called."""
+"""`bench.accuracy why`: its variants are the product's presets, and its figures are what their names say."""
 
 import json
 import time

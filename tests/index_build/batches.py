@@ -14,7 +14,7 @@ def text(number: int, num_lamps: int = 14) -> str:
 
 
 def make_place(place: Path, num_contexts: int) -> Path:
-    """A directory with a model and that many contexts."""
+    """Make a directory with a model and `num_contexts` contexts."""
     save(place / "model")
     for number in range(num_contexts):
         (place / f"{number}.txt").write_text(text(number + 1))
@@ -22,20 +22,20 @@ def make_place(place: Path, num_contexts: int) -> Path:
 
 
 def write_list(place: Path, *lines: dict[str, Any] | str) -> Path:
-    """A list of jobs from objects, or from lines as they are."""
+    """Write a list of jobs from objects, or from lines as they are."""
     file = place / "jobs.jsonl"
     file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return file
 
 
 def hashes(store: Path) -> dict[str, str]:
-    """The SHA-256 of every file in a store, by its path there."""
+    """Return the SHA-256 of every file in a store, by its path there."""
     files = (path for path in store.rglob("*") if path.is_file())
     return {str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def finished_files(store: Path) -> dict[str, int]:
-    """The inode of every file that an artifact has or will have, by artifact and name."""
+    """Return the inode of every file that an artifact has or will have, by artifact and name."""
     inodes = {}
     for path in [*store.glob("*/layer-*.safetensors"), *store.glob("*/artifact/layer-*.safetensors")]:
         artifact = path.parent.parent if path.parent.name == "artifact" else path.parent

@@ -1,4 +1,4 @@
-"""Builds of a batch that do not go as planned; they run in Ray's workers, which find them here by name."""
+"""Builders that fail in planned ways. They run in Ray's workers, which import them from here by name."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ PATIENCE_S = 60.0
 
 
 def _run_telling(tell: Callable[[BuildState], None], *arguments: Any) -> JobResult:
-    """In place of the board, which is told now and then."""
+    """Run a job that reports each state to `tell`, instead of some of them to the board."""
 
     def reporting(
         job: Job, loaded: Any, plan: Any, store: Path, num_threads: int, show: Any, *more: Any, **options: Any
@@ -31,7 +31,7 @@ def _run_telling(tell: Callable[[BuildState], None], *arguments: Any) -> JobResu
 
 
 class DiesOnce(Builder):
-    """The first that indexes the last layer is killed."""
+    """The first builder that indexes the last layer is killed."""
 
     def run_job(self, job: Job, store: Path, *more: Any) -> JobResult:
         def die(state: BuildState) -> None:
@@ -43,8 +43,8 @@ class DiesOnce(Builder):
 
 
 class HangsOnTheLostNode(Builder):
-    """Stands still in the last layer on the node that will go as soon as an artifact has been built; elsewhere, half of
-    six later, waits for that."""
+    """On the node that will be lost, hang in the last layer once this batch has built an artifact. On the other node,
+    wait for that once it has built two: half of the six are finished then."""
 
     def run_job(self, job: Job, store: Path, *more: Any) -> JobResult:
         import ray
@@ -63,7 +63,7 @@ class HangsOnTheLostNode(Builder):
 
 
 class BuilderOnCpu(Builder):
-    """Writes down what it does; the first that has done two builds is killed over the third."""
+    """Logs its process and jobs. The first builder that has finished two builds is killed at its third."""
 
     def __init__(self) -> None:
         self._num_done = 0

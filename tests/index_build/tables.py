@@ -1,4 +1,4 @@
-"""Codebooks and keys to make tables of, and the tables by definition."""
+"""Codebooks and keys to make tables of, and their scores by definition."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +17,7 @@ def centroids_and_keys(
     subspace_dim: int,
     context_len: int,
 ) -> tuple[Tensor, Tensor]:
-    """Unit centroids and keys as the build has them, with what is awkward among them.
+    """Return unit centroids and keys as the build has them, with awkward ones among the keys.
 
     Some keys are zero, repeated, or far from the rest; the last subspace of the first head has only zero keys.
     """
@@ -37,7 +37,7 @@ def list_table(codebooks: Tensor, keys: Tensor, list_len: int) -> dict[str, Tens
 
 
 def scores_by_definition(codebooks: Tensor, keys: Tensor) -> Tensor:
-    """Scores [num_index_heads, num_subspaces, num_centroids, context_len] float32."""
+    """Return scores [num_index_heads, num_subspaces, num_centroids, context_len] float32."""
     weights, parts = codebooks.double(), keys.view(*codebooks.shape[:2], codebooks.shape[3], -1).double()
     scores = torch.zeros(*codebooks.shape[:3], keys.shape[2], dtype=torch.float64)
     for dim in range(codebooks.shape[3]):

@@ -1,4 +1,4 @@
-"""Many contexts in one go: checked as a whole, one model loaded once, nothing built twice, no failure in the way."""
+"""A batch of contexts: checked as a whole, each model loaded once, nothing built twice, failures stop no other job."""
 
 import errno
 import json
@@ -207,7 +207,7 @@ def test_time_left_counts_only_what_is_built() -> None:
     assert totals.totals(0.0).left_s is None
     totals.finish(0, JobResult(jobs[0], "reused", 0.0, context_len=50))
     assert totals.totals(10.0).left_s is None
-    # resumed at a half, now at three quarters: 25 of 200 bytes, 25 of 100 tokens in 10 s
+    # resumed at a half and at three quarters after 10 s, which built 50 of 200 bytes, or 25 of 100 tokens
     totals.update(2, BuildState(100, 0.5, 0.75, ""))
     now = totals.totals(10.0)
     assert now.share == pytest.approx(250 / 400)
@@ -247,7 +247,7 @@ def test_the_verb_ends_with_1_and_a_report_when_a_job_failed(place: Path, tmp_pa
 def test_a_list_tells_programs_what_became_of_each_and_may_wait_for_no_disk(
     place: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    """... and a model that memory has no room for fails its own jobs."""
+    """A model that does not fit in memory fails only its own jobs."""
 
     def require_room(model: str, dtype: str, weights: str | None) -> None:
         if (dtype, weights) == ("float32", "fp8"):
@@ -330,7 +330,7 @@ def test_without_a_terminal_lines_tell_rate_and_time_left(capsys: pytest.Capture
 
 
 def test_the_verbs_take_a_url_for_a_store(place: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    """... and a second machine, with a cache of its own, answers from what the first has built."""
+    """A second machine, with a cache of its own, answers from what the first has built."""
     url = f"file://{tmp_path}/remote"
 
     def run(*options: object) -> dict[str, Any]:

@@ -55,12 +55,12 @@ def test_the_notebooks_example_leaves_a_session_open(tmp_path: Path, monkeypatch
 
 
 def test_a_store_may_lie_below_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory of the name `~` was made where the process was."""
+    """`~` is expanded, instead of making a directory of that name."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     report = build_context(loaded(), TEXT, "~/store")
     assert report.path.parent == tmp_path / "store" and report.path.is_dir()
-    assert directory("~/store") == tmp_path / "store"  # on the command line, where the shell leaves it
+    assert directory("~/store") == tmp_path / "store"  # for a `~` that the shell left
     with csattn_session(loaded(), f"~/store/{report.artifact_id[:4]}") as session:
         assert session.artifact.path == report.path
 
@@ -100,9 +100,9 @@ def test_a_context_is_a_text_that_is_long_enough(tmp_path: Path) -> None:
     most = loaded().geometry.max_positions
     with pytest.raises(ContextError, match=f"the context has {most} tokens and"):
         build_context(loaded(), "x" * most, tmp_path / "store", chat=False)
-    with pytest.raises(ContextError, match=f"the context has more than {most} tokens and"):  # not all are counted
+    with pytest.raises(ContextError, match=f"the context has more than {most} tokens and"):  # counting stops early
         build_context(loaded(), "x" * 9 * most, tmp_path / "store", chat=False)
-    for text in ("\n" * 9 * most + TEXT, TEXT + "\n" * 9 * most):  # which are taken off
+    for text in ("\n" * 9 * most + TEXT, TEXT + "\n" * 9 * most):  # blank lines are stripped
         assert build_context(loaded(), text, tmp_path / "store").path.is_dir()
 
 

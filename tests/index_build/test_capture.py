@@ -30,7 +30,7 @@ def test_prefill_equals_the_models_own_forward(family: str) -> None:
 
 
 def test_captured_queries_reproduce_the_captured_attention() -> None:
-    """The query is taken after RoPE: attention computed from it by hand must give the layer's own output."""
+    """Queries are captured after RoPE: attention computed from them must give the layer's own output."""
     model, ids = make_model("llama"), torch.from_numpy(token_ids(60)).long()
     seen = {}
     attention = model.model.layers[0].self_attn
@@ -78,7 +78,7 @@ def test_a_state_goes_on_from_chunk_to_chunk(chunk_len: int) -> None:
 def test_attention_on_a_gpu_is_attention_on_the_cpu(
     chunk_len: int, kv_len: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    """torch takes the same call on either device; on the CPU by its general path."""
+    """torch has the same call on both devices; on the CPU, its general implementation runs."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, kv = torch.randn(4, chunk_len, head_dim).to(dtype), torch.randn(2, kv_len, 2, head_dim).to(dtype)
     got = attend_chunk_on_gpu(q.to(device), kv[:, :, 0].to(device), kv[:, :, 1].to(device), 0.3)
@@ -127,7 +127,7 @@ def test_the_models_own_attention_is_put_back_even_after_an_error() -> None:
 
 
 def test_a_prefill_goes_on_when_another_of_the_same_model_ends() -> None:
-    """As of two threads that build different contexts."""
+    """Two threads that build different contexts do this."""
     model, ids = make_model("llama"), torch.from_numpy(token_ids(30)).long()
     before, alone = model.config._attn_implementation, all_layers(model, ids)
     first, second = prefill(model, ids), prefill(model, ids)

@@ -1,4 +1,4 @@
-"""Where a build runs and what places its centroids: chosen once, before a model is loaded."""
+"""A build's device and its k-means are chosen once, before a model is loaded."""
 
 import sys
 from io import BytesIO
@@ -102,7 +102,7 @@ def test_options_change_the_preset_that_they_belong_to() -> None:
     ],
 )
 def test_options_as_flags_are_the_options_again(options: BuildOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `csattn build`, which another process is started with."""
+    """Another process is started with these flags of `csattn build`."""
     given: list[BuildOptions] = []
 
     def build(context: str, tokens: None, options: BuildOptions, *more: object, **others: object) -> None:

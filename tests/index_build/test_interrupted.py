@@ -1,4 +1,4 @@
-"""A build that is interrupted: the same bytes as in one go, wherever that was, and nothing done twice."""
+"""A build that is interrupted anywhere makes the same bytes as in one go, and does nothing twice."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def loaded(job: Job) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def in_one_go(job: Job, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The hash of every file of the store after a build in this process."""
+    """The hash of every file of the store after an uninterrupted build in this process."""
     store = tmp_path_factory.mktemp("in-one-go")
     run_batch([job], store, device="cpu")
     return hashes(store)
@@ -77,7 +77,7 @@ def test_a_store_behind_a_url_gets_the_artifact(
 def test_a_second_builder_waits_and_finds_the_artifact(
     job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
 ) -> None:
-    """... of which it tells once."""
+    """It reports once that it waits."""
     plan, calls = plan_job(job, loaded), []
     lock = BuildLock(tmp_path / f".building-{plan.spec.artifact_id}.lock").acquire()
 

@@ -1,4 +1,4 @@
-"""The batch over a Ray cluster of this machine: a node dies half-way, four build the same, nothing is lost."""
+"""A batch on a Ray cluster of this machine: a node dies half-way, several build the same context, nothing is lost."""
 
 import signal
 import sys
@@ -64,7 +64,7 @@ def test_without_ray_the_sentence_says_how_to_get_it(tmp_path: Path, monkeypatch
 
 
 def test_a_sigterm_that_ray_takes_while_it_starts_ends_no_host(tmp_path: Path, monkeypatch) -> None:
-    """It is an exit that whoever calls may catch."""
+    """It raises SystemExit, which a caller may catch."""
     done: list[str] = []
     ray = ModuleType("ray")
     ray.is_initialized = lambda: False
@@ -78,12 +78,12 @@ def test_a_sigterm_that_ray_takes_while_it_starts_ends_no_host(tmp_path: Path, m
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[tuple[Any, Any]]:
-    """A cluster of two nodes of one CPU each, and the one that may be removed; this process is connected to it.
+    """A cluster of two nodes of one CPU each, and the node that may be removed. This process is connected to it.
 
-    Each has what Ray takes for a GPU.
+    Ray counts one GPU in each node.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # read as it is imported
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # read when ray is imported
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         ray = pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
         from ray.cluster_utils import Cluster
@@ -100,7 +100,7 @@ def two_nodes() -> Iterator[tuple[Any, Any]]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As the tasks have: sums of floats depend on how threads share them out."""
+    """Use one thread, as the tasks do: sums of floats depend on how threads divide them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -108,7 +108,7 @@ def one_thread() -> Iterator[None]:
 
 
 def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    """... although the first who makes its last layer is killed."""
+    """The first builder that indexes its last layer is killed."""
     monkeypatch.setattr("index_build.jobs.Builder", mishaps.DiesOnce)
     place, store = make_place(tmp_path / "place", 1), tmp_path / "store"
     jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 3))
@@ -126,7 +126,7 @@ def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_pat
 
 
 def test_each_gpu_has_a_process_that_stays(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    """... unless it is killed or broken; then another takes its place."""
+    """If it is killed or fails, another one replaces it."""
     monkeypatch.setattr("index_build.jobs.Builder", mishaps.BuilderOnCpu)
     place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
     (place / "5.txt").rename(place / "breaks.txt")
@@ -195,7 +195,7 @@ def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: An
 
 
 def test_a_store_behind_a_url_gets_what_the_cluster_builds(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    """... and a worker that does not see where it is made says so."""
+    """A worker that cannot see the directory of the build raises an error."""
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
     place, url = make_place(tmp_path / "place", 1), f"file://{tmp_path}/remote"
     jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 2))

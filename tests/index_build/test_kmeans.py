@@ -1,4 +1,4 @@
-"""Spherical k-means, by FAISS and by the batched program: unit centroids whatever the points, and as good a fit."""
+"""Spherical k-means, by FAISS and batched in torch: unit centroids for any points, and equally good fits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -102,7 +102,7 @@ def test_points_of_norm_zero_are_left_out(rng: np.random.Generator) -> None:
 
 
 def test_clusters_without_points_are_filled_again() -> None:
-    """All points that seeds are drawn from are one direction, so that all centroids but one begin empty."""
+    """Seeds are drawn from points of one direction only, so all centroids but one begin without points."""
     points = torch.eye(8).repeat(500, 1) + 1e-3 * torch.randn(4000, 8)
     points[:256] = points[0]
     centroids = spherical_kmeans_batch(points[None], 8, 20, 1)[0]
@@ -124,7 +124,7 @@ def test_a_sample_has_no_point_twice_and_few_points_are_all_taken() -> None:
 
 
 def query_parts(rng: np.random.Generator, subspace_dim: int) -> NDArray[np.float32]:
-    """Directions as queries have them: some dense groups, one stretched cloud, heavy tails."""
+    """Return points distributed like queries: some dense groups, one stretched cloud, heavy tails."""
     centers = rng.standard_normal((12, subspace_dim)) * rng.uniform(0.5, 3, (12, 1))
     group = rng.choice(12, 40_000, p=rng.dirichlet(np.full(12, 0.4)))
     mixing = rng.standard_normal((subspace_dim, subspace_dim)) * np.exp(rng.uniform(-1.5, 1.5, subspace_dim))
@@ -133,7 +133,7 @@ def query_parts(rng: np.random.Generator, subspace_dim: int) -> NDArray[np.float
 
 
 def mean_distance(points: NDArray[np.float32], centroids: NDArray[np.float32]) -> float:
-    """What both minimise, 1 - cosine to the nearest centroid, over all points."""
+    """Return what both minimise: the mean over all points of 1 - cosine to the nearest centroid."""
     directions = points / np.linalg.norm(points, axis=1, keepdims=True)
     return float((1 - (directions @ centroids.T).max(axis=1)).mean())
 

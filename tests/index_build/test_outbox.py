@@ -1,6 +1,6 @@
-"""A layer's way to the disk: from memory that nobody changes meanwhile, no errors lost, `then` in order.
+"""The outbox writes each layer from memory that does not change meanwhile, loses no error, and calls `then` in order.
 
-The device is played by memory copies here; with a real one see `test_pipeline_gpu.py`.
+Copies in host memory stand in for the device; `test_pipeline_gpu.py` has tests with a real one.
 """
 
 import threading
@@ -20,7 +20,7 @@ from index_build.outbox import DeviceOutbox, Outbox, make_outbox
 
 @pytest.fixture
 def device_outbox(monkeypatch: pytest.MonkeyPatch) -> DeviceOutbox:
-    """Copies are made at once, events have always passed."""
+    """An outbox whose copies are made at once, and whose events have always completed."""
     event = SimpleNamespace(synchronize=lambda: None)
     stream = SimpleNamespace(wait_event=lambda event: None, record_event=lambda: event)
 
@@ -36,7 +36,7 @@ def device_outbox(monkeypatch: pytest.MonkeyPatch) -> DeviceOutbox:
 
 
 class Sender:
-    """Layers whose arrays all hold their number, in memory that every second of them is captured in, or every one."""
+    """Sends layers whose arrays hold the layer's number, captured in `num_memories` buffers in turn."""
 
     def __init__(self, outbox, num_memories: int = 2) -> None:
         self._outbox, self._memory, self._layer = outbox, [torch.empty(3) for _ in range(num_memories)], 0
@@ -77,7 +77,7 @@ def test_on_the_cpu_a_layer_is_written_before_send_returns() -> None:
 
 @pytest.mark.parametrize("num_memories", [1, 2])
 def test_every_layer_is_written_as_it_was_sent(device_outbox: DeviceOutbox, num_memories: int) -> None:
-    """An index that takes long is of a layer that is not overwritten, whether the next is sent or not."""
+    """A layer is not overwritten while its index is still being made, whether the next layer is sent or skipped."""
     seen: set[tuple[float, float]] = set()
 
     def write(arrays: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The whole offline job on a small model: built once, resumed, refused, and never half there."""
+"""The whole offline job on a small model: built once, resumed, refused, and never half published."""
 
 import os
 import random
@@ -26,7 +26,7 @@ from tests.tiny import MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_
 NUM_KILLS = 6  # tests/artifact/test_interrupted_build.py has one before every system call
 
 
-# small lists: their k-means is measured elsewhere
+# small lists: k-means is tested elsewhere
 LISTS = ListConfig(num_centroids=16, num_iterations=2)
 CONFIGS: dict[str, IndexConfig] = {
     "sketch": SketchConfig(),
@@ -65,7 +65,7 @@ def test_the_same_context_is_built_once(tmp_path: Path) -> None:
 
 
 def test_only_lists_of_faiss_want_faiss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On macOS it is not there, and where it is, its OpenMP and torch's crash the process."""
+    """On macOS FAISS is not installed, because its OpenMP and torch's would crash the process."""
     program = "import sys, index_build.pipeline; assert 'faiss' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], timeout=120, check=True)
     of_faiss = replace(LISTS, kmeans="faiss")
@@ -89,7 +89,7 @@ def test_the_same_input_gives_the_same_bytes_on_any_number_of_threads(tmp_path: 
 
 @pytest.mark.parametrize("name", ["sketch", "lists"])
 def test_prefill_has_all_threads_that_torch_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """FAISS and torch may share OpenMP: what the one is told would hold for the other."""
+    """FAISS and torch may share OpenMP: a number of threads set for one would also apply to the other."""
     seen = []
 
     def attend(*args, **options):

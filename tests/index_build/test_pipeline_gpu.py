@@ -1,4 +1,4 @@
-"""The offline job with the model on a GPU: the same artifact but for rounding, written behind the computation."""
+"""The offline job with the model on a GPU: the same artifact up to rounding, written while later layers compute."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +92,7 @@ def test_the_same_build_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_both_devices_make_nearly_the_same_index(tmp_path: Path) -> None:
-    """Same id, and the first layer, where nothing has been amplified yet, agrees up to rounding."""
+    """They have the same id, and the first layer, where nothing has been amplified yet, agrees up to rounding."""
     paths = [build(tmp_path / name, model).path for name, model in (("a", on_gpu()), ("b", loaded()))]
     assert paths[0].name == paths[1].name
     with open_artifact(paths[0]) as a, open_artifact(paths[1]) as b:
@@ -118,7 +118,7 @@ def test_a_build_goes_on_after_an_interruption(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_outbox_writes_what_was_computed_before() -> None:
-    """What a layer was captured in is overwritten by the next but one as soon as `send` returns."""
+    """The memory of a captured layer is overwritten by the layer after the next as soon as `send` returns."""
     captured = torch.empty(2, 1000, 1000, device="cuda")
     may_write, seen = threading.Event(), set()
 
@@ -131,7 +131,7 @@ def test_the_outbox_writes_what_was_computed_before() -> None:
             if layer == 2:
                 may_write.set()
             kv = captured[layer % 2].fill_(layer)
-            torch.cuda._sleep(10_000_000 * (layer % 3))  # the device is behind what it was told
+            torch.cuda._sleep(10_000_000 * (layer % 3))  # the device lags behind the host
             outbox.send(kv, lambda kv=kv: {"codes": kv.amax(1)[:10].clone()}, write)
     assert seen == {(layer, layer, layer) for layer in range(12)}
 

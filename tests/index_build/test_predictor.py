@@ -1,4 +1,4 @@
-"""Looking ahead: the fitted map recovers a linear relation and never does worse than leaving the query alone."""
+"""Lookahead: the fitted map recovers a linear relation, and never does worse than leaving the query unchanged."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +45,7 @@ def test_samples_are_spread_over_the_context_and_bounded() -> None:
 
 
 def test_wide_heads_are_fitted_by_several_threads() -> None:
-    """As ridge regression says: what torch solves with would crash or hang."""
+    """The result is ridge regression's. torch's own solver would crash or hang."""
     with preserve_num_threads():
         torch.set_num_threads(2)
         early, own = torch.randn(4, 600, 256), torch.randn(4, 600, 256) + 5
@@ -61,7 +61,7 @@ def test_wide_heads_are_fitted_by_several_threads() -> None:
 
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_a_predictor_comes_with_the_index(monkeypatch: pytest.MonkeyPatch, is_beside: bool) -> None:
-    """What is fitted beside it, by one thread, is what the layer's queries say."""
+    """A predictor fitted in parallel with the index, on one thread, agrees with one fitted to the layer's queries."""
     monkeypatch.setattr(build_layers, "_PRODUCTS_PER_ELEMENT", 10**9 if is_beside else 0)
     model = loaded()
     num_fitted = 0
@@ -82,7 +82,7 @@ def test_a_predictor_comes_with_the_index(monkeypatch: pytest.MonkeyPatch, is_be
 
 
 def test_who_comes_later_has_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after a fit that began while one thread was enough for the index, and ended after it."""
+    """This holds even if a fit began while the index used one thread, and ended after it."""
     in_index, in_fit, seen = Event(), Event(), []
 
     def make_index(*_: object) -> dict[str, torch.Tensor]:

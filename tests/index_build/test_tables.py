@@ -1,4 +1,4 @@
-"""Lists against their definition: of every centroid the keys that it scores highest."""
+"""Lists agree with their definition: each centroid lists the keys with its highest scores."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +17,7 @@ from tests.table.invariants import check
 
 
 def table_of(arrays: dict[str, Tensor], list_len: int, context_len: int) -> ListTable:
-    """Of lists [num_index_heads, num_subspaces, num_centroids] or, of rows alone, in one subspace of one head."""
+    """Return a table of lists [num_index_heads, num_subspaces, num_centroids], or [num_centroids] for one subspace."""
     own = {name: array.numpy() for name, array in arrays.items()}
     if own["least"].ndim == 1:
         own = {name: array[None, None] for name, array in own.items()}
@@ -27,7 +27,7 @@ def table_of(arrays: dict[str, Tensor], list_len: int, context_len: int) -> List
 
 
 def best_keys(scores: NDArray[np.float16], list_len: int) -> list[int]:
-    """The definition: of equal scores the first, all in the order of keys."""
+    """Return the best keys by definition: in ascending order; among equal scores, the first keys."""
     return sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:list_len])
 
 

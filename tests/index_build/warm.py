@@ -1,4 +1,4 @@
-"""Imported by the server that forks builds: they find the classes of their model, which take longer than a build."""
+"""Preloaded by the server that forks builds: importing the classes of their model takes longer than a build."""
 
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""Selections that drift as those of a decode do, for tests of what caches their rows."""
+"""Selections that drift as those of decode steps do, for tests of caches of their rows."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ def make_step(
     batch: int,
     max_top_k: int,
 ) -> Step:
-    """kv_indices [batch, num_index_heads, max_top_k], valid_len, context_ids; garbage behind every valid_len."""
+    """Return kv_indices [batch, num_index_heads, max_top_k] (garbage after each valid_len), valid_len, context_ids."""
     num_contexts, num_index_heads, context_len = popularity.shape
     popularity += 0.3 * rng.standard_normal(popularity.shape)
     context_ids = rng.integers(-1, num_contexts, batch).astype(np.int32)
@@ -28,7 +28,7 @@ def make_step(
 
 
 def masked(step: Step) -> Step:
-    """The same selections, -1 where nothing is selected."""
+    """Return the same selections, with -1 where nothing is selected."""
     kv_indices, valid_len, context_ids = step
     selected = np.arange(kv_indices.shape[-1]) < valid_len[..., None]
     return np.where(selected & (context_ids >= 0)[:, None, None], kv_indices, np.int32(-1)), valid_len, context_ids

@@ -1,4 +1,4 @@
-"""Whether the book-keeping of memory and its movement is right: `check` raises AssertionError where it is not."""
+"""Invariants of the classes that manage memory: `check` raises AssertionError if one is violated."""
 
 from functools import singledispatch
 from typing import Any

@@ -1,4 +1,4 @@
-"""Blocks: found as they were put, within their budgets, whole or not at all, and never one for another."""
+"""Blocks are found as they were put, whole or not at all, never one for another, and keep within their budgets."""
 
 import errno
 import os
@@ -73,7 +73,7 @@ def test_another_process_finds_what_was_written_behind(tmp_path) -> None:
     assert other.holds(name(1)) and other.counts.memory_blocks == 0 and other.counts.disk_blocks == 3
     assert found(other, *map(name, range(5))) == lists(0, 1, 2)
     assert other.counts.memory_blocks == 3
-    late = make(tmp_path)  # which looked before there was anything
+    late = make(tmp_path)  # opened before block 7 is written
     blocks.put(name(7), data(7))
     blocks.flush()
     assert found(late, name(7)) == lists(7)
@@ -88,7 +88,7 @@ def test_memory_keeps_to_its_budget_and_what_went_comes_from_its_file(tmp_path) 
         blocks.put(name(number), data(number))
         blocks.flush()
     assert blocks.counts.memory_blocks == 2 and blocks.counts.disk_blocks == 5
-    assert found(blocks, *map(name, range(5))) == lists(*range(5))  # more than there is room for at once
+    assert found(blocks, *map(name, range(5))) == lists(*range(5))  # more than fit in memory at once
     check(blocks)
     with blocks.hold([name(0), name(1)]):
         assert blocks.counts.memory_bytes <= 2 * BLOCK + 5
@@ -115,7 +115,7 @@ def test_what_waits_to_be_written_is_within_the_budget_too(tmp_path, monkeypatch
 
 
 def test_one_key_is_not_taken_for_another_block(tmp_path) -> None:
-    """In memory, in a file, and in a file of another process."""
+    """This holds in memory, in a file, and in a file of another process."""
     blocks = make(tmp_path)
     assert blocks.put(name(1, "same"), data(1)) and not blocks.put(name(2, "same"), data(2))
     assert found(blocks, name(2, "same")) == [] and not blocks.holds(name(2, "same"))
@@ -136,7 +136,7 @@ def chain(*own: bytes) -> list[Label]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.sampled_from([b"a", b"b"]), max_size=5), min_size=2, max_size=6), st.randoms())
 def test_labels_are_the_same_where_all_before_them_is(parts, random) -> None:
-    """Whatever they were compared with before."""
+    """Earlier comparisons do not change the result."""
     labels = [label for own in parts for label in chain(*own)]
     want = [bytes(label) for label in labels]
     for _ in range(100):
@@ -146,7 +146,7 @@ def test_labels_are_the_same_where_all_before_them_is(parts, random) -> None:
 
 
 def test_who_goes_along_a_chain_looks_at_each_label_a_few_times(monkeypatch) -> None:
-    """And a chain of a million tokens can go."""
+    """The chain of a million tokens is also freed without too deep a recursion."""
 
     class Counted(bytes):
         num_looks = 0
@@ -192,7 +192,7 @@ def test_a_wrong_size_in_a_head_is_no_such_block_and_is_written_again(tmp_path, 
     blocks.close()
     [path] = files_of(tmp_path)
     was = bytearray(path.read_bytes())
-    was[12 + bit // 8] ^= 1 << bit % 8  # of the data's size
+    was[12 + bit // 8] ^= 1 << bit % 8  # in the field of the data's size
     path.write_bytes(was)
     again = make(tmp_path)
     assert not again.holds(name(1))
@@ -239,7 +239,7 @@ def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
 
 
 def test_what_was_used_before_the_clock_was_set_back_goes_first(tmp_path) -> None:
-    """It would be used last for years, and what is new go in its place."""
+    """Otherwise it would count as the last used for years, and new files would be removed instead."""
     files, to_come = BlockFiles(tmp_path, lambda _: 4 * (64 + BLOCK)), time.time() + 1e7
     for number in range(8):
         assert files.write(f"key{number}", b"", data(number))
@@ -316,7 +316,7 @@ def test_what_a_killed_process_left_half_written_is_never_found_and_goes(tmp_pat
 
 
 def test_a_block_that_is_read_takes_no_more_memory_than_it_counts_for(tmp_path, monkeypatch) -> None:
-    """Its label may be many times as long. One that there is no memory for is not found."""
+    """It does not keep its label's memory, which may be many times as large. Without memory for it, it is not found."""
 
     def fail(*_: object) -> None:
         raise MemoryError("no room")
@@ -348,7 +348,7 @@ def test_a_reader_may_remove_what_the_writer_is_about_to(tmp_path, monkeypatch) 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40), st.integers(1, 4))
 def test_without_files_the_least_recently_used_goes(operations, room) -> None:
-    """Against a dictionary in the order of use."""
+    """The definition is a dictionary in the order of use."""
     blocks, want = Blocks(room * BLOCK, None), OrderedDict()
     for number, puts in operations:
         if puts:

@@ -1,4 +1,4 @@
-"""What does not fit is refused before any work, in words that say what to do."""
+"""What does not fit is refused before any work, with advice on what to do."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Formats of keys and values: to the byte as written by hand, compiled as defined, refusals in sentences."""
+"""Formats of keys and values: their bytes agree with hand-written ones, and the compiled codec with the definition."""
 
 import threading
 
@@ -17,7 +17,7 @@ NAMES = tuple(FORMATS)
 
 
 def one_block(*values: float) -> np.ndarray:
-    """32 values: these, then zeros."""
+    """Return 32 values: these, then zeros."""
     return np.array([*values, *[0.0] * (32 - len(values))], np.float32)
 
 
@@ -26,7 +26,7 @@ def half(value: float) -> bytes:
 
 
 def both(name: str, vector: np.ndarray) -> bytes:
-    """What the definition writes, once it is clear that the compiled encoder writes the same."""
+    """Return what the definition writes, after checking that the compiled encoder writes the same."""
     want = reference.encode(FORMATS[name], vector)
     codec = KvCodec(KvFormat.parse(name), len(vector))
     got = codec.encode(np.stack([vector, vector]))
@@ -38,33 +38,33 @@ GOLDEN = {
     "q8_0, zeros": ("q8_0", one_block(), bytes(34)),
     "q8_0, negative zeros": ("q8_0", one_block() * np.float32(-1), bytes(34)),
     "q8_0, a scale of one": ("q8_0", one_block(127, -127, 1, -1), half(1) + bytes([127, 129, 1, 255]) + bytes(28)),
-    # ties go away from zero: 0.5 -> 1, 2.5 -> 3, and not to even
+    # ties round away from zero, not to even: 0.5 -> 1, 2.5 -> 3
     "q8_0, ties": (
         "q8_0", one_block(127, 0.5, -0.5, 1.5, 2.5, -2.5, 0.49999997),
         half(1) + bytes([127, 1, 255, 2, 3, 253, 0]) + bytes(25),
     ),
-    # 1 / d is that of the float32 d = 1 / 127, which as float16 is 0.00787354
+    # values are multiplied by 1 / d of the float32 d = 1 / 127; as float16, d is 0.00787354
     "q8_0, the scale is rounded after its use": (
         "q8_0", one_block(1, 0.5), half(1 / 127) + bytes([127, 64]) + bytes(30),
     ),
     "q8_0, the largest scale": ("q8_0", one_block(65504 * 127), half(65504) + bytes([127]) + bytes(31)),
-    # float16 has no scale this small: codes are as they would be, and stand for 0
+    # the scale underflows to 0 in float16: codes are those of the float32 scale, and decode to 0
     "q8_0, no scale": ("q8_0", one_block(1e-9, -1e-9), bytes(2) + bytes([127, 129]) + bytes(30)),
     "q8_0, no inverse": ("q8_0", one_block(1e-40), bytes(34)),
     "q4_0, zeros": ("q4_0", one_block(), half(-0.0) + b"\x88" * 16),
     "q4_0, negative zeros": ("q4_0", one_block() * np.float32(-1), half(-0.0) + b"\x88" * 16),
-    # of +8 and -8 the first one has the scale -1: 8 -> 0, and -8 -> 16, which is cut to 15
+    # of +8 and -8 the first one sets the scale, to -1: 8 -> 0, and -8 -> 16, which is clipped to 15
     "q4_0, plus before minus": ("q4_0", one_block(8, -8), half(-1) + bytes([0x80, 0x8F]) + b"\x88" * 14),
     "q4_0, minus before plus": ("q4_0", one_block(-8, 8), half(1) + bytes([0x80, 0x8F]) + b"\x88" * 14),
     "q4_0, low and high halves": (
         "q4_0", np.concatenate([np.arange(-8, 8), -np.arange(-7, 9)]).astype(np.float32),
         half(1) + bytes(low | (15 - low) << 4 for low in range(16)),
     ),
-    # x / d + 8.5 is cut off: halves go up
+    # x / d + 8.5 is truncated: halves round up
     "q4_0, ties": ("q4_0", one_block(-8, 0.5, -0.5, 1.5), half(1) + bytes([0x80, 0x89, 0x88, 0x8A]) + b"\x88" * 12),
     "q4_0, the largest scale": ("q4_0", one_block(-8 * 65504), half(65504) + b"\x80" + b"\x88" * 15),
     "fp8, zeros": ("fp8", one_block(), bytes(36)),
-    # 448 is 0x7E; 1 is 0x38; between 1 and 1.125 the tie goes to the even 1; 2 ** -9 is the least
+    # 448 is 0x7E; 1 is 0x38; the tie between 1 and 1.125 rounds to the even 1; 2 ** -9 is the smallest number
     "fp8": (
         "fp8", one_block(448, -448, 1, 1.0625, 1.1875, 2**-9, 2**-10, 3 * 2**-10, -0.0, 2**-6, 2**-6 - 2**-10),
         np.float32(1).tobytes() + bytes([0x7E, 0xFE, 0x38, 0x38, 0x3A, 1, 0, 2, 0x80, 8, 8]) + bytes(21),
@@ -134,7 +134,7 @@ def test_rows_are_gathered_as_they_decode(rng: np.random.Generator) -> None:
     codec = KvCodec(KvFormat.parse("k=fp8,v=q4_0"), 32)
     coded = codec.encode(rng.standard_normal((50, 2, 32), dtype=np.float32))
     numbers = rng.integers(0, 50, 17)
-    poisoned = np.full_like(coded, 0xFF)  # NaN, where a scale is read of it
+    poisoned = np.full_like(coded, 0xFF)  # as a scale, NaN
     poisoned[numbers] = coded[numbers]
     np.testing.assert_array_equal(codec.gather(poisoned, numbers), codec.decode(coded)[numbers])
     assert codec.gather(coded, numbers[:0]).shape == (0, 2, 32)

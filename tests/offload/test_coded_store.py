@@ -1,4 +1,4 @@
-"""Rows of a coded store leave as they decode, those that are not asked for are not read."""
+"""A coded store returns decoded rows, and reads no others."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_coded_rows_leave_as_they_decode(text: str, dtype: torch.dtype) -> None:
 
 
 def test_rows_that_are_not_chosen_are_not_read() -> None:
-    """A row of 0xFF would decode to NaN, and so would what touches it."""
+    """A row of 0xFF decodes to NaN, which would spread to any result that reads it."""
     store = CodedStore([torch.randn(2, 100, 2, 32)], KvFormat.parse("k=fp8,v=q8_0"))
     indices = torch.randint(0, 100, (2, 20))
     want = store.gather(0, indices)

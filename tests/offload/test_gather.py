@@ -16,7 +16,7 @@ from tests.cuda_on_cpu.emulated import DEVICE, crossed
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU where there is no device."""
+    """Run the kernels on the CPU if there is no GPU."""
     emulator.stand_in(monkeypatch, module)
 
 
@@ -26,7 +26,7 @@ def test_rows_that_no_thread_can_copy_are_refused() -> None:
 
 
 def make_lists(counts: list[int], num_rows: int, sources: torch.Tensor, targets: torch.Tensor) -> RowLists:
-    """Each list copies random rows of its own source to random rows of its own target."""
+    """Return lists that each copy random rows of one source to random rows of one target."""
     capacity = max(*counts, 1)
     lists = make_row_lists(len(counts), capacity, DEVICE)
     lists.counts.copy_(torch.tensor(counts))
@@ -40,7 +40,7 @@ def make_lists(counts: list[int], num_rows: int, sources: torch.Tensor, targets:
 
 @contextmanager
 def readable_for_device(rows: torch.Tensor) -> Iterator[None]:
-    """Pinned, where there is a device."""
+    """Pin the rows if there is a GPU."""
     if DEVICE.type == "cpu":
         yield
         return

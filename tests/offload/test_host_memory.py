@@ -1,4 +1,4 @@
-"""What memory costs before it is written."""
+"""Memory from `sparse_zeros` costs only the pages that are written."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def test_a_byte_in_many_places_costs_a_page_in_each() -> None:
     memory = sparse_zeros(places << 21)
     before = int(STATM.read_text().split()[1])
     memory[:: 1 << 21] = 1
-    assert int(STATM.read_text().split()[1]) - before < 8 * places  # by 2 MiB each it would be 512 times as many
+    assert int(STATM.read_text().split()[1]) - before < 8 * places  # huge pages of 2 MiB would be 512 times as many
     assert memory[0] == 1 and not memory[1:4096].any()
 
 

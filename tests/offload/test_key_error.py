@@ -1,4 +1,4 @@
-"""Coding that leaves nothing of what tells keys apart is told from coding that does, by made-up keys."""
+"""`key_error` detects formats that lose the differences between keys, here of made-up keys."""
 
 import math
 
@@ -12,7 +12,7 @@ HEAD_DIM, LOST = 64, 0.8
 
 
 def biased(bias: float, turn: float, num_rows: int = 600) -> torch.Tensor:
-    """[2, num_rows, 2, HEAD_DIM]: what tokens add is normal; the second head has a bias, which turns with the row."""
+    """Return Gaussian KV [2, num_rows, 2, HEAD_DIM]. The second head's keys have a bias, rotated by `turn` a row."""
     kv = torch.randn(2, num_rows, 2, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     angle = turn * torch.arange(num_rows)
     kv[1, :, 0, 31] += bias * angle.cos()
@@ -26,8 +26,8 @@ def test_a_bias_that_turns_is_told_in_coarse_formats(turn: float) -> None:
     assert all(key_error(plain, form) < 0.2 for form in FORMATS.values())
     errors = {name: key_error(large, form) for name, form in FORMATS.items()}
     assert errors["q4_0"] > LOST > max(errors["bfloat16"], errors["float16"], errors["float32"])
-    assert errors["fp8"] > LOST or turn < 0.1  # its scale follows one large number that stays the largest
-    assert key_error(large[:1], FORMATS["q4_0"]) < 0.2  # the head without one
+    assert errors["fp8"] > LOST or turn < 0.1  # fp8's scale follows the largest number if that stays the same one
+    assert key_error(large[:1], FORMATS["q4_0"]) < 0.2  # the head without a bias
 
 
 def test_keys_alone_count_and_only_where_there_are_enough() -> None:

@@ -1,4 +1,4 @@
-"""Host rows become readable for the device, or it is said why not; nothing stays locked."""
+"""Host rows become readable for the device, or the reason is given; nothing stays locked."""
 
 import gc
 import mmap
@@ -21,7 +21,7 @@ PAGE = 4096
 
 
 class FakeDriver:
-    """Remembers what is registered; refuses what it is told to."""
+    """A driver that records what is registered, and refuses some registrations."""
 
     def __init__(self, refuses_read_write: bool = False, refuses_read_only: bool = True, refuses_from: int = 10**9):
         self.registered: dict[int, int] = {}
@@ -45,7 +45,7 @@ class FakeDriver:
 
 
 def make_layers(num_layers: int = 3, context_len: int = 100) -> list[Tensor]:
-    """Of pages of their own; the last is not full."""
+    """Return layers that share no pages; each layer's last page is not full."""
     return copy_rows(torch.randn(num_layers, 2, context_len, 2, 16))
 
 
@@ -70,7 +70,7 @@ def test_all_rows_lie_in_chunks_that_share_no_page(chunk_pages: int) -> None:
 
 
 def test_each_layer_is_registered_by_itself_and_once() -> None:
-    """One that lies in two registrations could not be copied to the device at once."""
+    """A layer in two registrations could not be copied to the device in one call."""
     driver = FakeDriver()
     pages = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 7 * PAGE), np.float32))
     layers = [pages[: 2 * PAGE // 4], pages[2 * PAGE // 4 : 5 * PAGE // 4], pages[5 * PAGE // 4 :]]
@@ -168,7 +168,7 @@ def test_allocated_rows_begin_pages_and_are_zero() -> None:
     layers = allocate_rows(3, (2, 101, 2, 8), torch.bfloat16)
     assert all(layer.shape == (2, 101, 2, 8) and layer.data_ptr() % PAGE == 0 for layer in layers)
     assert all(not layer.any() for layer in layers)
-    assert torch.equal(copy_rows(make_layers())[2], copy_rows(make_layers())[2]) is False  # of different values
+    assert torch.equal(copy_rows(make_layers())[2], copy_rows(make_layers())[2]) is False  # random values
 
 
 def test_copies_are_equal_and_elsewhere() -> None:
@@ -179,7 +179,7 @@ def test_copies_are_equal_and_elsewhere() -> None:
 
 
 def gathers(rows: PinnedRows) -> bool:
-    """Whether the device reads what the host has."""
+    """Return whether the device reads the same bytes as the host."""
     layer = rows.layers[-1]
     num_rows, row_bytes = layer[0, :, 0, 0].numel(), layer[0, 0].nbytes
     lists = make_row_lists(1, num_rows, torch.device("cuda"))
@@ -190,7 +190,7 @@ def gathers(rows: PinnedRows) -> bool:
     lists.from_rows.copy_(torch.arange(num_rows))
     lists.to_rows.copy_(torch.arange(num_rows))
     RowGather(row_bytes, 1).launch(lists)
-    # to pages of its own: a copy to memory that shares a page with pinned rows is refused
+    # copied to separate pages: a copy to memory that shares a page with pinned rows is refused
     return torch.equal(allocate_rows(1, target.shape, target.dtype)[0].copy_(target), layer[0])
 
 
@@ -212,7 +212,7 @@ def test_the_device_reads_pinned_rows_and_read_only_maps(tmp_path: Path) -> None
 def test_a_failed_registration_leaves_no_error_behind() -> None:
     layers = make_layers()
     first = PinnedRows(layers)
-    second = PinnedRows(layers)  # the same pages again: refused, so these are copied
+    second = PinnedRows(layers)  # registering the same pages again is refused, so they are copied
     assert first.how == "in place" and second.how.startswith("a copy") and gathers(second)
     torch.zeros(3, device="cuda").add_(1)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The definition of the slot cache keeps its promises."""
+"""The slot cache's definition keeps selected rows and evicts those unused longest."""
 
 from collections import Counter
 

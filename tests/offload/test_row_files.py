@@ -1,4 +1,4 @@
-"""Pieces of files, read in runs of whole blocks."""
+"""Pieces of files are read in runs of whole blocks."""
 
 from contextlib import closing
 

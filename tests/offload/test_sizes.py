@@ -1,4 +1,4 @@
-"""Sizes as people write them, and sentences for what is none."""
+"""Sizes are read as people write them; anything else is refused with a clear message."""
 
 import pytest
 

@@ -20,9 +20,9 @@ from tests.offload.soundness import check
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU where there is no device."""
+    """Run the kernels on the CPU if there is no GPU."""
     emulator.stand_in(monkeypatch, slot_cache, gather)
-    if DEVICE.type == "cpu":  # where every thread of a block takes time
+    if DEVICE.type == "cpu":  # emulating each thread of a block takes time
         monkeypatch.setattr(slot_cache, "_THREADS", 128)
 
 
@@ -82,7 +82,7 @@ def test_a_caches_bytes_are_what_it_allocates() -> None:
 def test_what_threads_hold_in_memory_is_what_the_compiler_says(
     batch: int, context_len: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ptxas of CUDA 13.0, for sm_90: bytes of a stack frame."""
+    """`held` is the size of a stack frame in bytes, reported by ptxas of CUDA 13.0 for sm_90."""
     monkeypatch.setattr(slot_cache, "_THREADS", 512)
     sizes = {"num_slots": context_len * 15 // 100, "max_top_k": context_len // 50, "max_batch": batch}
     assert stack_bytes(make_shape(context_capacity=context_len, **sizes)) == held * slot_cache._RESIDENT_THREADS
@@ -103,7 +103,7 @@ CASES = {
 
 
 def num_steps(shape: SlotCacheShape) -> int:
-    """As many as there is time for."""
+    """Return the number of steps that there is time for."""
     if DEVICE.type == "cpu":
         return 12 if shape.num_slots < 1000 else 1
     return 40 if shape.num_slots < 1000 else 8
@@ -148,7 +148,7 @@ def test_one_block_decides_where_there_are_no_clusters(name: str, rng: np.random
 
 
 def numbered_rows(shape: SlotCacheShape, device: torch.device | None = None) -> Tensor:
-    """Rows [num_contexts, num_kv_heads, context_capacity, row_bytes] that all differ and are never 0."""
+    """Return rows [num_contexts, num_kv_heads, context_capacity, row_bytes] that all differ and are never 0."""
     sizes = (shape.num_contexts, shape.num_kv_heads, shape.context_capacity)
     number = torch.arange(1, 1 + int(np.prod(sizes)), device=device).view(*sizes, 1, 1)
     rows = torch.cat([number % 30011, 1 + number // 30011], -2).expand(*sizes, 2, shape.row_bytes // 4)
@@ -156,7 +156,7 @@ def numbered_rows(shape: SlotCacheShape, device: torch.device | None = None) -> 
 
 
 def wrong_rows(cache: SlotCache, ids: Tensor, rows: Tensor, keys: Tensor, context_ids: Tensor) -> Tensor:
-    """How many entries of a lookup in layer 0 lead elsewhere than to their key's row.
+    """Return how many entries of a lookup in layer 0 do not lead to their key's row.
 
     rows: [num_contexts, num_kv_heads, context_capacity, row_bytes]; keys: like ids, -1 padded.
     """
@@ -181,7 +181,7 @@ def wrong_rows(cache: SlotCache, ids: Tensor, rows: Tensor, keys: Tensor, contex
     ],
 )
 def test_thousands_of_replayed_steps_never_give_a_wrong_row(changes: dict[str, int], num_steps: int) -> None:
-    """One captured graph: new random selections, lookup, gather from pinned memory, comparison with a fresh gather."""
+    """One captured graph makes random selections, looks them up, gathers from pinned memory, and compares the rows."""
     shape = make_shape(num_layers=1, **changes)
     host_rows = numbered_rows(shape)
     rows = host_rows.to(DEVICE)
@@ -243,4 +243,4 @@ def test_a_reloaded_context_is_not_mistaken_for_the_one_before(rng: np.random.Ge
     now = torch.stack([first[0], second[1]])
     assert int(wrong_rows(cache, ids, now, keys, context_ids)) == 0
     moved = [cache.statistics()[0].num_moved, int(valid_len.sum()) + int(valid_len[0].sum())]
-    assert moved[0] == moved[1]  # context 1 twice, context 0 once
+    assert moved[0] == moved[1]  # rows of context 1 moved twice, those of context 0 once

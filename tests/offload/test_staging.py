@@ -1,4 +1,4 @@
-"""Copies by way of page-locked pieces."""
+"""Copies to the device through page-locked pieces."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def _copied(num_numbers: int, device: str) -> None:
     expected = rows.clone()
     place = torch.full((num_numbers,), -1, dtype=torch.int16, device=device)
     copy_to_device(rows, place)
-    rows.fill_(0)  # it has left
+    rows.fill_(0)  # the copy no longer reads it
     assert torch.equal(place.cpu(), expected)
 
 

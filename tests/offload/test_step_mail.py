@@ -1,4 +1,4 @@
-"""What the device posts arrives with its flag, and what it waits for is fetched whole."""
+"""Rows that the device posts arrive with their flag, and selections that it waits for are fetched whole."""
 
 import threading
 from collections.abc import Callable
@@ -29,11 +29,11 @@ def make_clock(step: int) -> StepClock:
 
 
 def beside(enqueue: Callable[[], None]) -> threading.Thread:
-    """Enqueue what may wait: on a CPU a launch ends when its kernel does."""
+    """Enqueue in a thread a kernel that may wait: on a CPU, a launch returns only when its kernel ends."""
 
     def run() -> None:
         if DEVICE.type == "cuda":
-            torch.cuda.synchronize()  # a new thread has no context yet: the driver wants one
+            torch.cuda.synchronize()  # gives the new thread a context, which the driver requires
         enqueue()
 
     thread = threading.Thread(target=run, daemon=True)
@@ -58,7 +58,7 @@ def test_rows_arrive_and_their_flags_say_so(row_shape: tuple[int, ...]) -> None:
 
 
 def fill(mail: SelectionMail, row: int, width: int, lens: list[int]) -> torch.Tensor:
-    """A row's selection, head by head `width` apart; what lies behind it is tempting."""
+    """Write a row's selection with heads `width` apart, among valid-looking ids. Return what `fetch` should give."""
     mail.kv_indices[row] = 777
     want = torch.full((NUM_HEADS, MAX_TOP_K), -1, dtype=torch.int32)
     heads = mail.kv_indices[row, : NUM_HEADS * width].view(NUM_HEADS, width)
@@ -75,11 +75,11 @@ def test_the_device_waits_for_rows_in_use_and_no_others() -> None:
     kv_indices = torch.full((3, NUM_HEADS, MAX_TOP_K), -777, dtype=torch.int32, device=DEVICE)
     valid_len = torch.full((3, NUM_HEADS), -777, dtype=torch.int32, device=DEVICE)
     context_ids = torch.tensor([0, -1, 1], dtype=torch.int32, device=DEVICE)
-    mail.flags.fill_(52)  # of the layer before
+    mail.flags.fill_(52)  # the previous layer's flag
     waiting = beside(lambda: mail.fetch(kv_indices, valid_len, context_ids, clock, flag_of_step=3))
     lens = [[MAX_TOP_K, 0, 1], [600, 512, 599]]
     want = [fill(mail, 0, MAX_TOP_K, lens[0]), fill(mail, 2, 600, lens[1])]
-    mail.flags[0, :2] = mail.flags[2] = torch.tensor(54)  # later is as good
+    mail.flags[0, :2] = mail.flags[2] = torch.tensor(54)  # a later flag is as good
     waiting.join(0.2)
     assert waiting.is_alive() or DEVICE.type == "cuda", "it did not wait for the last head"
     mail.flags[0, 2] = 53

@@ -1,4 +1,4 @@
-"""Rows come back as they were put in."""
+"""Stores return rows as they were put in."""
 
 import pytest
 import torch

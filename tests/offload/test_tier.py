@@ -1,4 +1,4 @@
-"""A tier: exact LRU, and pages that are in use stay; and the files below it."""
+"""A tier is an exact LRU cache that keeps pages in use; the files below it."""
 
 import errno
 import fcntl
@@ -28,7 +28,7 @@ def pages(*numbers: int):
 
 @given(st.lists(st.lists(st.integers(0, 19), min_size=1, max_size=5, unique=True), max_size=30), st.integers(1, 9))
 def test_the_least_recently_used_page_goes(batches, num_slots) -> None:
-    """Against a dictionary in the order of use. A batch larger than the tier is cut to it."""
+    """The definition is a dictionary in the order of use. A batch larger than the tier is cut to the tier's size."""
     tier, want = Tier(20, num_slots), OrderedDict()
     for batch in batches:
         batch = batch[:num_slots]
@@ -51,7 +51,7 @@ def test_the_least_recently_used_page_goes(batches, num_slots) -> None:
 
 @pytest.mark.parametrize("num_slots", [100, 333])
 def test_the_oldest_are_found_among_many(rng, num_slots) -> None:
-    """Lists of candidates are used up, skipped and made again; batches of few and of many pages."""
+    """Lists of candidates are used up, skipped and rebuilt; batches have few or many pages."""
     tier, want = Tier(1000, num_slots), OrderedDict()
     for most in np.tile([1, 5, 90], 60):
         batch = np.unique(rng.zipf(1.2, int(rng.integers(most)) + 1) % 1000).astype(np.int64)
@@ -73,7 +73,7 @@ def test_a_pinned_page_is_never_replaced() -> None:
     kept = tier.assign(pages(0, 1))
     tier.pin(kept)
     assert tier.assign(pages(2))[0] >= 0
-    assert (tier.assign(pages(3, 4)) >= 0).sum() == 1  # where 2 lay; nothing else may go
+    assert (tier.assign(pages(3, 4)) >= 0).sum() == 1  # in 2's slot; the others are pinned
     assert np.array_equal(tier.look_up(pages(0, 1)), kept)
     check(tier)
     with pytest.raises(AssertionError, match="in use"):
@@ -145,7 +145,7 @@ def test_a_disk_that_fails_is_not_taken_for_a_file_system_without_direct_reads(t
 
     (tmp_path / "file").write_bytes(bytes(BLOCK_BYTES))
     before, opened = os.listdir("/dev/fd"), os.open
-    monkeypatch.setattr(os, "open", lambda path, flags: opened(path, flags & ~O_DIRECT))  # as if it could be
+    monkeypatch.setattr(os, "open", lambda path, flags: opened(path, flags & ~O_DIRECT))  # O_DIRECT never fails
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(DiskError, match=r"cannot open .*: Input/output error; check"):
         DiskFile(tmp_path / "file")

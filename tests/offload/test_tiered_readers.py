@@ -1,4 +1,4 @@
-"""Many readers of a context in files, and disks that fail: rows are right or a sentence is raised."""
+"""Many readers of a context in files, and disks that fail: rows are right, or a clear error is raised."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ def test_many_readers_with_prefetches_in_a_small_tier(tmp_path, page_rows) -> No
 
 
 def held_pages_stay(files: Files) -> bool:
-    """Whether pages that a reader holds keep their bytes while another reader wants all the room there is."""
+    """Return whether pages that a reader holds keep their bytes while another reader needs all slots."""
     with files.store(4) as store:
         pages = np.arange(4)
         with store.tier.hold(0, pages, pages * store.plan.row_bytes) as slots:
@@ -57,7 +57,7 @@ def test_a_page_that_a_reader_holds_is_never_replaced(tmp_path) -> None:
 
 
 def test_without_pins_a_page_that_a_reader_holds_would_be_replaced(tmp_path, monkeypatch) -> None:
-    """What the test above relies on: it must see the difference."""
+    """The test above would detect this."""
     monkeypatch.setattr(Tier, "pin", lambda tier, slots: tier.use(slots))
     monkeypatch.setattr(Tier, "unpin", lambda tier, slots: None)
     assert not held_pages_stay(Files(tmp_path))
@@ -136,11 +136,11 @@ def test_who_waits_for_a_read_that_fails_reads_for_itself(tmp_path, monkeypatch)
             first.result(20)
         assert same(second.result(20), files.flat.gather(0, kv_indices))
         check(store)
-        assert store.tier.num_used == 0  # what failed is forgotten
+        assert store.tier.num_used == 0  # pages that were not read take no slots
 
 
 def test_no_read_goes_on_behind_the_back_of_one_that_had_too_few_threads(tmp_path, monkeypatch) -> None:
-    """Where the system starts no more of them, there is no store, no thread and no open file."""
+    """If the system refuses to start more threads, no store, thread or open file is left."""
     files, start, num_started = Files(tmp_path), threading.Thread.start, count()
     threads, descriptors = threading.active_count(), len(os.listdir("/dev/fd"))
 

@@ -1,4 +1,4 @@
-"""A context in files within a host budget: the same rows as from memory."""
+"""A context in files, within a budget of host memory, has the same rows as in memory."""
 
 import errno
 import os
@@ -49,7 +49,7 @@ def test_a_stream_gives_the_pieces_of_a_flat_store(tmp_path, page_rows, rows) ->
     files = Files(tmp_path)
     flat = HostStore(files.kv, stream_rows=16)
     with files.store(11, page_rows) as store:
-        for _ in range(2):  # the second time some of it is in memory
+        for _ in range(2):  # the second time, some pages are in memory
             pieces = [piece.clone() for piece in store.stream(1, rows)]
             want = list(flat.stream(1, rows))
             assert len(pieces) == len(want)
@@ -80,7 +80,7 @@ def test_a_budget_that_there_is_no_memory_for_is_a_sentence_and_leaves_no_file_o
 
 def test_a_stream_evicts_nothing_and_finds_the_next_time_what_had_room(tmp_path) -> None:
     files = Files(tmp_path, context_len=160)
-    with files.store(8, 16) as store:  # of 2 layers x 2 heads x 10 pages
+    with files.store(8, 16) as store:  # 8 of 2 layers x 2 heads x 10 pages
         read = []
         for _ in range(3):
             before = store.tier.bytes_read
@@ -133,7 +133,7 @@ def test_the_budget_that_a_refusal_names_is_enough(tmp_path, context_len, stream
         assert same(store.gather(1, kv_indices), files.flat.gather(1, kv_indices))
         check(store)
         assert store.held_bytes <= least
-    if page_rows is not None:  # another size may do with less
+    if page_rows is not None:  # another page size may need less
         with pytest.raises(TierError):
             TieredStore(files.spans, files.shape, files.dtype, least - 1, **how)
 
@@ -168,7 +168,7 @@ def test_what_was_gathered_or_prefetched_is_not_read_again(tmp_path, rng) -> Non
     with files.store() as store:
         kv_indices = files.indices(rng, 2, 50)
         store.prefetch(0, kv_indices)
-        store._ahead.submit(int).result()  # the thread has done what came before
+        store._ahead.submit(int).result()  # wait for the prefetching thread
         read = store.tier.bytes_read
         assert read > 0
         for _ in range(2):
@@ -187,7 +187,7 @@ def test_the_store_says_what_it_holds(tmp_path) -> None:
 
 @pytest.mark.parametrize("layer_idx", [-1, 2])
 def test_a_layer_that_the_store_has_not_is_refused(tmp_path, rng, layer_idx) -> None:
-    """Pages are counted over all layers: those of another would come."""
+    """Pages are numbered over all layers, so another layer's pages would be returned."""
     files = Files(tmp_path)
     with files.store(resident=[slice(0, 4)]) as store:
         for ask in (

@@ -14,7 +14,7 @@ POISON = 0xFF  # bytes of the files around the rows: NaN as a float
 
 
 class Files:
-    """Layers of random KV in files, and the same in memory."""
+    """Layers of random KV in files, and copies in memory."""
 
     def __init__(self, directory, num_layers=2, heads=2, context_len=300, head_dim=8, dtype=torch.float32, offset=100):
         self.shape, self.dtype = (heads, context_len, head_dim), dtype
@@ -27,7 +27,7 @@ class Files:
         self.flat = HostStore(self.kv)
 
     def store(self, num_slots=10**9, page_rows=1, **options) -> TieredStore:
-        """With room for so many pages."""
+        """Return a store with room for `num_slots` pages."""
         options = {"stream_rows": 16, **options}
         heads, context_len, _ = self.shape
         slots = min(num_slots, len(self.kv) * heads * -(-context_len // page_rows))
@@ -44,7 +44,7 @@ class Files:
 
 
 def slots_of(*arguments) -> int:
-    """How many pages a budget has room for; 0 where it is refused."""
+    """Return how many pages a budget has room for, 0 if the budget is refused."""
     try:
         return plan_tiers(*arguments).num_slots
     except TierError:
@@ -52,5 +52,5 @@ def slots_of(*arguments) -> int:
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Bit for bit."""
+    """Compare bit for bit."""
     return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))

@@ -1,4 +1,4 @@
-"""A kernel is compiled once, however many processes want it, and even if one of them hangs."""
+"""A kernel is compiled once, however many processes want it. One that never finishes is waited for only once."""
 
 import fcntl
 import os

@@ -177,7 +177,7 @@ def test_an_unknown_name_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "held", "read"),
     [
-        # 2 KV heads of 64 keys of 16 channels in bfloat16: 4096 bytes of keys
+        # 2 KV heads, 64 keys of 16 channels in bfloat16: 4096 bytes of keys
         ("exact", 0, 4096),
         ("quest", 2 * 4096 // 16, 2 * 4096 // 16),
         ("sparq", 4096 + 2 * 16 * 4, 4096 // 4),

@@ -25,7 +25,7 @@ def kernels(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
 def make_case(
     num_heads: int, lens: list[int], top_k: int, rope_dim: int, dtype: torch.dtype
 ) -> dict[str, Tensor | None]:
-    """Return one query per length: so many chosen slots, with a hole from three on, then -1. Other rows are NaN."""
+    """Return one query per length: so many slots, one of them a hole if there are three, then -1. Others are NaN."""
     indices = torch.full((len(lens), top_k), -1, dtype=torch.int32)
     for query, num_chosen in enumerate(lens):
         indices[query, :num_chosen] = torch.randperm(NUM_ROWS)[:num_chosen].sort().values

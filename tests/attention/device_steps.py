@@ -1,4 +1,4 @@
-"""Steps for tests of attention on the device: contexts, tails and selections of awkward lengths, poisoned with NaN."""
+"""Decode steps to test attention on the device: contexts, tails and selections of awkward lengths, padded with NaN."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a plan is made for, besides the batch size."""
+    """The sizes that a plan is made for, besides the batch size."""
 
     num_q_heads: int = 8
     num_kv_heads: int = 2
@@ -47,8 +47,8 @@ class Step:
     spill: Sequence[Tensor]
     far_rows: DeviceSelection
     rows: StepRows
-    moments: Sequence[tuple[Moments, int]] | None = None  # of each context's rows that could be selected, their number
-    coding: RowCoding | None = None  # in which `far`, `spill` and `resident` are; then it has no `wanted`
+    moments: Sequence[tuple[Moments, int]] | None = None  # of each context's selectable rows, and their number
+    coding: RowCoding | None = None  # the format of `far`, `spill` and `resident`; such a step has no `wanted`
     reach: Reach | None = None
     logit_cap: float | None = None
     sinks: Tensor | None = None  # [num_q_heads] float32
@@ -74,7 +74,7 @@ class Step:
         )
 
     def take(self, batch_rows: Sequence[int]) -> "Step":
-        """The same contexts and tails with these rows of the batch."""
+        """Return a step of these rows of the batch, over the same contexts and tails."""
         at = list(batch_rows)
         return replace(
             self,
@@ -85,7 +85,7 @@ class Step:
 
 
 def change_rows(rows: StepRows, change: Callable[[Tensor], Tensor]) -> StepRows:
-    """Rows with each of their tensors changed so."""
+    """Return the rows with `change` applied to each of their tensors."""
     tensors = {field.name: getattr(rows, field.name) for field in fields(rows)}
     return replace(rows, **{name: change(x) for name, x in tensors.items() if isinstance(x, Tensor)})
 
@@ -97,10 +97,10 @@ def make_kv(shape: Shape, num_rows: int) -> Tensor:
 def make_step(
     shape: Shape,
     contexts: Sequence[tuple[int, int]],  # context_len and resident_len of each
-    batch: Sequence[tuple[int, int, int]],  # context id, tail_len and top_k of each row; a head selects a few less
-    num_spilled: int = 0,  # of every selection, at most
+    batch: Sequence[tuple[int, int, int]],  # context id, tail_len and top_k of each row; a head selects a few rows less
+    num_spilled: int = 0,  # at most so many rows of every selection are in host memory
 ) -> Step:
-    """A step whose rows that nothing may read are NaN."""
+    """Return a step in which all rows that nothing may read are NaN."""
     num_tails = max(1, len(batch))
     tails = torch.stack([make_kv(shape, shape.tail_capacity) for _ in range(num_tails)])
     far = [make_kv(shape, context_len) for context_len, _ in contexts]
@@ -138,7 +138,7 @@ def _poison_unselected(far: list[Tensor], spill: list[Tensor], far_rows: DeviceS
 
 
 def device_moments(step: Step, device: torch.device) -> DeviceMoments:
-    """Of all contexts; NaN where nothing is left to estimate."""
+    """Return the moments of all contexts on the device; NaN where no row is left to estimate."""
     tables, num_rows = [], []
     for context, (moments, num_rows_of_context) in enumerate(step.moments or ()):
         tables.append(moment_table(moments, step.shape.softmax_scale, step.shape.dtype))
@@ -150,7 +150,7 @@ def device_moments(step: Step, device: torch.device) -> DeviceMoments:
 
 
 class OnDevice:
-    """A step's tensors on the device, at fixed addresses, with the plan that attends to them."""
+    """A step's tensors at fixed addresses on the device, and the plan that attends to them."""
 
     def __init__(self, step: Step) -> None:
         self.device = DEVICE
@@ -200,7 +200,7 @@ class OnDevice:
         )
 
     def copy_step(self, step: Step) -> None:
-        """Give the same tensors another step of the same shape and contexts of the same lengths."""
+        """Copy into the same tensors another step of the same shape, whose contexts have the same lengths."""
         self.q.copy_(step.q)
         self.tails.copy_(step.tails)
         for kv, new in zip(

@@ -45,7 +45,7 @@ def test_masked_rows_do_not_count() -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_log_weights_are_added_to_logits(masked: bool) -> None:
-    """A row of weight log 3 counts as three of it do."""
+    """A row with a log weight of log 3 counts as three copies of it."""
     q, k, v = make(2, 4, 16, 1), make(2, 41, 16, 2), make(2, 41, 16, 3)
     weights = torch.zeros(2, 1, 41)
     weights[:, :, ::2] = torch.tensor(3.0).log()

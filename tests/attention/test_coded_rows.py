@@ -1,4 +1,4 @@
-"""Attention over coded rows: the bits of attention over the same rows as float32, and nothing else is read."""
+"""Attention over coded rows equals, bit for bit, attention over the decoded rows in float32, and reads no others."""
 
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ FORMS = [*FORMATS, "k=q8_0,v=q4_0", "k=bfloat16,v=fp8"]
 
 @dataclass(frozen=True)
 class CodedRow(Row):
-    """Its context is coded. What the row must not read would decode to NaN."""
+    """A row whose context is coded. Coded rows that it must not read would decode to NaN."""
 
     codec: KvCodec
     coded: torch.Tensor  # [num_kv_heads, context_len, row_bytes] uint8
@@ -29,7 +29,7 @@ class CodedRow(Row):
 
 
 def code(row: Row, codec: KvCodec) -> tuple[CodedRow, Row]:
-    """The row with its context coded, and over what that decodes to, all in float32."""
+    """Return the row with its context coded, and the row over the decoded context, both in float32."""
     read = ~row.context[:, :, 0, 0].isnan()
     coded = torch.from_numpy(codec.encode(row.context.float().nan_to_num().numpy()))
     coded[~read] = 0xFF
@@ -45,7 +45,7 @@ def rows_of_all_kinds(dtype: torch.dtype, head_dim: int) -> list[Row]:
         for num_index_heads, context_len, near, top_k, tail_len in [
             (2, 1, (0, 0), 0, 1),
             (2, 50, (0, 50), 1, 1),  # one row of the context, one of the tail
-            (6, 300, (4, 250), 16, 40),  # a selection for every query head
+            (6, 300, (4, 250), 16, 40),  # one selection per query head
             (2, 255, (255, 255), 0, 1),  # exactly one range
             (2, 256, (256, 256), 0, 9),  # a range of the context, and one of the tail
             (6, 1000, (10, 800), 333, 17),
@@ -71,7 +71,7 @@ def test_any_head_dim_that_the_format_takes(head_dim: int) -> None:
 
 
 def test_bits_do_not_depend_on_what_is_beside_a_row() -> None:
-    """Rows over contexts of different formats are in one step."""
+    """A step may have rows over contexts of different formats."""
     rows: list[Row] = []
     for row, text in zip(rows_of_all_kinds(torch.float32, 64), FORMS, strict=False):
         rows += [row, code(row, KvCodec(KvFormat.parse(text), 64))[0]]

@@ -1,4 +1,4 @@
-"""Attention over a step's rows on the device: agreement with the definition, and bits that depend on a row alone."""
+"""Attention to a step's rows on the device agrees with the definition, and a row's bits depend on that row alone."""
 
 from dataclasses import replace
 
@@ -22,14 +22,14 @@ MIXED = [(0, 5, 100), (1, 24, 17), (-1, 0, 0), (2, 1, 64), (0, 0, 1), (1, 3, 0),
 LONG = Shape(num_q_heads=8, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16, max_top_k=9000)
 LONG_CONTEXTS = [(12000, 40), (3000, 17), (20000, 40)]
 LONG_BATCH = [(0, 24, 9000), (1, 9, 1300), (-1, 0, 0), (2, 0, 4096), (2, 24, 129)]
-if DEVICE.type == "cpu":  # what is emulated is shorter
+if DEVICE.type == "cpu":  # emulated steps are shorter
     LONG = replace(LONG, head_dim=32)
     LONG_BATCH = [(0, 24, 2000), (1, 9, 1300), (-1, 0, 0), (2, 0, 1024), (2, 24, 129)]
 
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU where there is no device."""
+    """Emulate the kernels on the CPU if there is no device."""
     emulator.stand_in(monkeypatch, device, multiprocessors=5)
 
 
@@ -65,7 +65,7 @@ def test_logits_are_capped_and_sinks_take_their_share(dtype: torch.dtype, head_d
     "reach", [Reach(num_rows=1), Reach(num_rows=23), Reach(num_rows=9, chunked=True), Reach(num_rows=500)]
 )
 def test_rows_within_reach_alone_are_seen(reach: Reach) -> None:
-    """Of what a context keeps, and of the tail; nothing else is read."""
+    """Attention reads the rows of the context and of the tail that are within reach, and no others."""
     lens = [300, 77, 500]
     contexts = [(length, min(length, reach.num_rows)) for length in lens]
     step = replace(make_step(Shape(), contexts, [(context, n, 0) for context, n, _ in MIXED]), reach=reach)
@@ -141,7 +141,7 @@ def test_a_small_gpu_shares_more_of_them_out(as_ampere: None) -> None:
 
 
 SHAPES = [(8, 2, 8, 64), (7, 1, 1, 80), (16, 2, 2, 256), (16, 2, 2, 512), (9, 3, 3, 64), (8, 2, 2, 128), (2, 2, 2, 16)]
-SHAPES += [(24, 2, 2, 64), (11, 1, 1, 16)]  # whose groups are several units
+SHAPES += [(24, 2, 2, 64), (11, 1, 1, 16)]  # groups of several units each
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
 def test_a_rows_bits_do_not_depend_on_where_its_rows_lie() -> None:
     step = make_step(LONG, LONG_CONTEXTS, LONG_BATCH)
     want = attend_on_device(step)
-    slots = [torch.randperm(kv.shape[1]) for kv in step.far]  # slot of each row
+    slots = [torch.randperm(kv.shape[1]) for kv in step.far]  # the slot of each row
     pools = [kv[:, slot.argsort()] for kv, slot in zip(step.far, slots, strict=True)]
     ids = step.far_rows.kv_indices.clone()
     for b, context in enumerate(step.rows.context_ids.tolist()):
@@ -272,7 +272,7 @@ def test_a_replayed_graph_reads_new_lengths() -> None:
 
 
 def without_first(step: Step, tail_starts: list[int]) -> Step:
-    """The same, of tails whose first rows lie elsewhere."""
+    """Return the same step without the tails' first rows: each tail begins at its row `tail_starts`."""
     tails = torch.full_like(step.tails, torch.nan)
     rows = replace(step.rows, tail_starts=torch.tensor(tail_starts, dtype=torch.int32))
     for tail_id, start in zip(rows.tail_ids.tolist(), tail_starts, strict=True):
@@ -282,7 +282,7 @@ def without_first(step: Step, tail_starts: list[int]) -> Step:
 
 @pytest.mark.parametrize("reach", [None, Reach(num_rows=9), Reach(num_rows=7, chunked=True)])
 def test_the_first_rows_of_a_tail_may_lie_elsewhere(reach: Reach | None) -> None:
-    """Those that others attend to, or that are out of reach."""
+    """A tail may lack the first rows that are attended to elsewhere, or that are out of reach."""
     step = replace(make_step(Shape(), CONTEXTS, [(context, n, 0) for context, n, _ in MIXED]), reach=reach)
     other, starts = None, [3, 14, 0, 0, 0, 0, 11]
     if reach is None:
@@ -304,7 +304,7 @@ def test_the_first_rows_of_a_tail_may_lie_elsewhere(reach: Reach | None) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_others_attend_to_of_a_tail_joins(dtype: torch.dtype) -> None:
-    """They read its first rows, which are NaN here; beside rows that read all of theirs."""
+    """Attention from elsewhere to a tail's first rows, here NaN, is merged, beside tails that are read whole."""
     step = make_step(Shape(dtype=dtype), CONTEXTS, [*MIXED, (0, 24, 30), (2, 20, 0)])
     for b, own_len in enumerate([3, 0, 0, 0, 0, 3, 23, 8]):
         step.rows.own_lens[b] = own_len

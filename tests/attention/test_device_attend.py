@@ -22,7 +22,7 @@ def test_agrees_with_the_definition(q_len: int, kv_len: int, head_dim: int, mask
     q, k, v = make(q_len, head_dim, dtype), make(kv_len, head_dim, dtype), make(kv_len, head_dim, dtype)
     mask = torch.rand(q_len, kv_len, device="cuda") < 0.3 if masked else None
     if mask is not None:
-        mask[q_len // 2] = False  # sees no row
+        mask[q_len // 2] = False  # this query sees no row
     out, lse = attend(q, k, v, SCALE, mask)
     want_out, want_lse = reference.attend(q, k, v, SCALE, mask)
     torch.testing.assert_close(out, want_out, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

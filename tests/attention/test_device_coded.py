@@ -1,4 +1,4 @@
-"""Attention on the device to coded rows: the bits of attention to what they decode to, and nothing else is read."""
+"""Attention on the device to coded rows equals, bit for bit, attention to the decoded rows, and reads no others."""
 
 from dataclasses import replace
 
@@ -20,14 +20,14 @@ from tests.cuda_on_cpu.emulated import crossed
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU where there is no device."""
+    """Emulate the kernels on the CPU if there is no device."""
     emulator.stand_in(monkeypatch, device, multiprocessors=5)
 
 
 def code(step: Step, text: str) -> tuple[Step, Step]:
-    """The step with its contexts' rows coded, and over what these decode to.
+    """Return the step with its contexts' rows coded, and the step over the decoded rows.
 
-    What was NaN decodes to NaN, and so does what is between a row and the next.
+    Rows of NaN decode to NaN, and so do the bytes between one row and the next.
     """
     codec = KvCodec(KvFormat.parse(text), step.shape.head_dim)
     row_bytes = -(-codec.row_bytes // 16) * 16
@@ -71,7 +71,7 @@ def test_bits_are_those_of_attention_to_the_decoded_rows(text: str, head_dim: in
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_are_estimated_stay_as_they_are(dtype: torch.dtype) -> None:
-    """Their moments are rows of the same attention, and are not coded."""
+    """Moments of the estimated rows take part in the same attention as rows, but are not coded."""
     shape = Shape(head_dim=32, dtype=dtype)
     step = make_step(shape, CONTEXTS, MIXED)
     moments = [(moments_of([make_kv(shape, 50).float()]), 400) for _ in CONTEXTS]
@@ -81,7 +81,7 @@ def test_rows_that_are_estimated_stay_as_they_are(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("fill", [0.0, 1e-30, 3e38])
 def test_what_is_tiny_or_huge_decodes_as_on_the_cpu(fill: float) -> None:
-    """In FP8, whose scales reach to the ends of float32: subnormal codes and products, and zeros."""
+    """Scales of FP8 span all of float32: codes and products may be subnormal or zero."""
     shape = Shape(num_q_heads=2, head_dim=16, max_top_k=16)
     step = make_step(shape, [(16, 1)], [(0, 1, 16)])
     for kv in (*step.far, *step.resident):

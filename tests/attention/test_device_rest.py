@@ -1,4 +1,4 @@
-"""Attention on the device with an estimate of the rows that were not selected: agreement with the definition."""
+"""Attention on the device with an estimate of the rows that were not selected agrees with the definition."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tests.cuda_on_cpu.emulated import crossed
 CONTEXTS = [(300, 20), (77, 40), (500, 1), (60, 0)]  # context_len and resident_len
 SMALL = Shape(num_q_heads=4, head_dim=32)
 COULD_BE_CHOSEN = [280, 37, 1_000_000, 60]
-# context, tail_len, top_k, of which the second head has one less
+# context, tail_len, top_k; the second head selects one row less
 MIXED = [(0, 5, 100), (1, 24, 17), (-1, 0, 0), (2, 1, 2), (0, 0, 1), (2, 3, 0), (1, 9, 38), (3, 0, 60)]
 
 
@@ -26,12 +26,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU where there is no device."""
+    """Emulate the kernels on the CPU if there is no device."""
     emulator.stand_in(monkeypatch, device, multiprocessors=5)
 
 
 def make_moments(shape: Shape, seed: int, num_rows: int = 400) -> Moments:
-    """Of keys and values that are neither centred nor independent; rounded as they are for the device."""
+    """Return moments of keys and values that are neither centred nor independent, rounded as for the device."""
     generator = torch.Generator().manual_seed(seed)
     width = 2 * shape.head_dim
     mixed = torch.randn(shape.num_kv_heads, num_rows, width, generator=generator)
@@ -76,7 +76,7 @@ def test_agrees_with_the_definition(
 
 @pytest.mark.parametrize(("size", "dtype"), crossed([(0.0,), (1e-3,), (8.0,), (60.0,)], DTYPES))
 def test_agrees_for_queries_of_any_size(size: float, dtype: torch.dtype) -> None:
-    """Whose logits are all the same, and whose largest ones are far from the rest."""
+    """Their logits range from all equal to a few that are far above the others."""
     step = make_estimated(replace(SMALL, dtype=dtype), size=size)
     assert_close(attend_on_device(step), step.wanted())
 
@@ -90,7 +90,7 @@ def test_keys_without_a_spread() -> None:
 
 @pytest.mark.parametrize("top_k", [1, 50, 259, 260])
 def test_alone_the_estimate_is_all_that_is_said(top_k: int) -> None:
-    """Where selected rows weigh nothing, any error of its size would show in its direction only."""
+    """Selected rows are zeros, so the output has the estimate's direction alone, and any error of its weight shows."""
     shape = replace(SMALL, max_top_k=300)
     step = make_step(shape, [(261, 0)], [(0, 0, top_k)])
     step.far[0][:, :, 0] *= 0.0

@@ -1,4 +1,4 @@
-"""Attention to every row of contexts and tails: agreement with the definition, and bits that depend on a row alone."""
+"""Attention to every row of contexts and tails agrees with the definition, and a row's bits depend on it alone."""
 
 from dataclasses import replace
 
@@ -16,18 +16,18 @@ from tests.cuda_on_cpu.emulated import DEVICE, crossed
 
 HALF = Shape(dtype=torch.bfloat16, tail_capacity=300)
 LENS = [1, 700, 64, 257, 0]  # of contexts
-# context, tail_len: a row alone, rows of one context beside and apart, without a context, idle
+# (context, tail_len): a row alone on its context, adjacent and separate rows of one context, no context, idle rows
 BATCH = [(1, 5), (3, 1), (1, 300), (0, 299), (-1, 20), (2, 3), (-1, 0), (1, 257), (4, 7), (3, 256)]
 
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU where there is no device."""
+    """Emulate the kernels on the CPU if there is no device."""
     emulator.stand_in(monkeypatch, every_row, multiprocessors=3)
 
 
 def make(shape: Shape, batch: list[tuple[int, int]] = BATCH, lens: list[int] = LENS) -> Step:
-    """Contexts are all resident, nothing is selected."""
+    """Return a step over contexts that are wholly resident, without selections."""
     contexts = [(length, length) for length in lens]
     return make_step(shape, contexts, [(context, tail_len, 0) for context, tail_len in batch])
 
@@ -70,7 +70,7 @@ def test_agrees_with_the_definition(num_q_heads: int, num_kv_heads: int, head_di
 
 
 def test_more_rows_of_a_context_than_a_block_takes() -> None:
-    """In several turns, among rows of others; in any order they have the same bits."""
+    """A thread block takes them in several turns, among rows of other contexts; their order changes no bit."""
     batch = [(1, 1 + i) if i % 9 else (3, 2 * i + 1) for i in range(41)]
     for shape, rows in ((HALF, batch), (replace(HALF, num_q_heads=40, head_dim=16), batch[:14])):
         step = make(shape, rows)
@@ -94,7 +94,7 @@ def test_logits_are_capped_and_sinks_take_their_share() -> None:
 
 
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it() -> None:
-    """Nor on how many there are, up to 16: contexts are then cut into as many splits."""
+    """Nor do they depend on the number of rows, up to 16: the number of splits of a context is then the same."""
     step = make(replace(HALF, head_dim=16), BATCH, [1, 3000, 64, 257, 0])
     want = attend(step)
     for rows in ([2], [9, 0, 2, 7], [4, 3, 1], [8, 8, 5], [*range(10), *range(6)]):

@@ -1,4 +1,4 @@
-"""Attention over rows where they lie: agrees with its definition, and a row's bits depend on nothing beside it."""
+"""Attention over rows in place agrees with its definition, and a row's bits do not depend on its batch."""
 
 from dataclasses import dataclass, field, replace
 
@@ -36,10 +36,10 @@ class Row:
     tail: torch.Tensor  # its own rows, then NaN
     moments: Moments | None = field(default=None, kw_only=True)
     sketch: SketchIndex | None = field(default=None, kw_only=True)
-    rest: np.ndarray | None = field(default=None, kw_only=True)  # [num_q_heads, head_dim + 2]: instead of a sketch
+    rest: np.ndarray | None = field(default=None, kw_only=True)  # [num_q_heads, head_dim + 2] instead of a sketch
     own: OwnChoice | None = field(default=None, kw_only=True)
-    own_rest: np.ndarray | None = field(default=None, kw_only=True)  # likewise: instead of its sketch
-    tail_start: int = field(default=0, kw_only=True)  # of the tail's rows before none is seen
+    own_rest: np.ndarray | None = field(default=None, kw_only=True)  # [num_q_heads, head_dim + 2] instead of own.sketch
+    tail_start: int = field(default=0, kw_only=True)  # the tail's first visible row
 
     @property
     def tail_len(self) -> int:
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The context's rows as they are kept."""
+        """The context's rows as they are stored."""
         return self.context
 
     @property
@@ -73,7 +73,7 @@ def make_row(
     tail_len: int,
     capacity: int,
 ) -> Row:
-    """Rows of the context that it does not attend to are NaN."""
+    """Return a row of a step. Rows of the context that it does not attend to are NaN."""
     num_q_heads, num_kv_heads, num_index_heads = heads
     kv_indices = torch.full((num_index_heads, top_k), -1, dtype=torch.int32)
     valid_len = torch.zeros(num_index_heads, dtype=torch.int32)
@@ -96,7 +96,7 @@ def make_row(
 def run(
     rows: list[Row], num_threads: int = 1, logit_cap: float | None = None, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[num_rows, num_q_heads, head_dim]"""
+    """Attend to the rows and return out [num_rows, num_q_heads, head_dim]."""
     num_rows, (num_q_heads, head_dim) = len(rows), rows[0].q.shape
     q, tails = torch.stack([row.q for row in rows]), torch.stack([row.tail for row in rows])
     owns = [row.own for row in rows]
@@ -169,7 +169,7 @@ def rows_of_all_kinds(dtype: torch.dtype = torch.float32, head_dim: int = 16) ->
             (2, 1, (0, 0), 0, 1),
             (2, 50, (0, 50), 1, 1),
             (2, 300, (4, 250), 15, 3),
-            (6, 300, (4, 250), 16, 40),  # a selection for every query head
+            (6, 300, (4, 250), 16, 40),  # one selection per query head
             (2, 255, (255, 255), 0, 1),  # exactly one range
             (2, 255, (255, 255), 0, 2),
             (6, 1000, (10, 800), 333, 17),
@@ -189,7 +189,7 @@ def test_it_agrees_with_its_definition(dtype: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_are_capped_and_sinks_take_their_share(dtype: str, rng: np.random.Generator) -> None:
-    """Also where a token does not see the whole tail, and beside what tells of the rest."""
+    """This holds where a token sees only part of the tail, and together with attention to the rest by its codes."""
     rows, sinks = rows_of_all_kinds(getattr(torch, dtype), 24), 3 * torch.randn(6)
     rows = [replace(row, q=5 * row.q, tail_start=row.tail_len // 2) for row in rows]
     for row in rows:
@@ -202,7 +202,7 @@ def test_logits_are_capped_and_sinks_take_their_share(dtype: str, rng: np.random
 
 
 def test_an_estimate_of_what_is_not_selected_joins() -> None:
-    """In rows of all kinds, beside rows without one; where all is selected it changes nothing."""
+    """It joins rows of all kinds, beside rows without one, and changes nothing where all rows are selected."""
     plain = rows_of_all_kinds(head_dim=24)
     rows = [replace(row, moments=moments_of([torch.randn(2, 90, 2, 24)])) for row in plain]
     both = run([*rows, *plain])
@@ -214,7 +214,7 @@ def test_an_estimate_of_what_is_not_selected_joins() -> None:
 
 
 def with_sketches(rows: list[Row], rng: np.random.Generator) -> list[Row]:
-    """The same rows, of which those with one selection for each KV head have a sketch of their context."""
+    """Return the rows, and give those with one selection per KV head a sketch of their context."""
     sketched = []
     for row in rows:
         if len(row.valid_len) == row.context.shape[0]:
@@ -226,7 +226,7 @@ def with_sketches(rows: list[Row], rng: np.random.Generator) -> list[Row]:
 
 
 def test_what_is_not_selected_is_attended_to_by_its_codes(rng) -> None:
-    """In rows of all kinds, beside rows without; where all is selected it changes nothing."""
+    """This holds for rows of all kinds, beside rows without a sketch; where all is selected, nothing changes."""
     long = RANGE_ROWS + 2000
     plain = [*rows_of_all_kinds(head_dim=24), make_row(torch.float32, (6, 2, 2), 24, long, (5, long - 70), 400, 3, 40)]
     rows = with_sketches(plain, rng)
@@ -239,7 +239,7 @@ def test_what_is_not_selected_is_attended_to_by_its_codes(rng) -> None:
 
 
 def test_a_rest_that_comes_with_the_selection_joins(rng: np.random.Generator) -> None:
-    """As one of the same sketch does."""
+    """A rest that the search computed counts as one computed here from the same sketch."""
     rows = [row for row in with_sketches(rows_of_all_kinds(head_dim=24), rng) if row.sketch is not None]
     given = []
     for row in rows:
@@ -251,9 +251,9 @@ def test_a_rest_that_comes_with_the_selection_joins(rng: np.random.Generator) ->
 
 
 def with_own_segments(rows: list[Row], rng: np.random.Generator) -> list[Row]:
-    """The same rows, of which those with one selection for each KV head have codes of all but the tail's last rows.
+    """Return the rows, and give those with one selection per KV head codes of all of the tail but its last row.
 
-    Rows of the tail that are not chosen then are NaN.
+    Coded rows of the tail that are not chosen are NaN.
     """
     grown = []
     for row in rows:
@@ -275,7 +275,7 @@ def with_own_segments(rows: list[Row], rng: np.random.Generator) -> list[Row]:
 
 
 def test_the_first_rows_of_a_tail_are_chosen_from_and_attended_to_by_their_codes(rng: np.random.Generator) -> None:
-    """Beside rows of which all of the tail is attended to, with and without a sketch of the context."""
+    """This holds beside rows that attend to their whole tail, with and without a sketch of the context."""
     plain = rows_of_all_kinds(head_dim=24)
     rows = with_own_segments([*plain, *with_sketches(plain, rng)], rng)
     assert sum(row.own is not None for row in rows) >= 6
@@ -287,7 +287,7 @@ def test_the_first_rows_of_a_tail_are_chosen_from_and_attended_to_by_their_codes
 
 
 def test_a_rest_of_the_tail_that_comes_with_the_selection_joins(rng: np.random.Generator) -> None:
-    """As one of the same sketch does."""
+    """A rest that the search computed counts as one computed here from the same sketch."""
     rows = [row for row in with_own_segments(rows_of_all_kinds(head_dim=24), rng) if row.own is not None]
     given = []
     for row in rows:
@@ -319,7 +319,7 @@ def test_a_query_that_is_not_finite_harms_no_other(fault: float, rng: np.random.
 @pytest.mark.parametrize("fault", [NAN, float("inf")])
 @pytest.mark.parametrize("cap", [None, 30.0])
 def test_a_key_that_is_not_finite_is_not_passed_over(fault: float, cap: float | None) -> None:
-    """The heads that attend to it say so, where it has a say: a cap makes a number of infinity. The others do not."""
+    """The heads that attend to it output NaN where the definition does: a cap makes infinity finite. Others do not."""
     row = make_row(torch.float32, (4, 2, 2), 16, 300, (4, 250), 15, 3, 40)
     broken = replace(row, context=row.context.clone())
     broken.context[0, 2, 0] = fault
@@ -330,7 +330,7 @@ def test_a_key_that_is_not_finite_is_not_passed_over(fault: float, cap: float | 
 
 
 def test_logits_of_minus_infinity_count_nothing() -> None:
-    """Also where all of a range are."""
+    """This holds even where all logits of a range are minus infinity."""
     row = make_row(torch.float32, (2, 1, 1), 16, 700, (300, 700), 0, 3, 4)
     row.q.abs_()
     row.context[:, :300, 0] = -float("inf")

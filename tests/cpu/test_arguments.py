@@ -1,4 +1,4 @@
-"""What stages are told, and stages of a kind of floats."""
+"""Stages read their arguments by name, and are compiled for each kind of floats."""
 
 from typing import Any
 

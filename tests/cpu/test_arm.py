@@ -1,4 +1,4 @@
-"""What is said in instructions of ARM, as LLVM makes it on any machine."""
+"""Code generated for ARM uses the intended instructions: LLVM compiles it on any machine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ TRIPLE = "aarch64-unknown-linux-gnu"
 
 
 def _assembly(cpu: str, kind: ir.FunctionType, build: Callable[..., Any]) -> str:
-    """Of a function of that kind. `build` gets the builder and the function's arguments."""
+    """Return the assembly of a function of that type. `build` gets the builder and the function's arguments."""
     llvmlite.binding.initialize_all_targets()
     llvmlite.binding.initialize_all_asmprinters()
     module = ir.Module()
@@ -30,7 +30,7 @@ def _assembly(cpu: str, kind: ir.FunctionType, build: Callable[..., Any]) -> str
 @pytest.mark.parametrize("cpu, has_dots", [("", False), ("cortex-a72", False), ("neoverse-n1", True)])
 @pytest.mark.parametrize("sign", ["s", "u"])
 def test_bytes_are_multiplied_by_the_best_that_a_cpu_has(cpu: str, has_dots: bool, sign: str) -> None:
-    """Its features, as LLVM reads them off a running machine, do not say that it has dots."""
+    """The CPU's name decides: the features that LLVM reads off a running machine do not list dot products."""
     lanes, target = I32x16.llvm_type(), (TRIPLE, cpu, "+neon")
     kind = ir.FunctionType(lanes, [lanes] * 3)
     code = _assembly(cpu, kind, lambda builder, *operands: byte_lanes.add_dots(builder, target, sign, *operands))

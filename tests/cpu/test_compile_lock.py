@@ -1,4 +1,4 @@
-"""A kernel is compiled once, however many processes want it, and whoever does not end."""
+"""A kernel is compiled once, however many processes want it. One that never finishes is waited for only once."""
 
 import fcntl
 import os
@@ -92,7 +92,7 @@ def test_what_cannot_be_locked_is_compiled_all_the_same(tmp_path: Path) -> None:
 def test_an_interrupt_that_is_swallowed_comes_when_the_kernel_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """It was printed and lost while the first answer waited for kernels."""
+    """Otherwise Ctrl-C would be printed and lost while the first answer waits for kernels."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     before = signal.getsignal(signal.SIGINT)
 

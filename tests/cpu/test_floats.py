@@ -1,4 +1,4 @@
-"""Floats of three widths, read and written as torch does; sums of lanes; the exponential."""
+"""Kernels read and write three float formats as torch does; sums over lanes; the exponential."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def sum_and_largest(x):  # type: ignore[no-untyped-def]
 
 
 def as_stored(values: torch.Tensor) -> np.ndarray:
-    """The bits of a tensor, as kernels want them."""
+    """Return a tensor's bits in the form that kernels take."""
     if values.dtype == torch.float32:
         return values.numpy()
     return values.view(torch.int16).numpy().view(DTYPES[str(values.dtype).removeprefix("torch.")])

@@ -1,4 +1,4 @@
-"""What is compiled is of use whether it can be kept or not."""
+"""Compiled kernels work whether or not they can be cached."""
 
 import pytest
 from numba import types
@@ -26,7 +26,7 @@ def refuse(library: CPUCodeLibrary) -> bytes:
 
 
 def test_a_kernel_may_be_called_by_python_and_by_kernels(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In any order, also where both versions come from the cache."""
+    """This holds in any order of calls, and where both versions come from the cache."""
     assert doubled_twice(5) == 20 and doubled_once(5) == 10 and doubled_twice(5.0) == 20.0
     assert doubled_once.signatures == [(types.int64,)]
     assert doubled_once.in_kernels.signatures == [(types.int64,), (types.float64,)]

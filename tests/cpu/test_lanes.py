@@ -1,4 +1,4 @@
-"""Operations on the lanes of vectors, each against its definition in a line or two of numpy."""
+"""Each operation on vector lanes agrees with its definition in a line or two of numpy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -85,7 +85,7 @@ def _half_dots(vector, lanes, sums, a, b, joined):  # type: ignore[no-untyped-de
 
 
 def _bytes_and_dots(rng: np.random.Generator, largest: int, least_b: int, largest_b: int) -> Any:
-    """Bytes of a and b, what sums begin with, and what they are then."""
+    """Return bytes a and b, initial sums, and the sums after the dot products of a and b are added."""
     a = rng.integers(0, largest + 1, 64).astype(np.uint8)
     b = rng.integers(least_b, largest_b + 1, 64).astype(np.int8)
     a[:8], b[:4], b[4:8] = largest, largest_b, least_b
@@ -162,7 +162,7 @@ def _pack(vector, values, bits, count, packed, stored):  # type: ignore[no-untyp
 @pytest.mark.parametrize("vector", [I32x8, I32x16])
 @pytest.mark.parametrize("bits", [0, 1, 0b1010_0110, 0b1000_0000, 0xFF, 0xFFFF, 0x8001])
 def test_lanes_are_packed_in_their_order(vector: Vector, bits: int) -> None:
-    """A machine has an instruction for sixteen, or does both lane by lane."""
+    """Some machines have an instruction for 16 lanes; elsewhere, 8 and 16 lanes are packed one by one."""
     values, stored = np.arange(100, 100 + vector.lanes, dtype=np.int32), np.full(20, -777, np.int32)
     want = [value for lane, value in enumerate(values) if bits >> lane & 1]
     packed = np.zeros(vector.lanes, np.int32)

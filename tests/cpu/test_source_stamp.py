@@ -1,4 +1,4 @@
-"""A kernel is compiled again when anything that is compiled into it changes."""
+"""A kernel is recompiled when anything that is compiled into it changes."""
 
 import os
 import pickle
@@ -43,7 +43,7 @@ def twice(x):
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package of three files beside csattn: a kernel, one that it calls, a constant."""
+    """Create a package of three files next to csattn: a kernel, a kernel that it calls, and a constant."""
     (tmp_path / "csattn").symlink_to(ROOT / "csattn")
     near = tmp_path / "near"
     near.mkdir()
@@ -55,9 +55,9 @@ def package(tmp_path: Path) -> Path:
 
 
 def run(package: Path) -> int:
-    """What the kernel gives in a process of its own."""
+    """Return the kernel's result, computed in a new process."""
     environment = {**os.environ, "PYTHONPATH": str(package.parent), "NUMBA_CACHE_DIR": str(package.parent / "cache")}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a file that is changed twice in a second
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # or a file that changes twice in a second would be stale
     command = [sys.executable, "-c", "import near.kernel"]
     said = subprocess.run(command, env=environment, cwd=package.parent, capture_output=True, text=True, check=True)
     return int(said.stdout)
@@ -72,7 +72,7 @@ def test_a_change_in_another_file_is_compiled_in(package: Path) -> None:
 
 
 def test_an_index_that_names_what_has_moved_is_left_alone(package: Path) -> None:
-    """As an earlier version of the project has left it: numba's version, and things of modules that are gone."""
+    """An earlier version of the project may have left it: numba's version, then objects of modules that are gone."""
     run(package)
     indexes = list((package.parent / "cache").rglob("*.nbi"))
     for index in indexes:
@@ -82,7 +82,7 @@ def test_an_index_that_names_what_has_moved_is_left_alone(package: Path) -> None
 
 
 def test_two_processes_that_compile_at_once_keep_their_code_apart(package: Path) -> None:
-    """The second has read the index before the first has written it."""
+    """Here, the second process has read the cache index before the first has written it."""
     run(package)
     first = {file: file.read_bytes() for file in (package.parent / "cache").rglob("*scaled-*.nbc")}
     for index in (package.parent / "cache").rglob("*.nbi"):

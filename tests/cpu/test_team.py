@@ -1,4 +1,4 @@
-"""Tapes: every piece once, stages that wait see what came before, on any number of threads, and threads that end."""
+"""A team runs every piece of a tape once and in stage order, with any number of threads, which end with it."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ def count(arguments: int, piece: int, thread: int, unused: int) -> int:
 
 
 def _total(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """totals[piece] = the sum of all counts, a little slowly: whoever does not wait is likely to see less."""
+    """totals[piece] = the sum of all counts, computed slowly: a thread that does not wait is likely to see less."""
     args = array_at(arguments, 4, np.int64(0))
     counts, totals = array_at(args[0], args[1], np.int64(0)), array_at(args[2], args[3], np.int64(0))
     total = 0
@@ -34,7 +34,7 @@ def _total(arguments: int, piece: int, thread: int, unused: int) -> int:
 
 
 def hold(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """Wait until somebody has taken a piece of the next stage."""
+    """Wait until some thread has taken a piece of the next stage."""
     args = array_at(arguments, 2, np.int64(0))
     shared = array_at(args[0], args[1], np.int64(0))
     while load_acquire(shared, COUNTERS + LINE) == 0:
@@ -124,7 +124,7 @@ def test_a_thread_that_fails_with_a_piece_in_hand_stops_the_wait(monkeypatch: py
             return
         while not shared[OPENED]:
             time.sleep(0.001)
-        shared[COUNTERS + LINE] += 1  # a piece of the second stage, which waits for the first
+        shared[COUNTERS + LINE] += 1  # take a piece of the second stage, which waits for the first
         taken.set()
         time.sleep(0.05)
         raise MemoryError("not a byte left")

@@ -1,4 +1,4 @@
-"""Kernels that hold narrower vectors where a machine's registers are narrow give the same there, to the bit."""
+"""Kernels with narrower vectors, for machines with narrow registers, give the same results bit for bit."""
 
 import importlib.util
 from pathlib import Path
@@ -17,11 +17,11 @@ from workers.model.cpu import linear
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Makes of a module another, whose kernels take this machine for one of four lanes."""
+    """A function that loads a copy of a module, compiled for registers of four lanes."""
     monkeypatch.setattr(simd, "TILE_LANES", 4)
     monkeypatch.setattr(simd, "I32xTile", simd.Vector(types.int32, 4))
     monkeypatch.setattr(simd, "F32xTile", simd.Vector(types.float32, 4))
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))  # the other cache would take them for this machine's
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))  # the usual cache would mix them with this machine's
 
     def make(module: ModuleType) -> Any:
         assert module.__file__ is not None

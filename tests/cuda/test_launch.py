@@ -1,4 +1,4 @@
-"""What a launch hands to the driver, which is a stand-in here."""
+"""A launch passes the right arguments to the driver, for which a fake stands in."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,10 @@ from csattn.cuda import CudaKernel
 
 
 class Driver:
-    """Notes what is launched when a call ends. The first is interrupted by a launch as another thread may make it."""
+    """A fake driver that records each launch when its call ends.
+
+    During the first call it launches the kernel again, as another thread might.
+    """
 
     def __init__(self, kernel: CudaKernel) -> None:
         self.kernel, self.calls, self.launched, self.error = kernel, 0, list[tuple[int, ...]](), 0
@@ -37,7 +40,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_threads_that_launch_the_same_kernel_do_not_share_a_launch(driver: Driver) -> None:
-    """The driver is called without Python's lock."""
+    """The driver is called without the GIL, so launches may overlap."""
     driver.kernel.launch((1, 2, 3), 64, 5, None)
     assert driver.launched == [(7, 8, 9, 32, 1, 1, 1000), (1, 2, 3, 64, 1, 1, 1000)]
 

@@ -1,4 +1,4 @@
-// What csattn/attention/products.cuh has for the device.
+// The CPU's counterpart of csattn/attention/products.cuh.
 
 #define IS_bf16 1
 #define IS_f16 0
@@ -16,7 +16,7 @@ static inline u16 to_half(float x) {
 static inline float unpack(u16 bits) { return IS_BF16 ? __uint_as_float(static_cast<u32>(bits) << 16) : half_as_float(bits); }
 static inline u32 pack(float low, float high) { return to_half(low) | static_cast<u32>(to_half(high)) << 16; }
 
-// Lane 8 i + r has the address of row r of matrix i; of a matrix a lane gets two elements of row lane / 4.
+// ldmatrix: lane 8 i + r has the address of row r of matrix i. A lane gets two elements of row lane / 4 of each matrix.
 static inline void load_matrices(u32 (&a)[4], u32 address) {
     exchange(address, [&](auto of_lane, int lane) {
         for (int i = 0; i < 4; ++i)
@@ -24,7 +24,7 @@ static inline void load_matrices(u32 (&a)[4], u32 address) {
         return 0;
     });
 }
-// The lane's elements of a matrix whose columns become rows. of_row(row, column): an element of it.
+// The lane's two elements of the transposed matrix. of_row(row, column): an element of the matrix.
 template <class OfRow> static inline u32 transposed(int lane, OfRow of_row) {
     const int row = lane % 4 * 2, column = lane / 4;
     return of_row(row, column) | static_cast<u32>(of_row(row + 1, column)) << 16;

@@ -1,6 +1,6 @@
-"""CUDA C kernels compiled for the CPU by a C++ compiler, behind the same calls as on a device.
+"""Emulation of CUDA C kernels on the CPU: a C++ compiler compiles them, and they are called as on a device.
 
-As they are, in one shape each, CUDA's own compiler compiles them too, where it is installed: what it makes is not run.
+If NVRTC is installed, it also compiles each unmodified kernel, in one shape. That code is not run.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from tests.cuda_on_cpu import nvrtc
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-# files of assembly, and what the CPU has instead: what these include is relative to what they replace
+# files of inline assembly and their replacements on the CPU, whose includes are relative to the replaced file
 REPLACEMENTS = {
     ROOT / "csattn/cuda/intrinsics.cuh": HERE / "intrinsics.h",
     ROOT / "csattn/attention/products.cuh": HERE / "attention_products.h",
@@ -36,25 +36,25 @@ REPLACEMENTS = {
 }
 COMPILER = shutil.which("g++")
 _OF_THREAD = threading.local()
-LARGE_VARIABLES = "emulated_shared", "exchanged", "awaited"  # of the emulator itself
+LARGE_VARIABLES = "emulated_shared", "exchanged", "awaited"  # thread_local variables of the emulator itself
 MOST_STATIC_SHARED_BYTES = 48 * 1024
-# -Og: what is compiled runs for less time than it takes to compile
-# -U: where it is the default, a jump to another stack is taken for an error
+# -Og: kernels take longer to compile than they run
+# -U: where it is the default, _FORTIFY_SOURCE takes a switch to another stack for an error
 OPTIONS = (
     *("-std=c++17", "-Og", "-fPIC", "-w", "-U_FORTIFY_SOURCE"),
-    *(["-mtls-dialect=gnu2"] if platform.machine() == "x86_64" else []),  # what is thread_local is what is read most
-    *(["-fuse-ld=gold"] if shutil.which("ld.gold") else []),  # which links in half the time
+    *(["-mtls-dialect=gnu2"] if platform.machine() == "x86_64" else []),  # for thread_local, what is read most
+    *(["-fuse-ld=gold"] if shutil.which("ld.gold") else []),  # links in half the time
 )
 
 
-# Where kernels are tested: on the device, or on the CPU in its stead.
+# Where kernels are tested: on the device, or emulated on the CPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def crossed(firsts: Sequence[tuple[Any, ...]], seconds: Sequence[Any]) -> list[Any]:
-    """Parameters of tests whose kernels are compiled for both: all with all on a device.
+    """Return the product of two lists of test parameters that kernels are compiled for. A device runs all of it.
 
-    On the CPU, where compiling takes longest, each of the first with one of the second, in turns.
+    The CPU, where compilation takes most of the time, runs each of the first with one of the second, in turn.
     """
     return [
         pytest.param(*first, second, marks=[] if i % len(seconds) == j else pytest.mark.gpu)
@@ -64,7 +64,7 @@ def crossed(firsts: Sequence[tuple[Any, ...]], seconds: Sequence[Any]) -> list[A
 
 
 class EmulatedKernel:
-    """As `csattn.cuda.CudaKernel`: tensors are on the CPU, and a launch has ended when it returns."""
+    """The counterpart of `csattn.cuda.CudaKernel` for tensors on the CPU. A launch has ended when it returns."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -78,7 +78,7 @@ class EmulatedKernel:
 
 
 def _fibers(num_bytes: int) -> ctypes.c_void_p:
-    """Memory for as many bytes of fibers, this thread's own: used again, as fresh pages take longer than a kernel."""
+    """Return this thread's fiber memory, 64-byte aligned. It is reused: fresh pages take longer than a kernel."""
     if len(getattr(_OF_THREAD, "memory", ())) < num_bytes + 64:
         _OF_THREAD.memory = np.empty(num_bytes + 64, np.uint8)
     address = int(_OF_THREAD.memory.ctypes.data)
@@ -86,7 +86,7 @@ def _fibers(num_bytes: int) -> ctypes.c_void_p:
 
 
 def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> Any:
-    """As `csattn.cuda.tensor_map`; for `score_products.h`."""
+    """The counterpart of `csattn.cuda.tensor_map`: a TMA descriptor for `score_products.h`."""
     (rows, width), size = matrix.shape, matrix.itemsize
     assert rows, "the driver refuses a map of no rows"
     assert box[1] * size == 128 and box[0] <= 256, "boxes are of 128 bytes and 256 rows at most"
@@ -96,7 +96,10 @@ def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> Any:
 
 
 def _require_shared_fits(library: Path, launch_bytes: int) -> None:
-    """A kernel's `__shared__` variables are `thread_local` here, as few of the emulator's own are."""
+    """Raise AssertionError if a kernel takes more shared memory than a thread block has.
+
+    Its `__shared__` variables are `thread_local` here, and so are a few of the emulator's own.
+    """
     listed = subprocess.run(["readelf", "--symbols", "--wide", library], check=True, capture_output=True, text=True)
     symbols = [line.split() for line in listed.stdout.splitlines() if " TLS " in line]
     static_bytes = sum(int(s[2], 0) for s in symbols if not any(name in s[-1] for name in LARGE_VARIABLES))
@@ -109,16 +112,16 @@ def _require_shared_fits(library: Path, launch_bytes: int) -> None:
 
 
 class Emulator:
-    """Compiles kernels into a directory that several processes may share; the same kernel once."""
+    """Compiles each kernel once, into a directory that several processes may share."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         said = [] if COMPILER is None else [subprocess.check_output([COMPILER, "--version"], text=True)]
         said += [" ".join(OPTIONS), *(header.read_text() for header in sorted(HERE.glob("*.h")))]
-        self._compiled_by = "\n".join(said)  # what kernels are compiled by and with, besides their own code
+        self._compiled_by = "\n".join(said)  # compiler, options and headers: part of the cache key
 
     def stand_in(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, multiprocessors: int = 4) -> None:
-        """Where there is no device, let the modules take their kernels from here, for a device of that size."""
+        """If there is no device, patch the modules to use emulated kernels, on a device of `multiprocessors`."""
         if DEVICE.type == "cuda":
             return
         if COMPILER is None:
@@ -139,7 +142,7 @@ class Emulator:
         early_start: bool = False,
         architecture: str | None = None,
     ) -> EmulatedKernel:
-        """As `csattn.cuda.cuda_kernel`."""
+        """The counterpart of `csattn.cuda.cuda_kernel`."""
         assert shared_bytes <= limits().block_bytes, f"{name} asks for {shared_bytes} bytes of shared memory"
         code = source_text(source, lambda path: REPLACEMENTS.get(path, path).read_text())
         code = re.sub(
@@ -157,7 +160,7 @@ class Emulator:
         return EmulatedKernel(self._compile("\n".join(lines), shared_bytes))
 
     def _require_compiles(self, code: str, defines: Mapping[str, object], architecture: str | None) -> None:
-        """For the first shape that is asked for: others take as long as compiling them for the CPU, or longer."""
+        """Require that NVRTC compiles a kernel's first shape: each takes at least as long as compiling for the CPU."""
         compiled = self.directory / f"{hashlib.sha256(f'{architecture} {code}'.encode()).hexdigest()[:24]}.nvrtc"
         if not compiled.exists():
             nvrtc.require_compiles(code, defines, architecture)
@@ -172,7 +175,7 @@ class Emulator:
         return ctypes.CDLL(str(library))
 
     def _standard_headers(self) -> Path:
-        """What the emulator includes, compiled: reading it takes as long as half of a kernel."""
+        """Return the precompiled standard headers. Parsing them would take half as long as compiling a kernel."""
         headers = self.directory / "standard.h"
         if not headers.exists():
             code = "\n".join(re.findall(r"^#include <.*>$", (HERE / "emulator.h").read_text(), re.MULTILINE))
@@ -181,7 +184,7 @@ class Emulator:
         return headers
 
     def _run_compiler(self, code: str, result: Path, *options: str, launch_bytes: int = 0) -> None:
-        """`result` is there when it is whole."""
+        """Compile `code` to `result`, which appears under its name only when it is complete."""
         assert COMPILER is not None, "there is no C++ compiler"
         unfinished = result.with_suffix(f".{os.getpid()}{result.suffix}")
         source = unfinished.with_suffix(".cpp")

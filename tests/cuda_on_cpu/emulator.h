@@ -1,8 +1,8 @@
-// Runs the kernels of this project on a CPU: a block's threads are fibers that take turns at every barrier and every
-// exchange within a warp. Blocks run one after the other, those of a cluster in turns. What is thread-local in this library
-// is a block's, its shared memory too: where another block goes on, all of it is copied out and in.
+// Runs this project's kernels on a CPU. The threads of a thread block are fibers that switch at every barrier and every
+// warp exchange. Blocks run one after the other; those of a cluster take turns. All thread-local variables of this
+// library, shared memory included, are the state of one block: a switch to another block copies them out and in.
 //
-// Defined by whoever includes it: THREADS, SHARED_BYTES, and CLUSTER where a kernel has clusters, or BLOCKS where so many
+// The including file defines THREADS, SHARED_BYTES, and CLUSTER for kernels with clusters, or BLOCKS where so many
 // neighbouring blocks wait for each other.
 
 #include <link.h>
@@ -49,19 +49,19 @@ static thread_local uint4 emulated_shared[SHARED_BYTES / 16 + 1];
 static inline size_t __cvta_generic_to_shared(const void* place) {
     return static_cast<const char*>(place) - reinterpret_cast<const char*>(emulated_shared);
 }
-// Kernels keep places in 32 bits; what is declared in a kernel may lie before the memory that a launch asks for.
+// Kernels keep shared addresses in 32 bits, signed here: a kernel's static shared memory may precede the dynamic one.
 static inline void* __cvta_shared_to_generic(size_t place) {
     return reinterpret_cast<char*>(emulated_shared) + static_cast<int>(place);
 }
 
 #include "fibers.h"
 
-// barriers: a thread that has ended counts as arrived, as it does on the device
+// barriers: as on the device, a thread that has ended counts as arrived
 
 struct Barrier {
     int size, arrived = 0, round = 0;
 
-    void wait(int num_ended) {  // of its threads
+    void wait(int num_ended) {  // num_ended: threads of this barrier that have ended
         const int mine = round;
         ++arrived;
         open_if_all_are_here(num_ended);
@@ -100,7 +100,7 @@ static inline int __syncthreads_count(int value) {
 }
 static inline void __syncwarp() { warps[threadIdx.x / 32].wait(num_ended_of_warp[threadIdx.x / 32]); }
 
-// The barrier of a cluster, in two halves; all threads take part.
+// The cluster's barrier, split into arrive and wait. All threads take part.
 static int cluster_arrived, cluster_round;
 static inline int arrive_at_cluster() {
     const int round = cluster_round;
@@ -114,17 +114,17 @@ static inline void wait_for_cluster(int round) {
     if (cluster_round == round) pause_until_changed(&cluster_round, round);
 }
 
-// What is thread-local in this library, and a copy of it for each block of a cluster that has gone as far as it could.
+// The library's thread-local memory, and a copy of it for each paused block of a cluster.
 static thread_local char anchor;
 static struct {
     char* here;
     const char* at_first;
-    size_t size, size_at_first;  // behind the latter there are zeros
+    size_t size, size_at_first;  // zeros follow the initial image
 } of_block;
 static std::vector<char> copies[CLUSTER];
-static int running;  // its rank
+static int running;  // rank of the running block
 
-// What another block has at the same place of its shared memory.
+// Distributed shared memory: the address of `here` in the block of that rank.
 template <class T> static inline T* in_block(const T* here, int rank) {
     char* base = rank == running ? of_block.here : copies[rank].data();
     return reinterpret_cast<T*>(base + (reinterpret_cast<const char*>(here) - of_block.here));
@@ -158,7 +158,7 @@ static void run_cluster(dim3 first) {
     }
 }
 
-// exchanges within a warp, of all 32 lanes: by turns in two places, so that nobody waits until all have read
+// Exchanges among all 32 lanes of a warp. They are double buffered, so that none has to wait until all lanes have read.
 
 static thread_local uint64_t exchanged[2][THREADS / 32][32][3];
 static thread_local bool turn[THREADS];
@@ -214,7 +214,7 @@ static inline int __dp4a(int a, int b, int sum) {
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fmul_rn(float a, float b) { volatile float product = a * b; return product; }
 
-// The standard normal's distribution and its inverse, and exp(x * x) * erfc(x) for x >= 0.
+// The standard normal distribution function, its inverse, and erfcx: exp(x * x) * erfc(x) for x >= 0.
 static inline float normcdff(float x) { return std::erfc(-x / std::sqrt(2.0)) / 2; }
 static inline float normcdfinvf(float share) {
     if (share == 0) return -INFINITY;
@@ -310,7 +310,7 @@ template <class... A> static void launch(void (*kernel)(A...), const int* grid, 
     kernel_args = args;
     gridDim = {grid[0], grid[1], grid[2]};
     fibers_of_rank = static_cast<Fiber*>(memory);
-    anchor = 0;  // from here on it has a place
+    anchor = 0;  // the first access allocates thread-local memory
     dl_iterate_phdr(find_what_is_of_a_block, nullptr);
     for (int z = 0; z < grid[2]; ++z)
         for (int y = 0; y < grid[1]; ++y)

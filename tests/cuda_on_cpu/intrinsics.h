@@ -1,4 +1,4 @@
-// What csattn/cuda/intrinsics.cuh has for the device. A copy has ended when it is started.
+// The CPU's counterpart of csattn/cuda/intrinsics.cuh. Asynchronous copies complete when they are issued.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -33,13 +33,13 @@ static inline u32 fma_bf16(u32 a, u32 b, u32 c) {
 static inline u32 and_or(u32 x, u32 mask, u32 bits) { return (x & mask) | bits; }
 static inline u32 keep_in_register(u32 x) { return x; }
 
-// What a lane has of the operands of a product.
+// A lane's registers of the operands of an mma.
 struct Factors {
     u32 a[4], b[2];
 };
 
-// use(row, column, a's and b's registers for the row and column with which half of their lines, by lane) for each of the
-// lane's four results
+// Call use(i, a's register, b's register) for each of the lane's four results i and each pair of registers that hold the
+// same elements of its row of a and its column of b.
 template <class Use> static inline void for_each_result(const u32 (&a)[4], u32 b0, u32 b1, Use use) {
     exchange(Factors{{a[0], a[1], a[2], a[3]}, {b0, b1}}, [&](auto of_lane, int lane) {
         for (int i = 0; i < 4; ++i)
@@ -64,7 +64,7 @@ static inline void multiply_values(float (&d)[4], const u32 (&a)[4], u32 b0, u32
     });
 }
 
-// kernels run one after the other
+// programmatic dependent launch: kernels run one after the other, so these do nothing
 
 static inline void wait_for_earlier_kernels() {}
 static inline void let_next_kernel_start() {}
@@ -75,7 +75,7 @@ static inline void wait_then_let_next_start(u32 known = 0) {}
 template <class T> static inline T issue_load(const T* from) { return *from; }
 static inline void store_relaxed(float* to, float4 x) { std::memcpy(to, &x, sizeof x); }
 static inline float4 load_relaxed(const float* from) {
-    pause_thread();  // another may be about to post
+    pause_thread();  // another thread may be about to store it
     float4 x;
     std::memcpy(&x, from, sizeof x);
     return x;
@@ -94,7 +94,7 @@ static inline u32 acquire(const u32* count) {
 
 static inline void prefetch_l2(const void*) {}
 static inline void prefetch_l2(const void* from, u32 bytes) {
-    volatile char last = static_cast<const char*>(from)[bytes - 1];  // what is asked for is there
+    volatile char last = static_cast<const char*>(from)[bytes - 1];  // faults if the range is not mapped
 }
 
 static inline uint4 read_once(u64 address) { return *reinterpret_cast<const uint4*>(address); }
@@ -118,7 +118,7 @@ static inline void end_copy_group() {}
 template <int LEFT> static inline void wait_for_copies() {}
 static inline void wait_for_all_copies() {}
 
-// barriers
+// mbarriers
 
 struct BarrierState {
     u16 count, pending;
@@ -169,7 +169,7 @@ static inline void load_by_warp(u32 count, u32 bytes, u32 barrier, const To& to,
 
 // clusters; `in_block` is the emulator's
 
-static thread_local int rounds[THREADS];  // in which each thread arrived
+static thread_local int rounds[THREADS];  // the barrier's round in which each thread arrived
 static inline void cluster_sync() { wait_for_cluster(arrive_at_cluster()); }
 static inline void done_reading() { rounds[threadIdx.x] = arrive_at_cluster(); }
 static inline void wait_for_readers() { wait_for_cluster(rounds[threadIdx.x]); }

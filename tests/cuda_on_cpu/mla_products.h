@@ -1,4 +1,4 @@
-// What csattn/lightning/mla/products.cuh has for the device.
+// The CPU's counterpart of csattn/lightning/mla/products.cuh.
 
 #include "../tensor_cores.cuh"
 

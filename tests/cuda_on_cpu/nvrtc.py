@@ -1,4 +1,4 @@
-"""CUDA's own compiler, which needs no device: what it refuses, no device runs, whatever a C++ compiler says of it."""
+"""NVRTC, CUDA's runtime compiler, needs no device. It checks what a C++ compiler may accept and no device can run."""
 
 import ctypes
 import importlib.util
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-ARCHITECTURES = "sm_80", "sm_90"  # the least that kernels are for, and one that has all that they use
-NO_CLUSTERS = "this device has no clusters"  # what a kernel says itself that is for the other one alone
+ARCHITECTURES = "sm_80", "sm_90"  # the oldest that kernels support, and one with every feature that they use
+NO_CLUSTERS = "this device has no clusters"  # a static_assert of kernels that need sm_90
 
 
 @cache
@@ -16,7 +16,7 @@ def is_installed() -> bool:
 
 
 def require_compiles(code: str, defines: Mapping[str, object], architecture: str | None) -> None:
-    """Raises AssertionError with the compiler's words. code: as `csattn.cuda.source_text` gives it.
+    """Raise AssertionError with the compiler's log if `code`, from `csattn.cuda.source_text`, does not compile.
 
     architecture: None for each of `ARCHITECTURES`, with the option that CuPy adds.
     """
@@ -48,12 +48,12 @@ def _nvrtc() -> ctypes.CDLL:
     libraries = _libraries()
     assert libraries is not None
     builtins, nvrtc = libraries
-    ctypes.CDLL(str(builtins))  # or else it is looked for where it does not lie
+    ctypes.CDLL(str(builtins))  # loaded first: NVRTC would not find it by itself
     return ctypes.CDLL(str(nvrtc))
 
 
 def _libraries() -> tuple[Path, Path] | None:
-    """What the package nvidia-cuda-nvrtc brings."""
+    """Return the libraries of the package nvidia-cuda-nvrtc, or None if it is not installed."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
         for builtins in sorted(Path(folder).glob("cu*/lib/libnvrtc-builtins.so.*"), reverse=True):

@@ -1,4 +1,4 @@
-// What csattn/lightning/paged/products.cuh has for the device: every thread computes its own products.
+// The CPU's counterpart of csattn/lightning/paged/products.cuh: every thread computes its own products.
 
 #include "../tensor_cores.cuh"
 

@@ -1,19 +1,19 @@
-// What csattn/lightning/score/products.cuh has for the device. A copy has ended when it returns; every thread computes its
-// own products.
+// The CPU's counterpart of csattn/lightning/score/products.cuh. TMA copies complete when they are issued, and every
+// thread computes its own products.
 
 #include "../tensor_cores.cuh"
 #include "tiles.cuh"
 
 #define __grid_constant__
 
-// As `emulated.tensor_map` makes them.
+// A TMA descriptor, as `emulated.tensor_map` makes it.
 struct TensorMap {
     const u8* address;
     long long rows, row_bytes, stride_bytes, box_rows, unused[11];
 };
 static_assert(sizeof(TensorMap) == 128, "as on the device");
 
-// 16 bytes of a row of 128 bytes.
+// 16 bytes of a row of 128 bytes, in the 128-byte swizzle.
 static inline u8* vector_of(u8* atom, int row, int vector) { return atom + row * ATOM_BYTES + (vector ^ row % 8) * 16; }
 
 static inline void load_box(void* to, const TensorMap* map, int column, int row, u64* barrier) {

@@ -1,4 +1,4 @@
-// What csattn/lightning/tensor_cores.cuh has for the device. Products are done when they are started.
+// The CPU's counterpart of csattn/lightning/tensor_cores.cuh. wgmma products complete when they are issued.
 
 #include "../cuda/intrinsics.cuh"
 
@@ -21,7 +21,8 @@ static inline void end_products() {}
 template <int LEFT, int COUNT> static inline void wait_for_products(float (&)[COUNT]) {}
 template <int LEFT> static inline void wait_for_products() {}
 
-// Where an element of an operand lies; its columns lie side by side, in units exchanged by the address's bits.
+// The address of an operand's element, by its wgmma descriptor. Rows are contiguous, with a 128-byte swizzle: address
+// bits 7 to 9 are XORed into bits 4 to 6.
 template <int BYTES> static inline const void* element_at(u64 operand, int line, int column) {
     constexpr int OF_LINE = 128 / BYTES;
     const u32 start = (operand & 0x3fff) << 4, to_next = (operand >> 16 & 0x3fff) << 4;

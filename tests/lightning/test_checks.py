@@ -1,4 +1,4 @@
-"""What arguments are asked for, besides what the tests of those who ask have."""
+"""Checks of arguments that the tests of their callers do not cover."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from csattn.lightning.checks import require_array
 
 
 def test_arrays_on_another_device_than_the_current_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels would read them on a stream that does not wait for what writes them."""
-    with FakeTensorMode():  # so that no device is needed
+    """Kernels would read them on a stream that does not wait for the writes to them."""
+    with FakeTensorMode():  # needs no device
         array = torch.empty(2, 3, device="cuda:0")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     require_array("q", array, (2, 3))

@@ -1,4 +1,4 @@
-"""A layer of compressed attention does what transformers' own does, in whatever pieces its tokens come."""
+"""A layer of compressed attention gives the results of transformers', however its tokens are chunked."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def config() -> DeepseekV4Config:
         q_lora_rank=24,
         o_groups=3,
         o_lora_rank=10,
-        index_n_heads=8,  # with few, whole sums are cut to 0: ties, which transformers breaks at random
+        index_n_heads=8,  # with fewer, the ReLU makes whole sums 0: ties, which transformers breaks at random
         index_head_dim=32,
         index_topk=5,
         sliding_window=7,
@@ -39,7 +39,7 @@ def config() -> DeepseekV4Config:
 
 
 def layer(kind: int, dtype: torch.dtype = torch.float32) -> tuple[DeepseekV4Attention, DeepseekV4RotaryEmbedding]:
-    """Random, with position biases, sinks and norms that are no defaults."""
+    """Return a random layer whose position biases, sinks and norms are not the defaults."""
     module = DeepseekV4Attention(config(), kind)
     for name, parameter in module.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.4 if parameter.dim() > 1 else 0.7)
@@ -81,7 +81,7 @@ def test_the_pieces_that_tokens_come_in_change_nothing(kind: int, monkeypatch: p
 
 
 def test_in_bfloat16_it_is_as_near() -> None:
-    """Rows are summed in float32 here, and in bfloat16 there."""
+    """csattn sums rows in float32, and transformers in bfloat16."""
     module, rotary = layer(HEAVY, torch.bfloat16)
     hidden = torch.randn(200, 48, dtype=torch.bfloat16)
     got = CompressedAttention(CompressedWeights.of(module, rotary)).append(hidden).float()

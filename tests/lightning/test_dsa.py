@@ -1,4 +1,4 @@
-"""Steps of DSA choose and attend as the definitions do, in memory that stays where it is."""
+"""Decode steps of DSA choose and attend as the definitions do, in memory at fixed addresses."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,7 +45,10 @@ SHAPE = DsaShape(
 
 
 def make_caches(kv_lens: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Index keys, latent rows and tables; what no sequence has is NaN, and table entries past its end lead nowhere."""
+    """Return index keys, latent rows (two arrays) and block tables.
+
+    Slots that no sequence uses are NaN. Table entries past a sequence's end are out of range.
+    """
     cache = make_key_cache(30)
     values, scales = page_views(cache)
     values.view(torch.uint8).fill_(0x7F)
@@ -114,7 +117,7 @@ def fill(decoder: DsaDecoder, tables: Tensor) -> None:
 
 @pytest.mark.parametrize("hisa", [None, HisaConfig(num_blocks=4), HisaConfig(block_size=64, num_blocks=8)])
 def test_steps_choose_and_attend_in_place(hisa: HisaConfig | None) -> None:
-    """Blocks cover all keys here, so that HISA chooses what DSA chooses."""
+    """The blocks cover all keys here, so HISA chooses what DSA does."""
     decoder = DsaDecoder(replace(SHAPE, hisa=hisa), torch.device("cpu"))
     places = [x.data_ptr() for x in (decoder.indices, decoder.out, decoder.lse)]
     for _ in range(2):
@@ -159,7 +162,7 @@ def test_a_captured_step_follows_its_inputs() -> None:
     [(131072, [131072]), (131072, [131011, 65600]), (131072, [2049, 2048]), (65536, [65000]), (32768, [32768, 20001])],
 )
 def test_steps_of_long_contexts_choose_exactly(max_len: int, kv_lens: list[int]) -> None:
-    """What is chosen is the definition's choice of the scores that were chosen among; a captured step follows."""
+    """The chosen keys are the definition's choice given the scores, with a step that is replayed from a CUDA graph."""
     rows = len(kv_lens)
     shape = replace(SHAPE, batch_size=rows, max_len=max_len, num_index_heads=64, top_k=2048, dtype=torch.bfloat16)
     decoder = DsaDecoder(shape, DEVICE)
@@ -229,7 +232,7 @@ def test_pages_that_the_cache_has_not_are_refused_by_hisa_too() -> None:
 @pytest.mark.parametrize("page", [-1, 2])
 @pytest.mark.parametrize("num_chosen", [4, 80])
 def test_pages_that_the_cache_has_not_are_refused_where_they_are_a_sequences(page: int, num_chosen: int) -> None:
-    """Rows before and behind it would be chosen."""
+    """Otherwise rows outside the cache would be chosen."""
     arrays = torch.zeros(1, 64, 128).to(FP8), make_key_cache(2), torch.ones(1, 64)
     table = torch.tensor([[1, page]], dtype=torch.int32)
     of_one_page = dsa_topk_indexer(*arrays, torch.tensor([64], dtype=torch.int32), table, num_chosen=num_chosen)

@@ -1,4 +1,4 @@
-"""The estimate of what was not read: against its definition, and against attention where what it assumes holds."""
+"""The estimate of rows that were not read agrees with its definition, and with attention if its assumptions hold."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ HEAD_DIM, SCALE = 16, 0.25
 
 
 def normal_rows(num_rows: int, num_kv_heads: int = 2, seed: int = 0) -> torch.Tensor:
-    """Keys and values that are jointly normal, neither centred nor independent: [num_kv_heads, num_rows, 2, d]."""
+    """Return keys and values [num_kv_heads, num_rows, 2, d]: jointly normal, neither centred nor independent."""
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn(num_kv_heads, num_rows, 2 * HEAD_DIM, generator=generator)
     mixed = mixed @ (torch.randn(num_kv_heads, 2 * HEAD_DIM, 2 * HEAD_DIM, generator=generator) / 6)
@@ -31,7 +31,7 @@ def queries(num_tokens: int, num_q_heads: int, size: float = 1.0, seed: int = 1)
 @settings(max_examples=20)
 @given(st.integers(1, 90), st.lists(st.integers(0, 90), min_size=6, max_size=6))
 def test_it_is_what_it_is_defined_to_be(size, num_index_heads, num_rows, chosen) -> None:
-    """For any number of chosen rows, none and all included; also queries of zeros and queries that see one key."""
+    """This holds for 0, some or all rows chosen, for queries of zeros and for queries that see a single key."""
     moments = moments_of([normal_rows(50)])
     q = queries(2, 6, size)
     num_chosen = np.minimum(np.array(chosen, np.int32)[:num_index_heads], num_rows)
@@ -64,7 +64,7 @@ def test_of_normal_keys_and_values_it_is_attention_to_the_rows_that_were_not_cho
 
 
 def test_pieces_and_dtypes_do_not_change_the_moments() -> None:
-    kv = normal_rows(1000) + 50  # a mean far from zero, as keys have
+    kv = normal_rows(1000) + 50  # a mean far from zero, like that of a model's keys
     flat = kv.double().flatten(2)
     moments = moments_of([kv])
     for got in (moments, moments_of(kv.split(7, dim=1)), moments_of([kv[:, :1], kv[:, 1:]])):

@@ -1,4 +1,4 @@
-"""The shape of an index that is there, whatever it was built by."""
+"""The shape of an existing index of any layout."""
 
 from csattn.index import LayerIndex
 from csattn.search.device import IndexShape, ListsShape, SketchShape
@@ -6,7 +6,7 @@ from csattn.sketch import SketchIndex
 
 
 def shape_of(index: LayerIndex | SketchIndex, num_q_heads: int) -> IndexShape:
-    """The shape of a layer's index."""
+    """Return the shape of a layer's index, for queries of `num_q_heads` heads."""
     group_size = num_q_heads // index.num_heads
     if isinstance(index, SketchIndex):
         return SketchShape(

@@ -1,4 +1,4 @@
-"""Indexes of random keys, made in a few lines of numpy, and searches over them."""
+"""Synthetic indexes of random keys, made in a few lines of numpy, and searches over them."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +19,7 @@ from csattn.table.tail import ListTail
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSpec:
-    """One synthetic layer."""
+    """Sizes and layout of the index of one synthetic layer."""
 
     layout: str = "sketch"  # or lists
     context_len: int = 1000
@@ -32,12 +32,12 @@ class IndexSpec:
     num_fine: int = 2
     num_coarse: int = 1
     segment_len: int = 3072
-    distinct_keys: int = 0  # that many different keys, repeated; 0: all differ
+    distinct_keys: int = 0  # how many different keys there are, repeated in turn; 0: all keys differ
     seed: int = 0
 
 
 def make_keys(spec: IndexSpec, rng: np.random.Generator) -> NDArray[np.float32]:
-    """Keys [num_heads, context_len, head_dim]."""
+    """Return random keys [num_heads, context_len, head_dim]."""
     keys = rng.standard_normal((spec.num_heads, spec.context_len, spec.head_dim), dtype=np.float32)
     if spec.distinct_keys:
         keys = keys[:, np.arange(spec.context_len) % spec.distinct_keys]
@@ -46,7 +46,7 @@ def make_keys(spec: IndexSpec, rng: np.random.Generator) -> NDArray[np.float32]:
 
 @lru_cache(maxsize=16)
 def make_index(spec: IndexSpec) -> LayerIndex | SketchIndex:
-    """An index, read-only as a memory map is."""
+    """Return an index whose arrays are read-only, as those of a memory map."""
     index = make_list_index(spec) if spec.layout == "lists" else make_sketch_index(spec)
     arrays = [value for value in vars(index).values() if isinstance(value, np.ndarray)]
     if isinstance(index, LayerIndex):
@@ -57,7 +57,7 @@ def make_index(spec: IndexSpec) -> LayerIndex | SketchIndex:
 
 
 def make_sketch_index(spec: IndexSpec) -> SketchIndex:
-    """Any codes and transforms; of repeated keys one segment."""
+    """Return a sketch of random codes and transforms. If keys are repeated, it has a single segment."""
     rng = np.random.default_rng(spec.seed)
     heads, head_dim, bits = spec.num_heads, spec.head_dim, coord_bits(spec.num_fine, spec.num_coarse)
     codes = rng.normal(0.5, 0.2, (heads, spec.context_len, len(bits))).clip(0, 0.999)
@@ -80,7 +80,7 @@ def make_sketch_index(spec: IndexSpec) -> SketchIndex:
 
 
 def make_marks(spec: IndexSpec, starts: list[int]) -> NDArray[np.bool_]:
-    """Of each head [num_heads, context_len] as many rows as `num_marked` says, the last of each segment."""
+    """Return marks [num_heads, context_len]: `num_marked` rows of each head, the last rows of each segment."""
     marked = np.zeros((spec.num_heads, spec.context_len), np.bool_)
     for start, end in zip(starts, [*starts[1:], spec.context_len], strict=True):
         marked[:, end - (end - start) // MARKED_SHARE : end] = True
@@ -88,7 +88,7 @@ def make_marks(spec: IndexSpec, starts: list[int]) -> NDArray[np.bool_]:
 
 
 def make_list_index(spec: IndexSpec) -> LayerIndex:
-    """The lists of random keys."""
+    """Return the index of lists of random keys."""
     rng = np.random.default_rng(spec.seed)
     keys = make_keys(spec, rng)
     key_mean = keys.mean(axis=1) if spec.context_len else np.zeros((spec.num_heads, spec.head_dim), np.float32)
@@ -102,7 +102,7 @@ def make_list_index(spec: IndexSpec) -> LayerIndex:
 
 
 def make_lists(scores: NDArray[np.float32], list_len: float) -> ListTable:
-    """The Top-L lists of scores [num_heads, num_subspaces, num_centroids, context_len]."""
+    """Return the Top-L lists of scores [num_heads, num_subspaces, num_centroids, context_len]."""
     length = max(1, round(list_len * scores.shape[-1]))
     halves = scores.astype(np.float16) + np.float16(0)
     order = np.argsort(-halves, axis=-1, kind="stable")[..., :length]
@@ -112,14 +112,14 @@ def make_lists(scores: NDArray[np.float32], list_len: float) -> ListTable:
 
 
 def make_queries(spec: IndexSpec, group_size: int, seed: int = 1, scale: float = 1.0) -> NDArray[np.float32]:
-    """Queries [num_q_heads, head_dim]."""
+    """Return random queries [num_q_heads, head_dim]."""
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((spec.num_heads * group_size, spec.head_dim), dtype=np.float32)
     return q * np.float32(scale)
 
 
 def append_keys(tail: ListTail, spec: IndexSpec, num_rows: int, seed: int = 2) -> ListTail:
-    """The tail, with that many random keys appended."""
+    """Append `num_rows` random keys to the tail and return it."""
     rng = np.random.default_rng(seed)
     for _ in range(num_rows):
         tail.append(rng.standard_normal((spec.num_heads, spec.head_dim), dtype=np.float32))
@@ -127,7 +127,7 @@ def append_keys(tail: ListTail, spec: IndexSpec, num_rows: int, seed: int = 2) -
 
 
 def make_tail_of(index: LayerIndex | SketchIndex, spec: IndexSpec, num_rows: int) -> ListTail | None:
-    """None for no rows."""
+    """Return a tail of `num_rows` random keys, or None for no rows."""
     return append_keys(ListTail(index), spec, num_rows) if num_rows else None
 
 
@@ -141,13 +141,13 @@ def search(
     workspace: SearchWorkspace,
     out: Selection,
 ) -> None:
-    """One token's, in this thread: `reference.search` compiled."""
+    """Search for one token in this thread: the compiled counterpart of `reference.search`."""
     stacked = TokenSelections(out.kv_indices[None], out.valid_len[None])
     LayerSearch(q[None], index, tail, sink_len, window_len, softmax_scale, stacked).run(workspace)
 
 
 def poisoned_selection(num_heads: int, top_k: int) -> Selection:
-    """Room for a selection, filled with what no search may leave there."""
+    """Return an output selection filled with values that no search may leave there."""
     out = empty_selection(num_heads, top_k)
     out.kv_indices[:] = -777
     out.valid_len[:] = -777
@@ -155,7 +155,7 @@ def poisoned_selection(num_heads: int, top_k: int) -> Selection:
 
 
 def poisoned_workspace(num_bytes: int = 1 << 20) -> SearchWorkspace:
-    """Scratch memory full of NaN, whatever type it is read as."""
+    """Return scratch memory that reads as NaN in every float type."""
     workspace = SearchWorkspace()
     workspace.reserve(num_bytes)[:] = 0xFF
     return workspace

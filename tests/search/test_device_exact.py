@@ -1,4 +1,4 @@
-"""Exact Top-K on the device chooses what the selector of that name does, for every row of a batch.
+"""Exact Top-K on the device chooses what the selector `exact` does, for every row of a batch.
 
 Without a device the same kernel runs on the CPU, compiled by a C++ compiler: see `tests/cuda_on_cpu`.
 """
@@ -29,7 +29,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def make_rows(context_len: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values are NaN: nothing may read them."""
+    """Return random keys with values of NaN, which nothing may read."""
     generator = torch.Generator().manual_seed(context_len)
     rows = torch.randn(NUM_HEADS, context_len, 2, HEAD_DIM, generator=generator)
     rows[:, :, 1] = torch.nan
@@ -45,7 +45,7 @@ def choose(
     contexts: list[Tensor], q: Tensor, context_ids: list[int], config: SearchConfig, top_ks: list[int] | None = None
 ) -> DeviceSelection:
     longest = max(rows.shape[1] for rows in contexts)
-    indexes = DeviceIndexes(0, len(contexts), config, DEVICE)  # of which a choice by the rows needs no layer
+    indexes = DeviceIndexes(0, len(contexts), config, DEVICE)  # exact Top-K needs no layer of an index
     for number, rows in enumerate(contexts):
         indexes.context_lens[number], indexes.top_ks[number] = rows.shape[1], config.top_k(rows.shape[1])
     rows_there = [rows.to(DEVICE) for rows in contexts]

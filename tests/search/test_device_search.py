@@ -1,4 +1,4 @@
-"""The search over lists on the device agrees with the definition, for every row of a batch, whatever stands beside it.
+"""The search over lists on the device agrees with the definition, for each row of a batch, whatever the other rows.
 
 Without a device the same kernels run on the CPU, compiled by a C++ compiler: see `tests/cuda_on_cpu`.
 """
@@ -30,9 +30,9 @@ from tests.search.shapes import shape_of
 from tests.search.synthetic import IndexSpec, make_index, make_queries
 from tests.selections import check_selection
 
-SCALE = 0.2  # softmax_scale
+SCALE = 0.2  # softmax scale
 CONFIG = SearchConfig(keep=0.05, sink_len=4, window_len=16)
-ON_DEVICE = pytest.mark.gpu  # too much for the CPU
+ON_DEVICE = pytest.mark.gpu  # too slow under emulation on the CPU
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +46,9 @@ def search_on_device(
     context_ids: list[int],
     config: SearchConfig = CONFIG,
     scale: float = SCALE,
-    top_ks: list[int] | None = None,  # of the rows
+    top_ks: list[int] | None = None,  # of each row of the batch
 ) -> DeviceSelection:
-    """One layer; q [batch_size, num_q_heads, head_dim] float32."""
+    """Search one layer for a batch. q: [batch_size, num_q_heads, head_dim] float32."""
     device = DEVICE
     shape = shape_of(indexes[0], q.shape[1])
     longest = max(index.context_len for index in indexes)
@@ -78,7 +78,7 @@ def row_of(out: DeviceSelection, row: int) -> Selection:
 def assert_right(
     got: Selection, q: np.ndarray, index: LayerIndex, config: SearchConfig = CONFIG, scale: float = SCALE
 ) -> None:
-    """Rounding of exp may swap keys of nearly equal group scores: compare those of the chosen keys, in order."""
+    """Compare the group scores of the chosen keys, in order: rounding of exp may swap keys whose scores nearly tie."""
     want = empty_selection(index.num_heads, config.top_k(index.context_len))
     reference.search(q, index, None, want.kv_indices.shape[1], config.sink_len, config.window_len, scale, want)
     np.testing.assert_array_equal(got.valid_len, want.valid_len)
@@ -117,7 +117,7 @@ def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:
 
 @pytest.mark.parametrize("keep", [0.02, 0.4, 1.0])
 def test_a_single_query_chooses_however_far_below_the_best(keep: float) -> None:
-    """Also among negative scores."""
+    """This holds for negative scores too."""
     spec = IndexSpec(layout="lists", context_len=4100, num_heads=1, list_len=1.0)
     q, index, config = make_queries(spec, 1), make_index(spec), SearchConfig(keep=keep, sink_len=0, window_len=1)
     assert_right(row_of(search_on_device([index], q[None], [0], config), 0), q, index, config)

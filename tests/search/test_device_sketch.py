@@ -24,9 +24,9 @@ from tests.search.shapes import shape_of
 from tests.selections import check_selection
 from tests.sketch.synthetic import make_heads, make_sketch
 
-SCALE = 0.1  # softmax_scale
+SCALE = 0.1  # softmax scale
 CONFIG = SearchConfig(keep=0.05, sink_len=4, window_len=16)
-ON_DEVICE = pytest.mark.gpu  # too much for the CPU
+ON_DEVICE = pytest.mark.gpu  # too slow under emulation on the CPU
 REST_PARTS = 3
 
 
@@ -39,7 +39,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 def make_index(
     num_rows: int, num_heads: int = 2, group_size: int = 4, head_dim: int = 32, seed: int = 0, **sizes: Any
 ) -> tuple[SketchIndex, np.ndarray]:
-    """A sketch with a few segments, and queries [64, num_q_heads, head_dim], which may not be written to."""
+    """Return a sketch of a few segments, and queries [64, num_q_heads, head_dim], which must not be written to."""
     rng = np.random.default_rng(seed)
     q, k, v = make_heads(rng, num_heads, group_size, max(num_rows, 64), head_dim)
     starts = tuple(start for start in (0, 1024, 3072) if start < num_rows)
@@ -50,7 +50,7 @@ def make_index(
 
 
 class Searched:
-    """A search of one layer, and attention to the rest after it."""
+    """A search of one layer, followed by attention to the rest."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Searched:
         config: SearchConfig = CONFIG,
         scale: float = SCALE,
         dtype: torch.dtype = torch.float32,
-        top_ks: list[int] | None = None,  # of the rows
+        top_ks: list[int] | None = None,  # of each row of the batch
     ) -> None:
         self.shape = shape_of(indexes[0], q.shape[1])
         longest = max(index.context_len for index in indexes)
@@ -103,7 +103,7 @@ class Searched:
         return Selection(self.out.kv_indices[row].cpu().numpy(), self.out.valid_len[row].cpu().numpy())
 
     def rest(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """out [num_q_heads, head_dim] and lse [num_q_heads], as attend_step would join the parts."""
+        """Return the rest's out [num_q_heads, head_dim] and lse [num_q_heads]: its parts, merged as by attend_step."""
         parts = self.posted.cpu().double().numpy()
         assert np.isnan(parts[:, :2]).all(), "parts of attention to other rows were written"
         units = self.shape.num_index_heads * self.num_shares
@@ -127,7 +127,7 @@ def wanted(q: np.ndarray, index: SketchIndex, config: SearchConfig = CONFIG, sca
 def assert_right(
     got: Selection, q: np.ndarray, index: SketchIndex, config: SearchConfig = CONFIG, scale: float = SCALE
 ) -> None:
-    """To the bit, whatever the device."""
+    """Require the definition's choice, bit for bit on every device."""
     want = wanted(q, index, config, scale)
     np.testing.assert_array_equal(got.valid_len, want.valid_len)
     check_selection(got, index.context_len)
@@ -137,7 +137,7 @@ def assert_right(
 
 
 def assert_scores_are_right(searched: "Searched", q: np.ndarray, index: SketchIndex, scale: float = SCALE) -> None:
-    """Of the first row."""
+    """Compare the scores of the batch's first row with the definition's."""
     group_size = len(q) // index.num_heads
     for head in range(index.num_heads):
         of_head = range(head * group_size, (head + 1) * group_size)
@@ -154,8 +154,11 @@ def assert_rest_is_right(
     config: SearchConfig = CONFIG,
     scale: float = SCALE,
 ) -> None:
-    """For what was chosen on the device. Weights are rounded to bfloat16; as what was chosen is taken out of sums over
-    all rows, what is left is right in comparison with these."""
+    """Compare attention to the rows that the device left unchosen.
+
+    Weights are rounded to bfloat16. The chosen rows are subtracted from sums over all rows, so the tolerance is
+    relative to these sums.
+    """
     may_be_chosen = np.zeros((index.num_heads, index.context_len), bool)
     may_be_chosen[:, min(config.sink_len, index.context_len) : max(0, index.context_len - config.window_len)] = True
     is_rest, chosen = may_be_chosen.copy(), searched.selection(row)
@@ -227,7 +230,7 @@ def test_a_block_with_many_keys_has_more_threads(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.large_gpu
 def test_what_a_block_holds_of_a_transform_decides_about_bits() -> None:
-    """That of all coordinates of 256 dimensions is in shared memory on Hopper."""
+    """On Hopper, the transform of all coordinates of 256 dimensions fits in shared memory."""
     index, q = make_index(100, 1, 1, 256, num_fine=16, num_coarse=8)
     assert Searched([index], q[:1], [0]).pass_over._staged_bytes == 128 << 10
 
@@ -241,7 +244,7 @@ def test_wide_heads_of_a_small_gpu_multiply_one_mean_at_a_time(as_ampere, group_
 
 
 def test_a_small_gpu_finds_the_same(as_ampere: None) -> None:
-    """With fewer warps, where what each counts for 16 queries takes much of a block's memory."""
+    """It runs with fewer warps: each warp's counts for 16 queries take much of a thread block's shared memory."""
     index, q = make_index(4200)
     searched = Searched([index], q[:4], [0] * 4)
     assert searched.pass_over._pass_warps < sketch_pass.PASS_WARPS
@@ -262,7 +265,7 @@ def test_marked_rows_are_chosen_where_they_are_few(keep: float) -> None:
 
 
 def test_a_row_may_choose_less_than_others() -> None:
-    """As it would alone, with marks heeded where its own choice is large enough for them."""
+    """Each row chooses as it would alone: marks count where its own top_k is large enough for them."""
     index, q = make_index(4200)
     num_marked = int(index.marked_rows(0).sum())
     top_ks = [1, 2 * num_marked - 1, 2 * num_marked, 2**31 - 1]

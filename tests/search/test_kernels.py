@@ -1,4 +1,4 @@
-"""The parts of a search, each against its definition in a line or two of numpy."""
+"""Each part of a search agrees with its definition in a line or two of numpy."""
 
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from csattn.sketch.codes import coord_bits
 from csattn.table.lists import CHUNK_KEYS, SCORE_UNIT, ListTable, lists_of
 from tests.search.synthetic import IndexSpec, make_index, make_queries
 
-SCALE = 0.2  # softmax_scale
+SCALE = 0.2  # softmax scale
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 4, 6])
@@ -58,7 +58,7 @@ def _weigh(address, head, q, memory):  # type: ignore[no-untyped-def]
 
 
 def _fields(memory: NDArray[np.uint8], group_size: int, segments: int, coords: int) -> dict[str, NDArray[Any]]:
-    """The arrays of `query_places`."""
+    """Return views of the arrays that `query_places` lays out in `memory`."""
     fields, at = {}, 8
     for name, kind, shape in (
         ("bounds", np.float64, (segments, 2)),
@@ -124,12 +124,12 @@ def _group_scores(scores, stride, num_keys, exponent, greatest, shifts, out):  #
 def test_group_scores_are_the_definitions(
     num_keys: int, exponent: int, group_size: int, rng: np.random.Generator
 ) -> None:
-    """Of rows that are spread widely, of equal scores and of the most extreme ones."""
+    """This holds for widely spread scores, for equal scores and for the most extreme ones."""
     scores = rng.normal(0, 4000, (group_size, num_keys)).clip(-32767, 32767).astype(np.int16)
     scores[group_size // 2] = rng.choice([-32767, 32767], num_keys)
     scores[-1] = 5
     stride = -(-num_keys // 8) * 8 + 128
-    padded = np.full((group_size, stride), 2**16 - 1, np.uint16)  # tempting neighbours
+    padded = np.full((group_size, stride), 2**16 - 1, np.uint16)  # high scores past the end, which must not be chosen
     padded[:, :num_keys] = scores.astype(np.int64) + BIAS
     greatest = np.full(padded.size // 8 + 16, 2**16 - 2, np.uint16)
     out, shifts = np.zeros(num_keys + 64, np.uint16), np.zeros(group_size, np.uint16)
@@ -147,7 +147,7 @@ def test_matching_is_the_definition_to_the_bit(num_subspaces, num_centroids, sub
     head_dim = num_subspaces * subspace_dim
     q = rng.standard_normal((group_size, head_dim), dtype=np.float32)
     codebooks = rng.standard_normal((1, num_subspaces, num_centroids, subspace_dim), dtype=np.float32)
-    codebooks[..., num_centroids // 2, :] = codebooks[..., 0, :]  # of equals the lowest
+    codebooks[..., num_centroids // 2, :] = codebooks[..., 0, :]  # a tie: the lowest id wins
     nothing = np.zeros((1, num_subspaces, num_centroids, 0))
     table = lists_of(nothing.astype(np.bool_), nothing.astype(np.float16))
     index = LayerIndex(codebooks, np.zeros((1, head_dim), np.float32), table, True)
@@ -183,17 +183,17 @@ def test_exp2_is_accurate(offset: int, slope: float) -> None:
 
 
 def scores_of(num_keys: int, rng: np.random.Generator) -> NDArray[np.float32]:
-    """Scores, of which some keys have none."""
+    """Return scores of keys, some of which are not scored."""
     scores = np.rint(rng.normal(0, 3000, num_keys)).astype(np.float32)
     scores[rng.random(num_keys) < 0.3] = -0.0
-    scores[0] = 0.0  # scored
+    scores[0] = 0.0  # this key is scored
     return scores
 
 
 @pytest.mark.parametrize("num_keys", [1, 15, 16, 33, 1000, 40_000])
 @pytest.mark.parametrize("slope", [0.0, 0.001, 0.02, 3.0])
 def test_powers_of_a_range(num_keys: int, slope: float, rng: np.random.Generator) -> None:
-    padded = np.full(num_keys + 32, 32_000, np.float32)  # tempting neighbours
+    padded = np.full(num_keys + 32, 32_000, np.float32)  # high scores past the end, which must not be summed
     padded[5 : 5 + num_keys] = scores = scores_of(num_keys, rng)
     shift, total = group_scores.sum_powers(padded, 5, num_keys, np.float32(slope))
     scored = scores.view(np.int32) != group_scores.NOT_SCORED
@@ -214,7 +214,7 @@ def _store_shares(scores, stride, terms, out):  # type: ignore[no-untyped-def]
 
 
 def test_group_scores_are_shares(rng: np.random.Generator) -> None:
-    """Of the same bits whatever power of two the sum comes with."""
+    """Their bits do not depend on the power of two that the sum is scaled by."""
     slopes, num_keys = (0.003, 0.0011, 0.0047), 800
     scores = np.stack([scores_of(num_keys, rng) for _ in slopes])
     terms, got = np.empty((3, 4), np.float32), np.full((3, num_keys), -777, np.int32)
@@ -234,7 +234,7 @@ def test_group_scores_are_shares(rng: np.random.Generator) -> None:
 def add_list(
     scores: NDArray[np.float32], table: ListTable, weight: float, least: float = -np.inf, place: int = 2**31
 ) -> None:
-    """Each chunk of the table's first list; scores [num_chunks * CHUNK_KEYS]. What no list has is poisoned."""
+    """Add the table's first list to scores [num_chunks * CHUNK_KEYS], chunk by chunk. Unlisted places are poisoned."""
     halves = np.full(table.scores.size + 2 * SCORE_UNIT, 0x7E00, np.int16)  # NaN
     halves[SCORE_UNIT:][: table.list_len] = table.scores.reshape(-1)[: table.list_len].view(np.int16)
     ends = SCORE_UNIT + np.append(table.starts.reshape(-1), table.list_len)

@@ -1,4 +1,4 @@
-"""How a search is cut into pieces."""
+"""How a search is split into pieces of work."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def _cut(address):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("group_size", [1, 3, 5, 7, 16, 24, 33, 64])
 @pytest.mark.parametrize("tail_rows", [0, 1, 20_000])
 def test_no_piece_of_lists_is_empty(group_size: int, tail_rows: int) -> None:
-    """The last one scores the tail behind the context's last chunk, in one thread."""
+    """The last piece also scores the tail, which follows the context's last chunk, in one thread."""
     for context_len in (1, 8192, 8193, 40_001, 100_000, 131_072, 507_904, 507_905, 1_000_000):
         search = record(SEARCH)
         search["context_len"], search["tail_rows"], search["group_size"] = context_len, tail_rows, group_size

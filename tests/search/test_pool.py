@@ -1,4 +1,4 @@
-"""A pool's threads: what they choose is one thread's choice, and nothing that goes wrong makes anybody wait forever."""
+"""A pool's threads choose what one thread does, and no failure makes anyone wait forever."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ from tests.search.synthetic import IndexSpec, append_keys, make_index, make_quer
 
 LAYOUTS = ["sketch", "lists"]
 ROOT = Path(__file__).resolve().parent.parent.parent
-WAIT_S = 120  # longer than compiling takes
+WAIT_S = 120  # longer than kernels take to compile
 
 
 def make_search(spec: IndexSpec, group_size: int = 2, num_tokens: int = 1, tail_rows: int = 0, top_k: int = 300):
@@ -39,7 +39,7 @@ def make_search(spec: IndexSpec, group_size: int = 2, num_tokens: int = 1, tail_
 
 
 def alone(search: LayerSearch) -> np.ndarray:
-    """What one thread chooses; the search's own output is poisoned again."""
+    """Return what one thread chooses, and poison the search's own output again."""
     search.run(SearchWorkspace())
     chosen = search.out.kv_indices.copy()
     search.out.kv_indices[:] = -777
@@ -101,7 +101,7 @@ def test_a_search_is_run_again_with_another_query_and_a_longer_tail() -> None:
     with SearchPool(3) as pool:
         run(pool, search)
         search.q[:] = make_queries(spec, 2, seed=99)
-        append_keys(search.tail, spec, 10, seed=7)  # beyond what the tail had room for
+        append_keys(search.tail, spec, 10, seed=7)  # beyond the tail's capacity
         got = run(pool, search).copy()
     np.testing.assert_array_equal(got, alone(search))
 
@@ -110,7 +110,7 @@ def test_the_calling_thread_is_free_meanwhile() -> None:
     search = make_search(big_spec(context_len=200_000))
     want = alone(search)
     with SearchPool(3) as pool:
-        run(pool, search)  # compiles
+        run(pool, search)  # compiles the kernels
         pool.start(search)
         deadline = time.monotonic() + WAIT_S
         while (search.out.kv_indices != want).any():
@@ -200,7 +200,7 @@ def test_a_failing_thread_makes_searches_fail(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_thread_that_fails_with_a_piece_in_hand_stops_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that has taken pieces and dies: those who wait for them are told."""
+    """If a thread dies with pieces that it has taken, the threads that wait for them get an error."""
     search = make_search(big_spec())
     taken = threading.Event()
 
@@ -223,7 +223,7 @@ def test_a_thread_that_fails_with_a_piece_in_hand_stops_the_wait(monkeypatch: py
 
 
 def test_a_search_is_let_go_only_when_no_thread_reads_it_any_more() -> None:
-    """A thread that comes late finds nothing left to do, and reads the search's record to see so."""
+    """A late thread finds no work left, but reads the search's record to find that out."""
     search, has_ended = make_search(big_spec()), threading.Event()
 
     def search_beside_a_late_one() -> None:

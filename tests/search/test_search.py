@@ -1,4 +1,4 @@
-"""Every search agrees with the definition in `reference.py`."""
+"""Every CPU search agrees with the definition in `reference.py`."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from tests.selections import check_selection
 
 LAYOUTS = ["sketch", "lists"]
 WITH_TAILS = [("sketch", 0), ("lists", 0), ("lists", 1), ("lists", 70)]
-SCALE = 0.2  # softmax_scale
+SCALE = 0.2  # softmax scale
 
 
 def run_both(
@@ -39,7 +39,7 @@ def run_both(
     window_len: int = 16,
     softmax_scale: float = SCALE,
 ) -> tuple[Selection, Selection]:
-    """The kernel's selection and the reference's; the kernel runs first, into poisoned memory."""
+    """Return the kernel's selection and the reference's. The kernel runs first, into poisoned memory."""
     got = poisoned_selection(index.num_heads, top_k)
     want = empty_selection(index.num_heads, top_k)
     search(q, index, tail, sink_len, window_len, softmax_scale, poisoned_workspace(), got)
@@ -55,8 +55,10 @@ def assert_same_group_scores(
     tail: ListTail | None,
     scale: float = SCALE,
 ) -> None:
-    """Sketches choose to the bit. Over lists, rounding of exp may swap rows of nearly equal group scores: compare
-    those of the chosen rows, in order."""
+    """Compare choices over sketches bit for bit, and over lists by the group scores of the chosen rows, in order.
+
+    Over lists, rounding of exp may swap rows whose group scores nearly tie.
+    """
     np.testing.assert_array_equal(got.valid_len, want.valid_len)
     check_selection(got, index.context_len + (tail.num_rows if tail else 0))
     if isinstance(index, SketchIndex):
@@ -136,7 +138,7 @@ def test_a_search_attends_to_what_it_does_not_choose(head_dim, num_fine, num_coa
 
 
 def poisoned_selections(index: SketchIndex, num_tokens: int, group_size: int, top_k: int) -> TokenSelections:
-    """Room for selections and the rest, filled with what no search may leave there."""
+    """Return outputs for selections and the rest, filled with values that no search may leave there."""
     shape = num_tokens, index.num_heads
     rest = np.full((num_tokens, index.num_heads * group_size, index.head_dim + 2), np.nan, np.float32)
     return TokenSelections(np.full((*shape, top_k), -777, np.int32), np.full(shape, -777, np.int32), rest)
@@ -173,7 +175,7 @@ def test_a_long_tail_has_ranges_of_its_own() -> None:
 def test_any_number_of_rows_can_be_asked_for(layout: str, group_size: int, top_k: int) -> None:
     spec = IndexSpec(layout=layout, context_len=1000, list_len=1.0)
     index, q = make_index(spec), make_queries(spec, group_size)
-    got, want = run_both(q, index, None, top_k)  # 980 candidates: 1000 less 4 and 16
+    got, want = run_both(q, index, None, top_k)  # 980 candidates: 1000 rows without 4 sinks and a window of 16
     assert (got.valid_len == min(top_k, 980)).all()
     assert_same_group_scores(got, want, q, index, None)
 
@@ -235,7 +237,7 @@ def test_sharp_softmax_neither_overflows_nor_underflows(layout: str, scale: floa
 
 
 def test_what_is_made_too_small_stays_listed() -> None:
-    """Of two subspaces, one has scores beyond what a power of 2 takes and the other negative ones near 0."""
+    """One of two subspaces has scores beyond the range of exp2, the other has negative scores near 0."""
     listed, scores = np.zeros((1, 2, 1, 220), np.bool_), np.zeros((1, 2, 1, 220), np.float16)
     listed[0, 0, 0, 104:204], listed[0, 1, 0, 4:104] = True, True
     scores[0, 0], scores[0, 1] = 1.0, -1.0

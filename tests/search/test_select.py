@@ -1,4 +1,4 @@
-"""The top_k of a job's keys: exact, ordered by (group score descending, index ascending), whatever the distribution."""
+"""Top-K of keys is exact, ordered by (group score descending, index ascending), for any distribution of scores."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,13 +22,13 @@ from tests.search.synthetic import search
 from tests.selections import check_selection
 
 LARGEST = 2047
-SCALE = 1 / LOG2_E  # 1 of a product is an octave
-# of eight coordinates: with codes of 1, 16 and thrice of the same key, a score can be any number from 0 to 4095
+SCALE = 1 / LOG2_E  # a product of 1 is one octave
+# of a key's eight coordinates: weights 1, 16 and 127 + 127 + 2 = 256 of 4-bit digits, for any score from 0 to 4095
 MULTIPLIERS = np.array([1, 16, 127, 127, 2, 0, 0, 0])
 
 
 def take(group_scores: NDArray[np.int32], top_k: int, guess: int) -> NDArray[np.int32]:
-    """The best of those that reach the guess; output is poisoned, what lies behind the copies is tempting."""
+    """Return the best keys whose score reaches `guess`. The output is poisoned; large values follow the copies' end."""
     copied = np.flatnonzero(group_scores >= guess).astype(np.int32)
     behind = np.full(32, 2**31 - 1, np.int32)
     chosen = np.full(top_k, -777, np.int32)
@@ -39,7 +39,7 @@ def take(group_scores: NDArray[np.int32], top_k: int, guess: int) -> NDArray[np.
 
 
 def search_one_head(index: LayerIndex | SketchIndex, top_k: int) -> NDArray[np.int32]:
-    """What a search chooses for a single query row of ones."""
+    """Return the rows that a search chooses for a single query of ones."""
     out = empty_selection(1, top_k)
     q = np.ones((1, index.key_mean.shape[-1]), np.float32)
     search(q, index, None, 0, 0, SCALE, SearchWorkspace(), out)
@@ -48,13 +48,13 @@ def search_one_head(index: LayerIndex | SketchIndex, top_k: int) -> NDArray[np.i
 
 
 def list_index(table: ListTable) -> LayerIndex:
-    """With one centroid."""
+    """Return an index of one centroid over these lists."""
     one = np.ones((1, 1, 1), np.float32)
     return LayerIndex(one[..., None], np.zeros((1, 1), np.float32), table, False)
 
 
 def select(group_scores: NDArray[Any], top_k: int) -> NDArray[np.int32]:
-    """The chosen indices of a search whose scores are group_scores + 1."""
+    """Return the indices that a search chooses when its scores are group_scores + 1."""
     digits = [(group_scores + LARGEST + 1) // 16**i % 16 for i in (0, 1, 2, 2, 2)]
     codes = np.stack([*digits, *[np.zeros(len(group_scores))] * 3], axis=-1).astype(np.uint8)
     nothing = np.zeros((1, 1, 8), np.float32)
@@ -75,7 +75,7 @@ def select(group_scores: NDArray[Any], top_k: int) -> NDArray[np.int32]:
 
 
 def scores(group_scores: NDArray[Any]) -> NDArray[np.int64]:
-    """What codes can add up to."""
+    """Clip group scores to the range that codes can add up to."""
     return np.clip(group_scores, -LARGEST, LARGEST).astype(np.int64)
 
 
@@ -132,7 +132,7 @@ def test_keys_that_no_list_holds_are_never_chosen(n: int, listed: float) -> None
 
 @pytest.mark.parametrize("low_part", [0.5, 0.9, 0.99])
 def test_a_guess_that_was_too_high_is_lowered(low_part: float) -> None:
-    """Only the sampled places hold large values: the sample promises far more than there is."""
+    """Only the sampled places hold large values, so the sample overestimates how many keys reach the guess."""
     n, step = 100_000, 100_000 // SAMPLE
     group_scores = np.random.default_rng(0).integers(0, 1000, n)
     sampled = []

@@ -1,5 +1,4 @@
-"""Searches that follow one another without Python in between: each begins when its query is there, and says so when
-it has chosen."""
+"""A series of searches without Python in between: each begins when its query arrives and signals when it has chosen."""
 
 import threading
 import time
@@ -16,7 +15,7 @@ SINCE = 1000
 
 
 class Line:
-    """Searches of contexts of several lengths, with the words that a device would write."""
+    """A series of searches over contexts of several lengths, and the words in memory that a device would write."""
 
     def __init__(self, num_searches: int = 4) -> None:
         self.specs = [big_spec(seed=i, context_len=9000 + 30_000 * (i % 2)) for i in range(num_searches)]
@@ -31,7 +30,7 @@ class Line:
         return make_series(self.searches, arrived, chosen)
 
     def send(self, i: int, value: int = SINCE) -> LayerSearch:
-        """A new query of one search."""
+        """Give search `i` a new query and signal its arrival."""
         self.searches[i].q[:] = make_queries(self.specs[i], 2, seed=100 + i)
         self.arrived[i] = value + i
         return self.searches[i]
@@ -51,7 +50,7 @@ def test_each_begins_when_its_query_is_there_and_tells_when_it_has_chosen(num_th
         thread = threading.Thread(target=lambda: ended.append(pool.run_series(line.series, SINCE, line.give_up)))
         thread.start()
         for i in range(len(line.searches)):
-            line.arrived[i] = SINCE + i - 1  # of an earlier run
+            line.arrived[i] = SINCE + i - 1  # left by an earlier run
             search = line.send(i)
             wait_until(lambda i=i: line.chosen[i] == SINCE + i)
             got = search.out.kv_indices.copy()
@@ -81,7 +80,7 @@ def test_a_series_ends_when_it_is_given_up_and_the_pool_goes_on() -> None:
 def test_what_somebody_else_has_chosen_is_left_out() -> None:
     line = Line()
     for i in (0, 2):
-        line.chosen[i] = SINCE + i  # its query may have been overwritten since
+        line.chosen[i] = SINCE + i  # chosen already: its query may have been overwritten since
     with SearchPool(2) as pool:
         for i in (1, 3):
             line.send(i)

@@ -1,4 +1,4 @@
-"""What each selector is to choose: one query head, one row at a time, in float64."""
+"""Definitions of what each selector chooses: one query head and one row at a time, in float64."""
 
 import numpy as np
 
@@ -11,13 +11,13 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def best_rows(group_scores: np.ndarray, resident: list[int], top_k: int) -> list[int]:
-    """Of equal rows the first."""
+    """Return the rows with the largest group scores, without resident ones; ties go to the first row."""
     free = [row for row in range(len(group_scores)) if row not in resident]
     return sorted(sorted(free, key=lambda row: -group_scores[row])[:top_k])
 
 
 def exact_group_scores(q: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """q: [group_size, head_dim], keys: [num_keys, head_dim] -> [num_keys]."""
+    """Return group scores [num_keys]. q: [group_size, head_dim], keys: [num_keys, head_dim]."""
     return sum(softmax(SCALE * keys @ head) for head in q)
 
 
@@ -36,12 +36,12 @@ def quest_group_scores(q: np.ndarray, keys: np.ndarray, context_len: int, page_s
 
 
 def max_product(q: np.ndarray, keys: np.ndarray) -> float:
-    """The largest product that a point in the keys' bounding box has with q."""
+    """Return the largest inner product of q with a point in the keys' bounding box."""
     return np.maximum(q * keys.min(0), q * keys.max(0)).sum()
 
 
 def sparq_logits(q: np.ndarray, keys: np.ndarray, num_components: int) -> np.ndarray:
-    """[group_size, num_keys]."""
+    """Return approximate logits [group_size, num_keys]."""
     size = np.abs(q).sum(0)
     used = sorted(range(len(size)), key=lambda i: -size[i])[:num_components]
     head_dim = 1 / SCALE**2
@@ -50,7 +50,7 @@ def sparq_logits(q: np.ndarray, keys: np.ndarray, num_components: int) -> np.nda
 
 
 def pqcache_group_scores(q: np.ndarray, keys: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """centroids: [num_subspaces, num_centroids, subspace_dim]."""
+    """Return group scores [num_keys]. centroids: [num_subspaces, num_centroids, subspace_dim]."""
     rebuilt = np.empty_like(keys)
     width = centroids.shape[2]
     for row, key in enumerate(keys):
@@ -63,13 +63,13 @@ def pqcache_group_scores(q: np.ndarray, keys: np.ndarray, centroids: np.ndarray)
 def magicpig_rows(
     q: np.ndarray, keys: np.ndarray, mean: np.ndarray, projections: np.ndarray, num_tables: int
 ) -> dict[int, float]:
-    """Rows that meet q in at least two tables, each with the probability of that. q: [head_dim]."""
+    """Return the rows in q's bucket in at least two tables, each with the probability of that. q: [head_dim]."""
     num_bits = projections.shape[1] // num_tables
     taken = {}
     for row, key in enumerate(keys - mean):
         signs = [((x @ projections) > 0).reshape(num_tables, num_bits) for x in (q, key)]
         if (signs[0] == signs[1]).all(1).sum() >= 2:
-            # a key that is the mean has no direction: its signs agree with a query's as often as not
+            # a key equal to the mean has no direction: each of its signs agrees with a query's with probability 1/2
             cosine = q @ key / np.linalg.norm(q) / np.linalg.norm(key) if key.any() else 0.0
             angle = np.arccos(cosine)
             meets = (1 - angle / np.pi) ** num_bits
@@ -79,7 +79,7 @@ def magicpig_rows(
 
 
 class HeavyHitters:
-    """H2O in one KV head: the rows that are left and what each has received."""
+    """H2O in one KV head: the rows that are kept, and the attention that each has received."""
 
     def __init__(self, keys: np.ndarray, received: np.ndarray, resident: list[int], top_k: int):
         self.keys, self.top_k, self.resident = list(keys), top_k, resident
@@ -92,7 +92,7 @@ class HeavyHitters:
             del self.received[min(self.received, key=lambda kept: (self.received[kept], -kept))]
 
     def step(self, q: np.ndarray, recent: list[int]) -> list[int]:
-        """recent: the tail's resident rows, whose keys follow the context's in `keys`."""
+        """Return the rows kept before this step, and add its attention. recent: the tail's resident rows, in `keys`."""
         kept = sorted(self.received)
         rows = [*self.resident, *kept, *recent]
         group_scores = exact_group_scores(q, np.stack([self.keys[row] for row in rows]))

@@ -1,4 +1,4 @@
-"""A layer of a random context, and a request over it, as the tests of selectors see them."""
+"""A layer of a random context, and a request over it, for the tests of selectors."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ NUM_KV_HEADS, HEAD_DIM, SCALE = 2, 16, 0.25
 def make_layer(
     context_len: int, group_size: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> ContextLayer:
-    """Keys that share a large mean, as a model's do; attention received is random."""
+    """Return a layer whose keys share a large mean, as a model's do. Its attention received is random."""
     generator = torch.Generator().manual_seed(seed)
     kv = torch.randn(NUM_KV_HEADS, context_len, 2, HEAD_DIM, generator=generator)
     kv[:, :, 0] += 2 * torch.randn(NUM_KV_HEADS, 1, HEAD_DIM, generator=generator)
@@ -36,7 +36,7 @@ def resident_rows(view: ContextView) -> list[int]:
 
 @dataclass(frozen=True)
 class Step:
-    """One token of a request."""
+    """The decode step of one token of a request."""
 
     q: np.ndarray  # [num_q_heads, head_dim]
     num_left: int  # rows of the tail that have left its window
@@ -46,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Tail:
-    """A request's own tokens."""
+    """The KV rows and queries of a request's own tokens."""
 
     kv: Tensor  # [num_kv_heads, num_tokens, 2, head_dim]
     q: Tensor  # [num_tokens, num_q_heads, head_dim]
@@ -64,7 +64,7 @@ def make_tail(num_tokens: int, group_size: int = 3, seed: int = 1) -> Tail:
 
 
 def decode(selector: Selector, view: ContextView, tail: Tail) -> Iterator[Step]:
-    """Token by token, as a step does it."""
+    """Select rows for each token in turn, as decode steps do."""
     num_left = 0
     for token in range(len(tail)):
         while num_left <= token - view.config.window_len:

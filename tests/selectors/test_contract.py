@@ -1,4 +1,4 @@
-"""What holds for every selector: valid rows, the same ones whoever asks beside it, everything where all is kept."""
+"""Every selector returns valid rows, independent of other requests, and all rows if all are kept."""
 
 from copy import copy
 from dataclasses import replace
@@ -79,7 +79,7 @@ def test_two_requests_of_a_context_do_not_see_each_other(name) -> None:
 
 @pytest.mark.parametrize("name", CHOOSING)
 def test_a_shallow_copy_is_a_snapshot(name) -> None:
-    """A step that fails is run again with the copies that were made before it."""
+    """A step that fails is rerun with copies made before it."""
     layer, view, tail = make_layer(70), make_view(70), make_tail(20)
     selector = prepare(name, layer).selector(view)
     steps = list(decode(selector, view, tail))
@@ -102,7 +102,7 @@ def test_of_equal_rows_the_first_are_chosen(name) -> None:
 
 
 def test_rows_with_scores_of_minus_infinity_are_chosen_before_resident_ones() -> None:
-    """In SparQ sums of logits may be."""
+    """SparQ's sums of logits may be minus infinity."""
     view = make_view(70)
     scores = torch.full((1, 70), -torch.inf)
     scores[0, view.middle.start + 5] = torch.nan
@@ -121,15 +121,15 @@ def test_of_rows_that_received_the_same_the_latest_goes() -> None:
 
 
 def everything(name: str, layer: ContextLayer):
-    """That selector, with options under which nothing is left out."""
+    """Prepare that selector with options under which no row is left out."""
     return PreparedMagicpig(layer, num_bits=1, num_tables=300) if name == "magicpig" else prepare(name, layer)
 
 
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("name", CHOOSING)
 def test_where_everything_is_kept_it_is_full_attention(name, group_size) -> None:
-    """Also of the rows that have left the tail's window, as long as there is room; MagicPIG's weights are all but 1."""
-    context_len, num_tokens = 50, 19  # 39 rows in the middle and 11 of the tail: as many as the context has
+    """This includes rows that have left the tail's window, while there is room. MagicPIG's weights are nearly 1."""
+    context_len, num_tokens = 50, 19  # 39 middle rows and 11 rows of the tail: context_len in all
     layer = make_layer(context_len, group_size)
     view = make_view(context_len, keep=1.0)
     tail = make_tail(num_tokens, group_size)
@@ -145,7 +145,7 @@ def test_where_everything_is_kept_it_is_full_attention(name, group_size) -> None
 
 
 def attend_to(step: Step, kv: torch.Tensor, near: list[int]) -> torch.Tensor:
-    """[num_q_heads, head_dim]: near and chosen rows, with their weights and the rest."""
+    """Return attention [num_q_heads, head_dim] to near rows, chosen rows with their weights, and the rest."""
     chosen, outs = step.chosen, []
     for head, query in enumerate(torch.from_numpy(step.q)):
         index_head = head * len(chosen.valid_len) // len(step.q)
@@ -204,7 +204,7 @@ def test_a_search_of_lists_reads_one_for_each_query_head_and_subspace() -> None:
     spec = IndexSpec(context_len=1000, layout="lists")
     index = make_index(spec)
     read = search_bytes(index, 6) - index.codebooks.nbytes
-    assert read == 6 * spec.num_subspaces * (1024 // 8 + 4 + 2 * 256)  # a bit for each key, 250 scores in units of 16
+    assert read == 6 * spec.num_subspaces * (1024 // 8 + 4 + 2 * 256)  # a bit per key, 250 scores in units of 16
     assert index_bytes(index) > sum(array.nbytes for array in index.table.arrays.values())
     with_predictor = replace(index, next_query=np.zeros((6, HEAD_DIM + 1, HEAD_DIM), np.float32))
     assert index_bytes(with_predictor) == index_bytes(index)
@@ -212,7 +212,7 @@ def test_a_search_of_lists_reads_one_for_each_query_head_and_subspace() -> None:
 
 
 def test_rows_of_the_tail_join_the_lists(rng) -> None:
-    """As the definition has it, step by step."""
+    """The choice is the definition's at every step."""
     spec, tail = IndexSpec(context_len=1000, head_dim=HEAD_DIM, layout="lists"), make_tail(20)
     index, view = make_index(spec), make_view(1000)
     joined = ListTail(index)

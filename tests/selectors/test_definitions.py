@@ -1,4 +1,4 @@
-"""Each selector chooses what its definition says, step after step, also among the tail's rows that left its window."""
+"""Each selector makes its definition's choice at every step, including rows that have left the tail's window."""
 
 import numpy as np
 import pytest
@@ -13,14 +13,14 @@ from csattn.selectors.sparq import PreparedSparq
 from tests.selectors import definitions
 from tests.selectors.requests import NUM_KV_HEADS, decode, make_layer, make_tail, make_view, resident_rows
 
-# nothing in the middle, one row, and with and without a part of a page
+# no middle row, one middle row, and contexts with and without a partial page
 SHAPES = [(1, 3), (11, 1), (12, 3), (70, 1), (70, 3), (64, 1)]
 NUM_STEPS = 22
 pytestmark = pytest.mark.parametrize(("context_len", "group_size"), SHAPES)
 
 
 def steps(selector, layer, view, group_size):
-    """Per step and KV head: the group's queries, all keys that are indexed, the resident context rows, and the step."""
+    """Yield, per step and KV head: the head, the group's queries, all indexed keys, and the step."""
     tail = make_tail(NUM_STEPS, group_size)
     for step in decode(selector, view, tail):
         for head in range(NUM_KV_HEADS):
@@ -46,7 +46,7 @@ def test_quest(context_len, group_size, page_size) -> None:
     selector = PreparedQuest(layer, page_size).selector(view)
     for head, q, keys, step in steps(selector, layer, view, group_size):
         group_scores = definitions.quest_group_scores(q, keys, context_len, page_size)
-        # equal pages differ in the last bits where they are computed: compare what was chosen, not which of them
+        # computed scores of tied pages may differ in the last bits: compare the chosen scores, not the rows
         want = definitions.best_rows(group_scores, resident_rows(view), view.top_k)
         np.testing.assert_allclose(group_scores[chosen_rows(step, head)].sum(), group_scores[want].sum(), rtol=1e-5)
 
@@ -77,7 +77,7 @@ def test_pqcache(context_len, group_size, num_subspaces, num_centroids) -> None:
     prepared = PreparedPqcache(layer, num_subspaces, num_centroids)
     for head, q, keys, step in steps(prepared.selector(view), layer, view, group_size):
         group_scores = definitions.pqcache_group_scores(q, keys, prepared.centroids[head].double().numpy())
-        want = definitions.best_rows(group_scores, resident_rows(view), view.top_k)  # equal codes, equal group scores
+        want = definitions.best_rows(group_scores, resident_rows(view), view.top_k)  # rows with equal codes tie
         np.testing.assert_allclose(group_scores[chosen_rows(step, head)].sum(), group_scores[want].sum(), rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""A small k-means: its definition, and points that make it stumble."""
+"""The batched k-means agrees with its definition and handles degenerate points."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from csattn.selectors.key_clusters import kmeans, nearest_centroids
 
 
 def spread(points: torch.Tensor, centroids: torch.Tensor) -> float:
-    """Mean squared distance of each point from its nearest centroid."""
+    """Return the mean squared distance of points from their nearest centroids."""
     return float(torch.cdist(points, centroids).square().amin(1).mean())
 
 
@@ -25,7 +25,7 @@ def test_each_iteration_moves_centroids_to_the_mean_of_their_points(num_clusters
 
 
 def test_seeds_are_points_far_from_one_another() -> None:
-    """Three tight groups: k-means++ puts a seed into each."""
+    """Of three tight groups, k-means++ puts a seed into each."""
     centres = torch.tensor([[0.0, 0.0], [100.0, 0.0], [0.0, 100.0]])
     points = (centres[:, None] + 0.01 * torch.randn(3, 20, 2)).view(1, 60, 2)
     seeds = kmeans(points, 3, 0, seed=1)[0]
@@ -35,7 +35,7 @@ def test_seeds_are_points_far_from_one_another() -> None:
 
 def test_sets_do_not_depend_on_how_much_they_are_alike() -> None:
     points = torch.randn(3, 30, 4)
-    points[1] = points[1, :1]  # all the same: nothing to spread
+    points[1] = points[1, :1]  # all the same point
     points[2, 5:] = points[2, :1]  # fewer distinct points than clusters
     centroids = kmeans(points, 8, 10, seed=3)
     assert torch.isfinite(centroids).all()

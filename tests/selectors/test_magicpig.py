@@ -1,4 +1,4 @@
-"""MagicPIG's samples: as likely as it says, and unbiased once they are weighed."""
+"""MagicPIG samples rows with the stated probability, and its weighted samples are unbiased."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_the_probability_is_that_of_two_meetings(num_bits, num_tables) -> None:
 
 
 def test_rare_meetings_keep_their_digits() -> None:
-    """Where 1 - P is 1 to the last bit: to first order P is L (L - 1) / 2 times the square of one meeting."""
+    """Small P keeps its precision where 1 - P rounds to 1: to first order P = L (L - 1) / 2 p², p for one table."""
     cosines = torch.cos(torch.pi * (1 - torch.tensor([1e-3, 1e-2, 0.03], dtype=torch.float64)))
     got = sampling_probability(cosines, 4, 50)
     first_order = 50 * 49 / 2 * torch.tensor([1e-12, 1e-8, 0.03**4], dtype=torch.float64) ** 2
@@ -28,7 +28,7 @@ def test_rare_meetings_keep_their_digits() -> None:
 
 
 def test_weighed_samples_estimate_the_softmax_without_bias() -> None:
-    """Over many draws of the projections: the sums of weights and of weighed values, for every query head."""
+    """Over many draws of the projections, the sums of weights and of weighted values are right for every query head."""
     num_draws, context_len, group_size = 500, 60, 2
     layer, view = make_layer(context_len, group_size), make_view(context_len)
     q = 0.5 * make_tail(1, group_size).q[0]
@@ -55,7 +55,7 @@ def test_weighed_samples_estimate_the_softmax_without_bias() -> None:
 
 
 def test_what_was_read_is_counted_in_buckets() -> None:
-    """4 bytes for every row number in the buckets that the query heads fall into, and the projections."""
+    """A step reads 4 bytes per row number in the buckets that the query heads fall into, and the projections."""
     layer, view = make_layer(70), make_view(70)
     prepared = PreparedMagicpig(layer, 4, 10)
     selector, q = prepared.selector(view), make_tail(1).q[0]

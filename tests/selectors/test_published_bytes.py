@@ -1,4 +1,4 @@
-"""Bytes that selectors report, at their papers' own settings, against what the papers' methods must read and hold.
+"""The bytes that selectors report, at their papers' settings, are those that the papers' methods must read and hold.
 
 Each value is derived from the method alone, as a share of the KV that full attention reads: S tokens of one KV head,
 K and V of d components each. SparQ's is also the authors' own figure.
@@ -15,19 +15,19 @@ from csattn.selectors.base import Prepared
 from csattn.selectors.magicpig import PreparedMagicpig
 from csattn.selectors.sparq import PreparedSparq
 
-S, D, ITEM = 4096, 128, 2  # tokens, components, bytes of one
+S, D, ITEM = 4096, 128, 2  # tokens, components, bytes per component
 KV = S * 2 * D * ITEM  # bytes that full attention reads
 
 
 def make_layer(num_tokens: int = S) -> ContextLayer:
-    """One KV head of four query heads, in half precision."""
+    """Return a layer of one KV head and four query heads, in half precision."""
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 1, num_tokens, D, generator=generator).half()
     return ContextLayer(keys, values, 4, lambda: torch.rand(4, num_tokens, generator=generator))
 
 
 def bytes_of_a_step(prepared: Prepared, keep: float) -> tuple[int, int]:
-    """What one step reads to choose, and what it then reads of the rows that it has chosen; all rows may be chosen."""
+    """Return the bytes that one step reads to choose rows, and those of the chosen rows. Any row may be chosen."""
     view = ContextView(S, D**-0.5, SearchConfig(keep=keep, sink_len=0, window_len=1))
     selector = prepared.selector(view)
     chosen = selector.select(
@@ -39,7 +39,7 @@ def bytes_of_a_step(prepared: Prepared, keep: float) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("name", "keep", "held", "read"),
     [
-        # Quest, arXiv:2406.10774: the least and the largest key of each page of 16, and the rows of the chosen pages
+        # Quest, arXiv:2406.10774: the minimum and maximum of the keys of each page of 16, and the chosen pages' rows
         ("quest", 1 / 16, Fraction(2 * D, 16 * 2 * D), Fraction(1, 16) + Fraction(1, 16)),
         # SparQ, arXiv:2312.04985: r = d / 4 components of all keys; a second copy of the keys
         ("sparq", 1 / 16, Fraction(1, 2), Fraction(1, 8) + Fraction(1, 16)),
@@ -50,7 +50,7 @@ def bytes_of_a_step(prepared: Prepared, keep: float) -> tuple[int, int]:
             Fraction(2 * S + 256 * D * ITEM, KV),
             Fraction(2 * S + 256 * D * ITEM, KV) + Fraction(1, 16),
         ),
-        # H2O, arXiv:2306.14048: a float32 score per key, known from attention; it reads what is left
+        # H2O, arXiv:2306.14048: a float32 score per key, accumulated from attention; it reads the rows that it keeps
         ("h2o", 1 / 16, Fraction(4 * S, KV), Fraction(1, 16)),
         # the true Top-K reads all keys
         ("exact", 1 / 16, Fraction(0), Fraction(1, 2) + Fraction(1, 16)),
@@ -64,13 +64,13 @@ def test_bytes_are_within_a_tenth_of_what_the_method_must_hold_and_read(name, ke
 
 @pytest.mark.parametrize("ratio", [2, 4, 8])
 def test_sparq_moves_the_share_that_its_authors_set_it_to(ratio) -> None:
-    """Their code takes r = d / ratio and k = S / (2 ratio) to move 1 / ratio of the bytes."""
+    """The authors' code takes r = d / ratio and k = S / (2 ratio) to move 1 / ratio of the bytes."""
     read = bytes_of_a_step(PreparedSparq(make_layer(), num_components=D // ratio), 1 / (2 * ratio))
     assert sum(read) / KV == pytest.approx(1 / ratio, rel=0.1)
 
 
 def test_magicpig_holds_a_row_number_per_table_and_key() -> None:
-    """arXiv:2410.16179, K = 10 and L = 150: four bytes a table and key; beside them bucket starts and norms."""
+    """In arXiv:2410.16179, K = 10 and L = 150: four bytes per table and key, plus bucket starts and norms."""
     num_tokens = 16384
     prepared = PreparedMagicpig(make_layer(num_tokens), num_bits=10, num_tables=150)
     assert prepared.index_bytes / num_tokens == pytest.approx(600, rel=0.1)

@@ -1,4 +1,4 @@
-"""How the rows that are not read are attended to: what suits the index, what was asked for, and what is refused."""
+"""How `rest` is resolved: the default for each index, the requested setting, and combinations that are refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sketches of made-up keys: some directions matter more than others, and values follow keys in part."""
+"""Sketches of synthetic keys: some directions matter more than others, and values partly depend on keys."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ Floats = NDArray[np.float32]
 def make_heads(
     rng: np.random.Generator, num_kv_heads: int, group_size: int, num_rows: int, head_dim: int
 ) -> tuple[Floats, Floats, Floats]:
-    """q [num_q_heads, num_rows, head_dim], k and v [num_kv_heads, num_rows, head_dim]."""
+    """Return q [num_q_heads, num_rows, head_dim], and k and v [num_kv_heads, num_rows, head_dim]."""
     shape = num_kv_heads, num_rows, head_dim
     spectrum = 1.0 / (1.0 + np.arange(head_dim))
     turn = np.stack([np.linalg.qr(rng.standard_normal((head_dim, head_dim)))[0] for _ in range(num_kv_heads)])
@@ -34,7 +34,7 @@ def make_sketch(
     num_coarse: int = 1,
     segment_starts: tuple[int, ...] = (0,),
 ) -> SketchIndex:
-    """What the reference makes of them."""
+    """Return the sketch that the reference builds of these heads."""
     bits = coord_bits(num_fine, num_coarse)
     assert all(start % BLOCK_KEYS == 0 for start in segment_starts)
     num_heads, num_rows, _ = k.shape

@@ -1,4 +1,4 @@
-"""The build of a sketch against its definition: codes to the bit, transforms by what they give."""
+"""The build of a sketch agrees with its definition: codes bit for bit, transforms by the logits that they give."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -31,7 +31,7 @@ def build(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> SketchIndex:
-    """The index of these heads, on that device; arrays as of `make_heads`."""
+    """Build the index of these heads on `device`. Arrays are as `make_heads` returns them."""
     kv = torch.from_numpy(np.stack([k, v], axis=2)).to(device, dtype)
     with ThreadPoolExecutor(num_threads) as threads:
         arrays = index_arrays(torch.from_numpy(q).to(device, dtype), kv, config, threads)
@@ -42,7 +42,7 @@ def build(
 
 
 def assert_gives_the_same(got: SketchIndex, want: SketchIndex, queries: Floats) -> None:
-    """Nearly the same logits and the same attention to the rest. queries: [num_q_heads, head_dim]."""
+    """Require nearly the same logits and the same attention to the rest. queries: [num_q_heads, head_dim]."""
     np.testing.assert_array_equal(got.segment_starts, want.segment_starts)
     for name in ARRAYS:
         array, wanted = getattr(got, name), getattr(want, name)
@@ -57,11 +57,11 @@ def assert_gives_the_same(got: SketchIndex, want: SketchIndex, queries: Floats) 
     count = num_marked(got.context_len, got.segment_starts.tolist())
     for head in range(got.num_heads):
         marks = got.marked_rows(head), want.marked_rows(head)
-        assert marks[0].sum() == count and (marks[0] & marks[1]).sum() >= 0.9 * count  # others nearly tie
+        assert marks[0].sum() == count and (marks[0] & marks[1]).sum() >= 0.9 * count  # the other marks nearly tie
 
 
 def logits_of(q: Floats, index: SketchIndex, head: int) -> NDArray[np.float64]:
-    """Of a query [head_dim], in octaves [context_len]."""
+    """Return a query's logits [context_len] in octaves. q: [head_dim]."""
     bases, exponent, scores = reference.score_group(q[None], index, head, SCALE)
     return bases[0] + 2.0**exponent * scores[0]
 
@@ -100,7 +100,7 @@ def test_codes_of_a_transform_are_those_of_the_definition_to_the_bit(head_dim, n
     bits = coord_bits(*SketchConfig().words(head_dim))
     keys = torch.from_numpy(k).to(dtype)
     made = sketch.fit_keys(keys, (0,), sketch.fit_queries(torch.from_numpy(q)), torch.from_numpy(bits))
-    keys = torch.cat([keys, 100 * keys[:, :3]], dim=1)  # the last are outside what the transform was made for
+    keys = torch.cat([keys, 100 * keys[:, :3]], dim=1)  # the last ones are out of the transform's range
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         here = sketch.KeyTransforms(**{f.name: getattr(made, f.name).to(device) for f in fields(made)})
         codes, _ = sketch.encode(keys.to(device), (0,), here, torch.from_numpy(bits).to(device))
@@ -113,7 +113,7 @@ def test_codes_of_a_transform_are_those_of_the_definition_to_the_bit(head_dim, n
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_coordinate_just_below_a_whole_number_stays_below_it(device: str) -> None:
-    """Its product is exact, and has bits that a code's half would push out of a float64."""
+    """Its product is exact in float64, but adding the half of a code would lose its lowest bits."""
     bits = torch.from_numpy(coord_bits(*SketchConfig().words(128)))
     columns = torch.zeros(1, 1, 128, len(bits))
     columns[:, :, :64], columns[:, :, 64] = 2.0**-6, 2.0**-30
@@ -211,7 +211,7 @@ def test_keys_of_any_scale_give_what_the_definition_gives(largest, rng) -> None:
     with np.errstate(all="raise", under="ignore"):
         want = make_sketch(q, k, v, 2, 2)
     assert index_fault(index) is None and index_fault(want) is None
-    if largest < 1e-12:  # codes would tell nothing: there are none
+    if largest < 1e-12:  # too small for codes to carry information: all are empty
         np.testing.assert_array_equal(index.codes, want.codes)
         np.testing.assert_array_equal(index.marks, want.marks)
         assert not index.query_transform.any() and not want.query_transform.any()
@@ -269,7 +269,7 @@ def test_so_many_queries_are_fitted_to(head_dim, num_queries, step) -> None:
 
 
 def test_the_definition_is_fitted_to_the_same_sample_of_queries(rng) -> None:
-    """Of 8196 queries every other one is: the others, which ask for few directions, change nothing."""
+    """Every other one of 8196 queries is in the sample. The others span few directions and change nothing."""
     q, k, v = make_heads(rng, 1, 4, 2049, 128)
     mixed = q.copy()
     mixed.reshape(-1, 128)[1::2, 1:] *= 0.01

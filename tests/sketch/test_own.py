@@ -1,4 +1,4 @@
-"""Segments of own rows: when they are in use, and that rows alone say what is in them."""
+"""Segments of own rows: when they are in use, and that their contents depend on their rows alone."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -35,7 +35,7 @@ def make_rows(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_that_are_put_back_have_the_same_segments(dtype: torch.dtype) -> None:
-    """Whatever lies beside them, and however they came."""
+    """A segment does not depend on its neighbours, nor on how its rows arrived."""
     rows = make_rows(192, dtype)
     one, two = (make_segments(rows[None, :, part], SketchConfig())[0] for part in (slice(64), slice(64, 192)))
     joined = join_segments([one, two])
@@ -47,7 +47,7 @@ def test_rows_that_are_put_back_have_the_same_segments(dtype: torch.dtype) -> No
     for head in range(2):
         parts = [logits(q, part, head) for part in (one, two)]
         whole = logits(q, joined, head)
-        np.testing.assert_allclose(whole, np.concatenate(parts), atol=0.2)  # in units of either scores
+        np.testing.assert_allclose(whole, np.concatenate(parts), atol=0.2)  # scores are in units of different steps
         exact = rows[head, :, 0].double().numpy() @ q[0]
         assert np.corrcoef(whole, exact)[0, 1] > 0.8
 
@@ -93,7 +93,7 @@ def test_what_a_sketch_cannot_take_is_not_told_as_if_it_were(fault: float) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_making_them_takes_no_more_memory_than_is_planned(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     rows = torch.randn(sizes, device="cuda").to(dtype)
-    make_segments(rows, SketchConfig())  # what libraries keep
+    make_segments(rows, SketchConfig())  # warm up: libraries keep some memory
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     make_segments(rows.clone(), SketchConfig())

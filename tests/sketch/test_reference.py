@@ -1,4 +1,4 @@
-"""The definition of the sketch does what it says."""
+"""The reference implementation of the sketch has the properties that its definition claims."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def test_codes_do_not_depend_on_the_order_of_sums(rng):
 
 
 def logits_of(q, index, head, scale):
-    """Of a query, in octaves."""
+    """Return a query's logits in octaves."""
     bases, exponent, scores = reference.score_group(q[None], index, head, scale)
     return bases[0] + 2.0**exponent * scores[0]
 
@@ -76,7 +76,7 @@ def test_scores_follow_the_dot_products(segments, rng):
 
 
 def test_all_coordinates_in_eight_bits_are_nearly_exact(rng, monkeypatch):
-    # steps such that nothing is clipped
+    # steps so large that no code is clipped
     monkeypatch.setitem(reference.NORMAL_STEP, 8, 0.05)
     monkeypatch.setattr(reference, "STEP_MULTIPLES", (1.0,))
     q, k, v = make_heads(rng, 1, 1, 1000, 64)
@@ -179,9 +179,9 @@ def test_the_greatest_shares_have_the_greatest_group_scores(rng):
 
 
 def test_a_query_with_logits_far_apart_leaves_others_their_choice(rng):
-    """As in Qwen2.5, whose keys' biases turn with their places: many rows are near the greatest logit."""
+    """As in Qwen2.5, where RoPE rotates the keys' biases with position: many rows are near the largest logit."""
     scores = np.stack([32000 * np.sin(np.arange(800) / 20.0), 1000 * rng.standard_normal(800)]).astype(np.int16)
-    group_scores = reference.group_scores(scores, -7)  # to 250 octaves, and some 25
+    group_scores = reference.group_scores(scores, -7)  # logits to 250 octaves, and to some 25
     chosen = np.argsort(-group_scores, kind="stable")[:30]
     for of_query in scores:
         shares = np.exp2((of_query.astype(int) - of_query.max()) / 128.0)

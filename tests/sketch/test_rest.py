@@ -1,4 +1,4 @@
-"""Attention to the rest by codes agrees with its definition, and reads nothing else."""
+"""Attention to the rest by its codes agrees with the definition, and reads nothing else."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ Rows = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 def choose(rng: np.random.Generator, num_tokens: int, first: int, stop: int, share: float) -> Rows:
-    """kv_indices and valid_len [num_tokens, NUM_HEADS, ...]; the second head chooses fewer."""
+    """Return kv_indices and valid_len [num_tokens, NUM_HEADS, ...]. The second head chooses fewer rows."""
     top_k = round(share * (stop - first))
     kv_indices = np.full((num_tokens, NUM_HEADS, top_k), -1, np.int32)
     valid_len = np.tile(np.array([top_k, top_k // 2], np.int32), (num_tokens, 1))
@@ -61,7 +61,7 @@ def test_it_agrees_with_the_definition(head_dim, num_fine, num_coarse, group_siz
 )
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_any_rows(context_len: int, first: int, stop: int, share: float, rng: np.random.Generator) -> None:
-    """What the codes behind the last row hold says nothing."""
+    """Codes after the last row have no effect."""
     heads = make_heads(rng, NUM_HEADS, 3, context_len, 32)
     index = make_sketch(*heads, 1, 1, tuple(range(0, context_len, 1024)))
     index.codes.reshape(NUM_HEADS, -1, 2, 64)[:, context_len // 64 :, :, context_len % 64 :] = 0xFFFFFFFF
@@ -124,7 +124,7 @@ def _sums(scores, exponent, codes, num_fine, num_words, weights, sums):  # type:
 @pytest.mark.parametrize("exponent", [-15, -11, -9, -4, 0, 3, 7, 15])
 @pytest.mark.parametrize("group_size", [1, 2, 4, 6, 8, 15])
 def test_sums_of_codes_are_those_of_float_weights(exponent: int, group_size: int, rng: np.random.Generator) -> None:
-    """However the weights are spread; where all of a chunk are left out, they are nothing."""
+    """This holds for any spread of weights. The sums of a chunk with all rows left out are 0."""
     codes = rng.integers(0, 16, (CHUNK_KEYS, 16), dtype=np.uint8)
     packed = pack_codes(np.concatenate([codes, codes & 3], axis=1), 2, 1)
     scores = (BIAS + rng.normal(0, 3000, (group_size, CHUNK_KEYS))).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""Whether the book-keeping of lists is right: `check` raises AssertionError where it is not."""
+"""Invariants of lists and their tails: `check` raises AssertionError if one is violated."""
 
 from functools import singledispatch
 from typing import Any
@@ -16,7 +16,7 @@ def check(thing: Any) -> None:
 
 @check.register
 def _(table: ListTable) -> None:
-    """Raise AssertionError if lists are not all of one length, or hold what a search must not meet."""
+    """Raise AssertionError if lists differ in length, or hold entries that a search must not see."""
     listed = np.unpackbits(table.listed.view(np.uint8), axis=-1, bitorder="little").astype(np.int64)
     held = table.scores[..., : table.list_len].astype(np.float32)
     assert not listed.reshape(*held.shape[:3], -1)[..., table.context_len :].any(), "a key is out of range"
@@ -30,7 +30,7 @@ def _(table: ListTable) -> None:
 
 @check.register
 def _(tail: ListTail) -> None:
-    """Raise AssertionError if a list is not what inserting key by key makes of it."""
+    """Raise AssertionError if a list is not what insertion key by key gives."""
     for head, subspace, centroid in np.ndindex(*tail.num_inserted.shape):
         inserted = int(tail.num_inserted[head, subspace, centroid])
         assert 0 <= inserted <= min(tail.num_rows, tail._table.list_len), f"{tail!r} inserted too many keys"

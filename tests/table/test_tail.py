@@ -1,4 +1,4 @@
-"""Tails equal a table that was built over the longer context in the first place."""
+"""A tail equals a table that was built over the longer context."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_list_tail_equals_lists_built_over_all_keys(context_len: int, num_rows: 
     for k in new_keys_of(4, spec, num_rows):
         tail.append(k)
         check(tail)
-    # lists of all scores, cut to the length they had: what a build over the longer context would keep
+    # lists of all scores, cut to their old length: what a build over the longer context would keep
     new = np.stack([score_key(k, index) for k in new_keys_of(4, spec, num_rows)], axis=-1)
     for where in np.ndindex(*index.codebooks.shape[:3]):
         old_keys, old_scores = index.table.entries(*where)
@@ -58,7 +58,7 @@ def test_list_tail_equals_lists_built_over_all_keys(context_len: int, num_rows: 
 
 @pytest.mark.parametrize("factor", [1e5, 1e30, np.inf, np.nan])
 def test_a_score_that_is_too_large_is_held_as_the_largest(factor: float) -> None:
-    """As in the lists of a build; a key that is NaN enters none."""
+    """Lists from a build do the same. A key of NaN enters no list."""
     spec = IndexSpec(layout="lists", context_len=40)
     tail = ListTail(make_index(spec))
     k = new_keys_of(4, spec, 1)[0]
@@ -73,7 +73,7 @@ def test_equal_scores_do_not_enter_a_list() -> None:
     spec = IndexSpec(layout="lists", context_len=40, num_heads=1)
     index = make_index(spec)
     rng = np.random.default_rng(0)
-    k = rng.standard_normal((1, 32), dtype=np.float32) * 10  # beats many lists
+    k = rng.standard_normal((1, 32), dtype=np.float32) * 10  # large enough to enter many lists
     tail = ListTail(index)
     tail.append(k)
     entered = tail.num_inserted.copy()
@@ -118,7 +118,7 @@ def test_check_notices_what_is_wrong_with_lists() -> None:
 
 @pytest.mark.parametrize("context_len", [40, 1100])
 def test_equal_scores_leave_in_order_however_many_are_found_at_once(context_len: int, rng: np.random.Generator) -> None:
-    """Lists of few different scores, some 100 of whose entries leave; the last key of equal ones leaves first."""
+    """Of equal scores, the last key leaves first. Lists have few distinct scores, and some 100 entries leave."""
     keys = rng.integers(-2, 3, (1, context_len)).astype(np.float32)
     scores = np.stack([keys, -keys])[None, None, :, 0]
     codebooks = np.array([[[[1], [-1]]]], np.float32)
@@ -144,7 +144,7 @@ def test_equal_scores_leave_in_order_however_many_are_found_at_once(context_len:
 def test_try_insert_keeps_the_size_the_order_and_the_better_keys(
     context_len: int, list_len: float, new_keys: list[int]
 ) -> None:
-    """New keys are small multiples of one direction, so that scores tie with one another and with a repeat."""
+    """New keys are small multiples of one direction, so scores tie, and repeated keys occur."""
     spec = IndexSpec(layout="lists", context_len=context_len, list_len=list_len)
     index = make_index(spec)
     tail = ListTail(index)

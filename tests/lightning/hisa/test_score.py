@@ -1,6 +1,6 @@
-"""HISA's own kernel on Hopper: scores of candidates are those of all keys, to the bit.
+"""HISA's kernel for Hopper gives candidates the scores that scoring all keys gives, bit for bit.
 
-Without a GPU the copy engine and the matrix units are emulated, swizzle and barriers included: sizes are tiny.
+Without a GPU, TMA and tensor cores are emulated, with swizzle and mbarriers, so sizes are tiny.
 """
 
 import shutil
@@ -34,7 +34,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 def listed_candidates(
     kv_lens: Tensor, block_size: int, num_blocks: int, longer_than: int
 ) -> tuple[Tensor, Tensor, BlockLists]:
-    """Three blocks that queries of such lengths look into, how many keys they see of them, and the blocks' lists."""
+    """Return three candidate blocks per query, the number of keys that it sees in them, and the blocks' lists."""
     scores = torch.randn(len(kv_lens), num_blocks)
     chosen = [torch.full(sizes, -7, dtype=torch.int32, device=DEVICE) for sizes in ((len(kv_lens), 3), (len(kv_lens),))]
     lists = BlockLists.empty(num_blocks, len(kv_lens), DEVICE)

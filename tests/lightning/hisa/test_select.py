@@ -1,4 +1,4 @@
-"""HISA chooses the best keys within the best blocks, and what DSA chooses where those are all blocks."""
+"""HISA chooses the best keys within the best blocks. If these are all blocks, it chooses what DSA does."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def make_operands(num_queries: int, num_keys: int, dim: int = 32) -> Operands:
 
 
 def structured(num_queries: int, num_keys: int, dim: int = 32, run: int = 64) -> Operands:
-    """Keys whose meaning stays the same for a while, as in text; queries that look for some of those meanings."""
+    """Return keys that are similar in runs, as in text, and queries that match some of the runs."""
     topics = torch.nn.functional.normalize(torch.randn(-(-num_keys // run), dim), dim=1)
     keys = topics.repeat_interleave(run, 0)[:num_keys] * 4 + 0.3 * torch.randn(num_keys, dim)
     wanted = topics[torch.randint(len(topics), (num_queries, 4))]
@@ -53,7 +53,7 @@ def structured(num_queries: int, num_keys: int, dim: int = 32, run: int = 64) ->
 
 
 def by_definition(operands: Operands, kv_lens: Tensor, k: int, config: HisaConfig) -> Tensor:
-    """One query after the other, in a loop; [num_queries, k] int32, best first."""
+    """Return HISA's choice [num_queries, k] int32, best first, computed query by query in a loop."""
     assert operands.key_scale is not None
     values, scales = pool_keys(operands.k, operands.key_scale, config.block_size)
     chosen = []
@@ -120,7 +120,7 @@ def test_on_a_device_no_queries_choose_nothing() -> None:
 
 
 def test_of_paged_keys_of_many_sequences() -> None:
-    """Blocks of two pages; positions and places; block keys kept in their own pages."""
+    """HISA handles blocks of two pages, positions and physical slots, and pooled keys in pages of their own."""
     config = HisaConfig(block_size=128, num_blocks=3)
     kv_lens = [700, 300, 129]
     cache = make_key_cache(40)
@@ -164,7 +164,7 @@ def test_block_keys_kept_token_by_token_are_those_made_from_scratch(num_keys: in
 
 
 def test_the_kernel_keeps_block_keys_to_the_bit() -> None:
-    """One state is kept by the kernel, the other by the definition, past the end of their room."""
+    """Two states get the same keys, one from the kernel and one from the definition, until past their capacity."""
     k, scale = quantise_fp8(torch.randn(3, 40, 32) * torch.rand(3, 40, 1) * 100, block=32)
     k[1] = 0.0
     kept = [PooledKeys(3, 37, 16, 32, torch.device("cpu")) for _ in range(2)]
@@ -178,9 +178,9 @@ def test_the_kernel_keeps_block_keys_to_the_bit() -> None:
     assert all(torch.equal(got.cpu(), wanted) for got, wanted in zip(state, want, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # of the interpreter, which has numpy compute
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # from Triton's interpreter (numpy)
 def test_the_kernel_makes_no_number_of_what_is_none() -> None:
-    """A block with such a key ranks last, as its keys do."""
+    """A block with a NaN or infinite key ranks last, as the key does."""
     k, scale = torch.randn(3, 4, 32), torch.ones(3)
     k[0, 1, 5], k[1, 1, 5] = torch.nan, torch.inf
     kept = [PooledKeys(3, 37, 16, 32, torch.device("cpu")) for _ in range(2)]
@@ -190,7 +190,7 @@ def test_the_kernel_makes_no_number_of_what_is_none() -> None:
         triton_kernels.append_on_device(key.to(DEVICE), scale.to(DEVICE), 16, 37, *state)
         kept[1].append(key, scale)
         torch.testing.assert_close(state[3].cpu(), kept[1]._scales, rtol=0, atol=0, equal_nan=True)
-        if DEVICE.type == "cuda":  # interpreted, NaN does not become NaN in FP8
+        if DEVICE.type == "cuda":  # the interpreter does not convert NaN to NaN in FP8
             values, want = state[2].cpu().float(), kept[1]._values.float()
             torch.testing.assert_close(values, want, rtol=0, atol=0, equal_nan=True)
 
@@ -217,7 +217,7 @@ def test_the_kernel_chooses_blocks_by_definition(
     if scores == "nan and inf":
         of_blocks[of_blocks > 0.5] = torch.nan
         of_blocks[of_blocks < -1.0] = -torch.inf
-        of_blocks[:, 2:9] = torch.inf  # as many as there are candidates, and more
+        of_blocks[:, 2:9] = torch.inf  # more than the number of candidates
     got = [torch.full(sizes, -7, dtype=torch.int32, device=DEVICE) for sizes in ((8, 5), (8,))]
     ends = first_blocks, last_blocks
     choice.choose_candidates(of_blocks.to(DEVICE, copy=True), kv_lens.to(DEVICE), 32, ends, *got)

@@ -1,4 +1,4 @@
-"""Attention over selected latent rows is the definition's, whatever way it is split; other rows are not read."""
+"""Attention over selected latent rows is the definition's for any split, and reads no other rows."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ NUM_ROWS = 150
 def make_case(
     num_queries: int, num_heads: int, top_k: int, dims: tuple[int, int] = (32, 16), dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor | None]:
-    """Selections that end in -1, with a hole; the first one is empty. Rows that none selects are NaN."""
+    """Return selections with a hole, padded with -1; the first is empty. Rows that no query selects are NaN."""
     latent, rope = dims
     indices = torch.stack([torch.randperm(NUM_ROWS)[:top_k].sort().values for _ in range(num_queries)]).to(torch.int32)
     indices[0] = -1
@@ -31,7 +31,7 @@ def make_case(
     indices[1:, top_k // 4] = -1
     used = torch.zeros(NUM_ROWS, 1, dtype=torch.bool)
     used[indices[indices >= 0].long()] = True
-    # both parts in one cache, as views
+    # both parts are views of one cache
     rows = torch.randn(NUM_ROWS, latent + rope).to(dtype).where(used, torch.nan)
     return {
         "q_nope": torch.randn(num_queries, num_heads, latent).to(dtype),
@@ -88,7 +88,7 @@ def test_queries_go_in_launches_of_so_many(num_splits: int, monkeypatch: pytest.
 
 
 def test_the_shapes_of_the_models() -> None:
-    """DeepSeek-V3.2's 512 + 64 channels; programs as they are chosen for a device."""
+    """DeepSeek-V3.2's rows have 512 + 64 channels. Launch shapes are those chosen for a device."""
     case = make_case(2, 16, 96, dims=(512, 64), dtype=torch.float16)
     want = sparse_mla_reference(**case, softmax_scale=0.13523378)  # type: ignore[arg-type]
     arrays = {name: array.to(DEVICE) for name, array in case.items()}  # type: ignore[union-attr]
@@ -145,7 +145,7 @@ def test_a_whole_number_is_a_scale() -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("of", ["q_nope", "kpe"])
 def test_what_is_no_number_comes_out(of: str, value: float) -> None:
-    """Zeros would look like an answer."""
+    """NaN and infinity reach the output: zeros would look like an answer."""
     case = make_case(3, 2, 8)
     case[of][case["indices"][1, 0] if of == "kpe" else 1] = value  # type: ignore[index]
     out, _ = sparse_mla(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
@@ -153,11 +153,11 @@ def test_what_is_no_number_comes_out(of: str, value: float) -> None:
     assert (out[0] == 0).all()
 
 
-@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # of the interpreter, which has numpy compute
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # from Triton's interpreter (numpy)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_the_kernel_has_the_logarithm_of_what_is_no_number(num_splits: int, value: float) -> None:
-    """A finite one, or that of no rows, would look like an answer."""
+    """Its log-sum-exp is not finite either: a finite one, or that of no rows, would look like an answer."""
     case = make_case(4, 16, 65)
     case["q_nope"][1], case["kpe"][case["indices"][2, 40], 3] = value, value  # type: ignore[index]
     case["q_pe"][2] = case["q_pe"][2].abs()  # type: ignore[index]
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, object], error: type[Exc
 def test_shapes_without_room_give_way_to_smaller_ones(
     room: int, num_stages: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of 64 heads in float32 on Hopper: 304,128 bytes of shared memory, of 232,448."""
+    """For instance, 64 heads in float32 on Hopper would take 304,128 bytes of shared memory, of 232,448."""
     kernel, asked = triton_kernels._attend_kernel, list[int]()
 
     def launch(grid: tuple[int, ...], *args: object, **options: int) -> None:

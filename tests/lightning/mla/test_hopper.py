@@ -1,4 +1,4 @@
-"""The kernel for many heads on tensor cores is the definition's attention; rows that are not chosen are not read."""
+"""The tensor-core kernel for many heads computes the definition's attention, and reads no row that is not chosen."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def kernels(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
 def make_case(
     num_heads: int, lens: list[int], top_k: int, rope_dim: int, dtype: torch.dtype
 ) -> dict[str, Tensor | None]:
-    """A query for each length: so many places, with a hole where there are three, then -1. Other rows are NaN."""
+    """Return one query per length: so many slots, one of them a hole if there are three, then -1. Others are NaN."""
     indices = torch.full((len(lens), top_k), -1, dtype=torch.int32)
     for query, num_chosen in enumerate(lens):
         indices[query, :num_chosen] = torch.randperm(NUM_ROWS)[:num_chosen].sort().values
@@ -52,7 +52,7 @@ def test_agrees_with_the_definition(num_heads: int, rope_dim: int, with_sink: bo
     case = make_case(num_heads, [0, 1, 64, 65, 200], 203, rope_dim, dtype)
     sink = torch.randn(num_heads).to(DEVICE) if with_sink else None
     if sink is not None:
-        sink[3] = -torch.inf  # a head without one; the first query has no rows
+        sink[3] = -torch.inf  # a head without a sink; the first query has no rows
     want, want_lse = sparse_mla_reference(**case, softmax_scale=SCALE, attn_sink=sink)  # type: ignore[arg-type]
     out, lse = torch.full_like(want, torch.nan), torch.full_like(want_lse, torch.nan)
     attend_many(SelectedRows(**case, softmax_scale=SCALE, attn_sink=sink), out, lse)  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def test_agrees_with_the_definition(num_heads: int, rope_dim: int, with_sink: bo
 
 
 def test_logits_that_grow_from_row_to_row() -> None:
-    """Each tile's logits are far above those before: what was summed up is scaled again and again."""
+    """Each tile's logits far exceed those of earlier tiles, so the online softmax rescales its sums every time."""
     case = make_case(64, [200], 200, 64, torch.float16)
     growing = torch.linspace(0, 60, NUM_ROWS, device=DEVICE)[:, None]
     case["ckv"] = (case["ckv"] + growing).to(torch.float16)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""The compressor against its definition, and the same bits however its tokens come."""
+"""The compressor agrees with its definition, with the same bits however its tokens are chunked."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def make_tokens(weights: CompressorWeights, num_tokens: int) -> tuple[Tensor, Te
 
 
 def by_definition(weights: CompressorWeights, kv: Tensor, gate: Tensor) -> Tensor:
-    """One key after the other, from the formulas."""
+    """Compress key by key, by the formulas."""
     ratio, head_dim, keys = weights.ratio, weights.head_dim, []
     for block in range(len(kv) // ratio):
         rows, gates = [], []

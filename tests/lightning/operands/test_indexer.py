@@ -1,4 +1,4 @@
-"""Operands are made of projections that fit together; the others are refused, whatever is wrong with them."""
+"""Operands are made of projections with matching shapes; all others are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Number formats by their definitions: grids, ties, scales; FP4 rows that FP8 holds exactly, and those it cannot."""
+"""Number formats follow their definitions (grids, ties, scales), and FP4 rows are held in FP8 where that is exact."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def nearest_on_the_grid(value: float) -> float:
-    """Ties go to the neighbour with an even code, which is its place in the grid."""
+    """Round to the grid. Ties go to the neighbour with an even code, that is, index in the grid."""
     distance = np.abs(GRID - abs(value))
     nearest = np.flatnonzero(distance == distance.min())
     return float(np.copysign(GRID[nearest[nearest % 2 == 0][0] if len(nearest) > 1 else nearest[0]], value))

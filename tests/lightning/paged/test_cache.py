@@ -1,4 +1,4 @@
-"""Every byte of a page is where other systems look for it."""
+"""Pages of the key cache have the byte layout that other systems expect."""
 
 import struct
 
@@ -13,7 +13,7 @@ from tests.cuda_on_cpu.emulated import DEVICE
 
 
 def test_bytes_of_a_page() -> None:
-    """Token 5 of page 2: its values from byte 5 * 128 on, its scale at byte 64 * 128 + 5 * 4."""
+    """In its page, token 5 has its values from byte 5 * 128 on and its scale at byte 64 * 128 + 5 * 4."""
     cache, key = make_key_cache(3), torch.randn(1, 128)
     write_keys(cache, key, torch.tensor([2 * 64 + 5]))
     page = cache[2].reshape(-1)
@@ -44,11 +44,11 @@ def test_what_is_written_is_read(kv_len: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_kernel_writes_the_same_bytes(dtype: torch.dtype, power_of_two: bool) -> None:
-    """Keys of all sizes, one of zeros, one whose scale is a power of two; what has no slot in the cache is left out."""
+    """Keys have all sizes; one is zero, and one has a power of two as scale. Keys without a slot are not written."""
     keys = (torch.randn(9, 128) * torch.logspace(-3, 3, 9)[:, None]).to(dtype)
     keys[3] = 0
     keys[4] = torch.linspace(-448, 448, 128)
-    keys[8, ::3] = -1e-3  # of zeros, some are negative
+    keys[8, ::3] = -1e-3  # these round to zeros, some of them negative
     slots = torch.tensor([70, 3, -1, 128, 5, 6, 127, 0, 64])
     want, got = make_key_cache(2), make_key_cache(2).to(DEVICE)
     there = (slots >= 0) & (slots < 128)
@@ -57,10 +57,10 @@ def test_the_kernel_writes_the_same_bytes(dtype: torch.dtype, power_of_two: bool
     assert torch.equal(got.cpu(), want)
 
 
-@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # of the interpreter, which has numpy compute
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # from Triton's interpreter (numpy)
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_the_kernel_writes_what_is_no_number(power_of_two: bool) -> None:
-    """Zeros would look like a key."""
+    """NaN and infinity are kept: zeros would look like a key."""
     keys, slots = torch.randn(4, 128), torch.arange(4)
     keys[1, 5], keys[2, 7], keys[3] = torch.nan, torch.inf, torch.nan
     want, got = make_key_cache(1), make_key_cache(1).to(DEVICE)
@@ -68,7 +68,7 @@ def test_the_kernel_writes_what_is_no_number(power_of_two: bool) -> None:
     write_on_device(*page_views(got), keys.to(DEVICE), slots.to(DEVICE), power_of_two)
     (values, scales), (want_values, want_scales) = page_views(got.cpu()), page_views(want)
     torch.testing.assert_close(scales, want_scales, rtol=0, atol=0, equal_nan=True)
-    if DEVICE.type == "cuda":  # interpreted, NaN does not become NaN in FP8
+    if DEVICE.type == "cuda":  # the interpreter does not convert NaN to NaN in FP8
         torch.testing.assert_close(values.float(), want_values.float(), rtol=0, atol=0, equal_nan=True)
 
 

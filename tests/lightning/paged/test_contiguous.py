@@ -1,6 +1,6 @@
-"""Scores of keys side by side are their definition, for any shape, by the kernel that has them in pages of one.
+"""Scores of contiguous keys agree with the definition for any shape: the paged kernel takes them as pages of one key.
 
-Without a GPU it runs as Python, which is slow: sizes are tiny.
+Without a GPU it runs in Triton's interpreter, which is slow, so sizes are tiny.
 """
 
 import pytest
@@ -22,7 +22,7 @@ def to_device(operands: Operands) -> Operands:
 
 
 def scored(operands: Operands, keys: range, lens: Tensor) -> Tensor:
-    """[num_queries, len(keys)]; NaN where a query may not look, and where the kernel has not written."""
+    """Return scores [num_queries, len(keys)]: NaN past a query's length, and where the kernel has not written."""
     out = torch.full((len(operands.q), len(keys) + 3), torch.nan, device=DEVICE)
     score_contiguous(to_device(operands), keys, lens.to(DEVICE), out)
     got = out.cpu()
@@ -61,7 +61,7 @@ def test_scores_of_fp8() -> None:
     torch.testing.assert_close(scored(operands, keys, lens), want(operands, keys, lens), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of numpy, which is the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from Triton's interpreter (numpy)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "random"])
 def test_exact_scores_are_exact(kind: str) -> None:
     operands = make_operands(kind, 3, 40, dtype=torch.float16, head_dim=32)
@@ -80,7 +80,7 @@ def test_keys_beyond_what_is_legal_are_not_read() -> None:
     )
 
 
-@pytest.mark.gpu  # in the interpreter a product is numpy's, whose rows' bits may depend on where they lie
+@pytest.mark.gpu  # the interpreter multiplies with numpy, whose bits may depend on a row's place
 def test_where_a_key_lies_in_a_tile_changes_no_bit() -> None:
     operands, lens = make_operands("random", 5, 60, dtype=torch.float16, head_dim=32), torch.full((5,), 60)
     lens = lens.to(torch.int32)

@@ -1,4 +1,4 @@
-"""Scores of paged keys are the definition's, by the kernel and without it; other pages are not read."""
+"""Scores of paged keys are the definition's, with the kernel and without, and no other pages are read."""
 
 import pytest
 import torch
@@ -30,13 +30,13 @@ HEADS = 16
 
 
 def make_queries(num_queries: int, num_heads: int = HEADS) -> tuple[Tensor, Tensor]:
-    """q [num_queries, num_heads, 128] e4m3 and weights of either sign."""
+    """Return q [num_queries, num_heads, 128] e4m3, and weights of either sign."""
     q, scale = quantise_fp8(torch.randn(num_queries, num_heads, 128))
     return q, torch.randn(num_queries, num_heads) * scale[..., 0]
 
 
 def make_cache(kv_lens: list[int], max_pages: int) -> tuple[Tensor, Tensor]:
-    """A cache whose unused rows are NaN, and block tables whose unused entries lead out of it."""
+    """Return a cache whose unused rows are NaN, and block tables whose unused entries are out of range."""
     cache = make_key_cache(2 + len(kv_lens) * max_pages)
     values, scales = page_views(cache)
     values.view(torch.uint8).fill_(0x7F)
@@ -103,14 +103,14 @@ def on_hopper(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def make_group_maxima(rows: int, max_pages: int, group_keys: int = 16) -> GroupMaxima:
-    """Of sevens."""
+    """Return maxima that are all 7."""
     sevens = torch.full((rows, 8 * max_pages), 7, dtype=torch.int32, device=DEVICE)
     return GroupMaxima(sevens, group_keys, torch.full((rows, 20), 7, device=DEVICE))
 
 
 @pytest.mark.usefixtures("on_hopper")
 def test_of_a_cache_on_hopper_agree_with_the_definition() -> None:
-    kv_lens = [300, 0, 64, 1, 129, 100, 1100]  # of the last, pages of several blocks
+    kv_lens = [300, 0, 64, 1, 129, 100, 1100]  # the last one's pages span several thread blocks
     cache, tables = make_cache(kv_lens, max_pages=18)
     tables[6, 3] = -1
     q, weights = make_queries(len(kv_lens), paged_hopper.HEADS)
@@ -129,7 +129,7 @@ def test_of_a_cache_on_hopper_agree_with_the_definition() -> None:
         want = score_keys(Operands(q[row : row + 1], own_k, weights[row : row + 1], own_scale))[0]
         if row == 6:
             want[3 * 64 : 4 * 64] = -torch.inf
-        torch.testing.assert_close(got[row, :kv_len], want, rtol=2e-3, atol=4e-2)  # FP8 products, summed in fewer bits
+        torch.testing.assert_close(got[row, :kv_len], want, rtol=2e-3, atol=4e-2)  # tensor cores sum FP8 in fewer bits
         assert (got[row, kv_len:] == 7).all(), "what is behind the keys is not written"
 
 

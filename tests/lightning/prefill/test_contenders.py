@@ -1,6 +1,6 @@
-"""What is chosen from contenders is what is chosen from all scores; what cannot be trusted is marked.
+"""A choice from contenders equals the choice from all scores; queries whose choice may be wrong are marked.
 
-Without a GPU, CUDA C is compiled for the CPU: sizes are tiny, and so are lists.
+Without a GPU, CUDA C is compiled for the CPU, so sizes and lists are tiny.
 """
 
 import math
@@ -21,7 +21,7 @@ from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 
 HEADS, HEAD_DIM, NUM_KEYS = 64, 64, 600
-NO_THRESHOLD = 2**31 - 1  # an index of a threshold that all keys reach
+NO_THRESHOLD = 2**31 - 1  # a threshold index that means: all keys reach it
 SAMPLING = Sampling(step=2, wanted=9, capacity=160)
 
 
@@ -44,7 +44,7 @@ def to_device(operands: Operands) -> Operands:
 
 
 def choose(operands: Operands, k: int, lens: Tensor, sampling: Sampling = SAMPLING) -> tuple[Tensor, Tensor]:
-    """Indices, and which queries are marked."""
+    """Return the chosen indices, and which queries are marked."""
     num_queries = len(operands.q)
     indices = torch.full((num_queries, k), -7, dtype=torch.int32, device=DEVICE)
     overflowed = torch.full((num_queries,), -1, dtype=torch.int32, device=DEVICE)
@@ -61,7 +61,7 @@ def all_scores(operands: Operands, lens: Tensor) -> Tensor:
     return out[:, :num_keys].cpu()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of numpy, which is the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from Triton's interpreter (numpy)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", [2, 4])
 def test_choices_are_those_of_all_scores(kind: str, step: int) -> None:
@@ -76,7 +76,7 @@ def test_choices_are_those_of_all_scores(kind: str, step: int) -> None:
 
 
 def test_lists_that_overflow_mark_their_query_and_no_other() -> None:
-    """What is not in the sample is better than what is, and more than lists hold."""
+    """The keys outside the sample score above those in it, and they exceed the lists' capacity."""
     operands = made_operands("equal", 3)
     operands.k[1::2, 0] = 2
     lens = torch.tensor([600, 160, 600], dtype=torch.int32)
@@ -86,14 +86,14 @@ def test_lists_that_overflow_mark_their_query_and_no_other() -> None:
 
 
 def test_bars_that_too_few_reach_mark_their_query() -> None:
-    """All of the sample is better than what is not in it: the threshold is the fourth best, of ten that are wanted."""
+    """The sample scores above all other keys, and the threshold is its fourth best score, but ten keys are wanted."""
     operands = made_operands("equal", 1)
     operands.k[::2, 0] = 2
     _, marked = choose(operands, 10, torch.tensor([600], dtype=torch.int32), Sampling(step=2, wanted=4, capacity=160))
     assert marked.all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of numpy, which is the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from Triton's interpreter (numpy)
 def test_nan_is_not_counted_as_reaching_a_bar() -> None:
     operands = made_operands("ascending", 1)
     operands.k[1:100:2, 0] = torch.nan
@@ -127,7 +127,7 @@ def test_memory_of_earlier_queries_is_not_read() -> None:
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_keys_below_the_bar_are_not_written(step: int) -> None:
-    """Of equal scores those after the threshold's index are below it. Of whole blocks every step-th key is left out."""
+    """Ties after the threshold's index are below it. In whole blocks, every step-th key, the sample, is left out."""
     operands = made_operands("few values", 2, 200)
     scores, lens = score_keys(operands), torch.tensor([200, 150], dtype=torch.int32)
     threshold_scores = torch.tensor([2.0 * HEADS, torch.nan])
@@ -151,13 +151,13 @@ def test_keys_below_the_bar_are_not_written(step: int) -> None:
 
 @pytest.mark.parametrize(("sample_len", "wanted"), [(96, 9), (96, 70), (1500, 100)])
 def test_a_bar_is_reached_by_about_as_many_as_are_wanted(sample_len: int, wanted: int) -> None:
-    """By an eighth more at most. They begin the list; where NaN would be the threshold, nothing reaches it."""
+    """At most an eighth more reach it, and they begin the list. Where the threshold would be NaN, no key reaches it."""
     values = torch.randn(6, sample_len)
     values[1] = values[1].round()
     values[2] = torch.tensor([0.0, -0.0])[torch.arange(sample_len) % 2]
     values[3, : sample_len - wanted + 1] = torch.nan
     values[4, ::3], values[4, 1::3] = torch.inf, -torch.inf
-    values[5, sample_len // 2 :] = torch.nan  # not seen
+    values[5, sample_len // 2 :] = torch.nan  # past the legal length
     legal = torch.full((6,), 2 * sample_len, dtype=torch.int32)
     legal[5] = sample_len // 2 * 2 - 1
     rows = torch.cat((values, torch.empty_like(values)), dim=1).view(torch.int64).to(DEVICE)
@@ -194,7 +194,7 @@ def test_lists_hold_what_is_to_be_expected(num_keys: int, k: int) -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU, all of it is tested below")
 def test_queries_that_are_marked_are_chosen_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four at a time, but for the first."""
+    """Queries are processed four at a time, except for the first tile."""
     monkeypatch.setattr(Sampling, "of", lambda *arguments: SAMPLING)
     monkeypatch.setattr(contenders, "num_multiprocessors", lambda device: 1)
     operands = made_operands("equal", 9)
@@ -222,7 +222,7 @@ def test_there_is_room_for_whole_fillings_of_the_device_or_for_a_query_tile(
 
 @given(st.integers(0, 40_000), st.sampled_from([1, 4, 16]), st.integers(1, 140), st.integers(1, 30))
 def test_tiles_of_queries_cover_all_and_fit(num_queries: int, query_tile: int, tiles: int, fillings: int) -> None:
-    """All but the one of the first queries fill the device a whole number of times."""
+    """Every tile but that of the first queries fills the device a whole number of times."""
     filling = tiles * query_tile
     cut = stream._cut_queries(num_queries, query_tile, filling, fillings * filling)
     assert [query for rows in reversed(cut) for query in rows] == list(range(num_queries))

@@ -1,4 +1,4 @@
-"""The streamed choice is the definition's, order included, however queries and keys are cut."""
+"""The streamed choice is the definition's, order included, however queries and keys are tiled."""
 
 from itertools import pairwise
 
@@ -95,12 +95,12 @@ def test_tiles_cover_all_and_fit(lens: list[int], workspace_bytes: int, device: 
     for tile in tiles:
         queries = range(tile.queries.start, tile.queries.stop)
         assert tile.num_keys == max(lens[tile.queries])
-        # 64 queries are not parted, nor are 128 keys: that much there has to be
+        # 64 queries or 128 keys are never split, even if they exceed the workspace
         assert 4 * tile.num_scores <= max(workspace_bytes, min(len(queries), 64) * 4 * 128)
 
 
 def test_all_of_a_long_sequence_takes_a_bounded_workspace() -> None:
-    """A million queries: tiles of 256 MiB at most, of whole rows of up to 256K keys."""
+    """For a million queries, tiles take at most 256 MiB and hold whole rows of up to 256K keys."""
     lens = causal_lens(1 << 20, 1 << 18, ratio=4)
     tiles = list(cut(lens, 256 << 20, torch.device("cuda")))
     assert max(tile.num_scores for tile in tiles) * 4 <= 256 << 20
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused(arguments: dict[str, object], error: type[
     ],
 )
 def test_scores_of_what_does_not_fit_are_refused(change: dict[str, Tensor], complaint: str) -> None:
-    """Compiled loops would read beyond the arrays."""
+    """Otherwise compiled loops would read out of bounds."""
     arrays = {"q": torch.zeros(3, 2, 8), "k": torch.zeros(5, 8), "weights": torch.zeros(3, 2), **change}
     legal_len = arrays.pop("legal_len", torch.full((3,), 5, dtype=torch.int32))
     with pytest.raises(ArrayError, match=complaint):

@@ -1,6 +1,6 @@
-"""Hopper's own kernels: scores are their definition, choices those of all scores.
+"""The kernels for Hopper: scores agree with their definition, and choices equal those from all scores.
 
-Without a GPU the copy engine and the matrix units are emulated, swizzle and barriers included: sizes are tiny.
+Without a GPU, TMA and tensor cores are emulated, with swizzle and mbarriers, so sizes are tiny.
 """
 
 import shutil
@@ -35,14 +35,14 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def made_operands(kind: str, num_queries: int, num_keys: int, num_heads: int, dtype: torch.dtype) -> Operands:
-    """On the device; half of them with a scale per key."""
+    """Return operands on the device. With fewer than 64 heads, they have a scale per key."""
     made = make_operands(kind, num_queries, num_keys, num_heads, 128, key_scale=num_heads < 64)
     scale = None if made.key_scale is None else made.key_scale.to(DEVICE)
     return Operands(made.q.to(DEVICE, dtype), made.k.to(DEVICE, dtype), made.weights.to(DEVICE), scale)
 
 
 def scored(operands: Operands, keys: range, lens: Tensor) -> Tensor:
-    """[num_queries, len(keys) rounded up to whole tiles]; NaN where the kernel has not written."""
+    """Return scores [num_queries, len(keys) rounded up to whole tiles]: NaN where the kernel has not written."""
     tile_max_lens = hopper.tile_max_lens(lens.to(DEVICE), operands.q.shape[1])
     width = -(-len(keys) // 64) * 64
     out = torch.full((len(operands.q), width + 3), torch.nan, device=DEVICE)
@@ -91,7 +91,7 @@ def test_of_no_queries_or_no_keys_there_are_no_scores(num_queries: int, num_keys
 
 
 def test_scores_of_every_second_key_are_those_of_all() -> None:
-    """Of whole blocks of 128."""
+    """Only whole blocks of 128 scores are written."""
     operands = made_operands("random", 4, 300, 32, torch.bfloat16)
     lens = torch.full((4,), 300, dtype=torch.int32)
     some = scored(operands, range(0, 300, 2), lens)

@@ -1,4 +1,4 @@
-"""The scores of V3.2 and V4 against their formulas in plain loops; what a query may see; what is refused."""
+"""The scores of V3.2 and V4 agree with their formulas in plain loops; which keys a query sees; what is refused."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from csattn.lightning.operands.rotations import hadamard
 
 
 def by_loops(operands: Operands) -> np.ndarray:
-    """The formula, key by key, in double precision."""
+    """Compute the formula key by key in double precision."""
     q, k, weights = (x.double().numpy() for x in (operands.q, operands.k, operands.weights))
     scores = np.zeros((len(q), len(k)))
     for t in range(len(q)):
@@ -39,7 +39,7 @@ def test_the_score_is_its_formula(version: str) -> None:
 
 
 def test_scales_come_out_of_the_score_of_v32() -> None:
-    """Quantised and scaled back, the score is that of the plain queries and keys, but for their rounding."""
+    """The score of quantised queries and keys, with their scales, is that of the plain ones up to rounding."""
     q, k, projected = torch.randn(4, 8, 128), torch.randn(9, 128), torch.randn(4, 8)
     operands = v32_operands(q, k, projected)
     q_rounded = dequantise_fp8(operands.q, operands.weights[..., None] / projected[..., None] * (8 * 128) ** 0.5)

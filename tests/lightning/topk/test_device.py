@@ -1,7 +1,7 @@
-"""The kernels that select are exact, whatever the scores, and read nothing that is not legal.
+"""The Top-K kernels are exact for any scores, and read no score that is not legal.
 
-Without a device they run on the CPU, compiled by a C++ compiler: see `tests/cuda_on_cpu`. Blocks are small there, so
-that short rows are shared among blocks, make room and are read again as often as long ones.
+Without a device they run on the CPU, compiled by a C++ compiler: see `tests/cuda_on_cpu`. Thread blocks are small
+there, so that short rows are split among blocks, compacted and reread as often as long ones are.
 """
 
 import pytest
@@ -18,7 +18,7 @@ from tests.cuda_on_cpu.emulated import DEVICE
 K = 40
 LENGTH = 2001
 MULTIPROCESSORS = 16
-FEW, MANY = 2, 9  # rows: by digits, in clusters of four; one tile after the other, in clusters of two
+FEW, MANY = 2, 9  # rows: radix select in clusters of four; tile after tile in clusters of two
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 512 or 1024 scores in registers, or tiles of 256 and room for one beside a hundred entries."""
+    """Emulate blocks of 512 or 1024 scores in registers, or of tiles of 256 with room for one and a hundred entries."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(device, "FEW_ROWS", DigitShape(64, 4, per_sm=1))
         monkeypatch.setattr(device, "SHORT_ROWS", DigitShape(32, 4, per_sm=2))
@@ -50,7 +50,7 @@ def run(
 
 
 def agree(scores: Tensor, k: int, legal_len: list[int]) -> None:
-    """In both orders, with NaN of either sign behind what is legal."""
+    """Require the definition's choice in both orders. Past the legal scores there are NaN of either sign."""
     legal = torch.tensor(legal_len, dtype=torch.int32)
     poison = torch.where(torch.arange(scores.shape[1]) % 2 == 0, torch.nan, -torch.nan)
     poisoned = torch.where(torch.arange(scores.shape[1]) < legal[:, None], scores, poison)
@@ -61,7 +61,7 @@ def agree(scores: Tensor, k: int, legal_len: list[int]) -> None:
 
 
 def make_scores(kind: str, rows: int, length: int) -> Tensor:
-    """[rows, length]"""
+    """Return scores [rows, length] of that kind."""
     up = torch.arange(length, dtype=torch.float32).expand(rows, length)
     random = torch.randn(rows, length)
     bits = torch.randint(0, 2**32, (rows, length), dtype=torch.int64).to(torch.int32)
@@ -76,7 +76,7 @@ def make_scores(kind: str, rows: int, length: int) -> Tensor:
         "two values": torch.where(random > 0.5, 1.0, -1.0),
         "few winners": torch.where(up % 997 == 5, 7.0, -7.0),
         "denormals": (bits & 0x8000_FFFF).view(torch.float32),
-        "any bits": bits.view(torch.float32),  # infinities and NaN among them
+        "any bits": bits.view(torch.float32),  # includes infinities and NaN
         "infinities": torch.where(random > 1, torch.inf, torch.where(random < 0, -torch.inf, random)),
         "mostly NaN": torch.where(random > 1.9, random, torch.nan),
         "sawtooth": up % 300,
@@ -105,14 +105,14 @@ def test_long_rows_again_and_again(kind: str, rows: int) -> None:
     legal = torch.tensor([131075 - 9973 * (row % 14) for row in range(rows)], dtype=torch.int32, device=DEVICE)
     want = top_k_reference(scores, 2048, legal)
     ascending = torch.where(want < 0, 2**31 - 1, want).sort(dim=1).values
-    ascending = torch.where(want < 0, -1, ascending)  # both are padded at their end
+    ascending = torch.where(want < 0, -1, ascending)  # both are padded at the end
     for _ in range(5):
         assert torch.equal(top_k(scores, 2048, legal), want)
         assert torch.equal(top_k(scores, 2048, legal, order="position"), ascending)
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("rows", [1, 5, 8, 17])  # in clusters of eight, two and one; of one
+@pytest.mark.parametrize("rows", [1, 5, 8, 17])  # 1, 5, 8 rows: clusters of eight, two and one; 17: of one
 def test_of_rows_by_clusters(rows: int) -> None:
     scores = make_scores("sawtooth", rows, LENGTH) + torch.randint(0, 3, (rows, LENGTH))
     agree(scores, K, [max(0, LENGTH - 130 * row) for row in range(rows)])
@@ -133,7 +133,7 @@ def test_short_rows(rows: int, length: int, k: int) -> None:
 
 
 def test_tiles_as_on_the_device() -> None:
-    """The sizes that are meant for the device, once."""
+    """Run the device's real sizes once."""
     for rows, length in ((1, 33000), (9, 17000)):
         scores = make_scores("random", rows, length)
         want = top_k_reference(scores, 2048, torch.full((rows,), length)).sort(dim=1).values

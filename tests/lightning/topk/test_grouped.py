@@ -1,4 +1,4 @@
-"""What is chosen among lists is the definition's, in ascending order, whatever the scores; groups' best are as told."""
+"""Selection from lists, given the maxima of groups of keys, is the definition's in ascending order, for any scores."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ LENGTHS = [64 * MAX_PAGES, 64 * 31 + 5, 300, K + 1, K, 0]
 
 @pytest.fixture
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device, blocks of 64 threads that have room for 128 entries."""
+    """Without a device, emulate thread blocks of 64 threads with room for 128 entries."""
     emulator.stand_in(monkeypatch, grouped)
     if DEVICE.type == "cpu":
         small = {"THREADS": 64, "SLOTS": 320, "ENTRIES": 128, "MAX_TILES": 64, "MAX_GROUPS": 512, "MANY_GROUPS": 30}

@@ -1,4 +1,4 @@
-"""One total order: score descending, index ascending; what NaN, infinities and zeros of either sign mean in it."""
+"""The total order of Top-K, score descending, then index ascending, with NaN, infinities and signed zeros."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ SCORES = st.lists(
 
 
 def rank(score: float) -> tuple[int, float]:
-    """The order of scores in plain words: NaN is below everything, zeros are equal because floats say so."""
+    """Return a sort key that defines the order of scores: NaN is below all others, and -0.0 equals 0.0."""
     return (0, 0.0) if np.isnan(score) else (1, score)
 
 

@@ -1,4 +1,4 @@
-"""The k best of every row are the definition's, in its order, whatever the scores are like."""
+"""The k best scores of every row are the definition's, in its order, for any scores."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from csattn.lightning import top_k, top_k_reference
 
 
 def agree(scores: Tensor, k: int, legal_len: list[int] | None = None) -> None:
-    """Both orders; what is not legal is NaN for the one that must not read it."""
+    """Require the definition's choice in both orders. `top_k` gets NaN in place of scores that are not legal."""
     rows, length = scores.shape
     legal = torch.tensor([length] * rows if legal_len is None else legal_len, dtype=torch.int32)
     poisoned = torch.where(torch.arange(length) < legal[:, None], scores, torch.nan)

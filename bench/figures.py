@@ -99,7 +99,7 @@ def first_screen() -> list[str]:
         f"without, whichever needs less) {share_range('sparq')}, and PQCache {share_range('pqcache')}, depending on "
         "text and length ([other methods](docs/compare.md#in-time-at-every-length)).",
         "",
-        "With a context of a million tokens (137 GB of KV, in host memory), csattn decodes "
+        "With the same shape, and a context of a million tokens (137 GB of KV, in host memory), csattn decodes "
         f"{1e3 / milliseconds(million):.0f} tokens per second.",
         "",
         on_a_cpu(),

@@ -23,7 +23,7 @@ def require_share(name: str, value: float) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ConfigError(f"{name} must be a number, got {value!r}")
     if not 0.0 < value <= 1.0:
-        raise ConfigError(f"{name} must lie in (0, 1], got {value}")
+        raise ConfigError(f"{name} must be more than 0 and at most 1, got {value}")
 
 
 def require_text(name: str, value: object, otherwise: str = "") -> None:

@@ -117,7 +117,7 @@ def index_config_from_json(data: dict[str, Any]) -> IndexConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchConfig:
-    """Which rows of it, each step reads."""
+    """Which rows of a context each step reads."""
 
     keep: float = 0.02  # share of the context fetched for each KV head, besides the resident rows
     sink_len: int = 4  # first rows of the context, always attended

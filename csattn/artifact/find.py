@@ -46,7 +46,8 @@ def choose_artifact(names: list[str], store: Path | str, prefix: str) -> str:
         return names[0]
     if not names:
         raise ArtifactNotFoundError(
-            f"there is no artifact {prefix!r} in {store}; `csattn ls --store {store}` lists those that are there"
+            f"there is no artifact {prefix!r} in {store}; give STORE/ID, such as store/{prefix}. "
+            "`csattn ls --store STORE` lists the artifacts of a store"
         )
     raise ArtifactNotFoundError(
         f"{len(names)} artifacts in {store} start with {prefix!r} "

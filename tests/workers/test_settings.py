@@ -125,7 +125,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         ("[server]\nhost = ''", ["server.host", "wanted text"]),
         ("[limits]\nrequest_timeout_s = nan", ["limits.request_timeout_s must be greater than 0, got nan (file"]),
         ("[limits]\nrequest_timeout_s = inf", ["must be at most 86400, got inf"]),
-        ("[search]\nkeep = 2", ["search.keep must lie in (0, 1], got 2.0 (file", "line 2"]),
+        ("[search]\nkeep = 2", ["search.keep must be more than 0 and at most 1, got 2.0 (file", "line 2"]),
         ("[search]\nlookahead = 3", ["search.lookahead must be one of 0, 1, got 3"]),
         ("[search]\nrest = 'codes'", ["search.rest", "is 'codes', wanted one of sketch, moments, none"]),
         ("[engine]\nplacement = 'gpu'", ["is 'gpu', wanted one of cpu, device, hybrid, host"]),
@@ -184,7 +184,10 @@ def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path, name: str, con
         ({"CSATTN_SERVER_PORT": "x"}, "server.port (environment CSATTN_SERVER_PORT) is 'x', wanted a whole number"),
         ({"CSATTN_SERVER_PORT": ""}, "wanted a whole number"),
         ({"CSATTN_BUILD_CHAT": "perhaps"}, "wanted true or false"),
-        ({"CSATTN_SEARCH_KEEP": "0"}, "search.keep must lie in (0, 1], got 0.0 (environment CSATTN_SEARCH_KEEP)"),
+        (
+            {"CSATTN_SEARCH_KEEP": "0"},
+            "search.keep must be more than 0 and at most 1, got 0.0 (environment CSATTN_SEARCH_KEEP)",
+        ),
     ],
 )
 def test_an_environment_that_says_nonsense_is_refused(environment: dict[str, str], words: str) -> None:

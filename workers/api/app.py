@@ -201,8 +201,10 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
             405, "method_not_allowed", f"this address does not support {request.method[:16]}; wanted {allowed}"
         )
         return error_reply(wrong, error.headers)
-    path = quoted(request.url.path)
-    what = f"there is nothing at {path}; OpenAI's API is below /v1, with which a client's base_url must end"
+    path, advice = quoted(request.url.path), "workers/api/README.md lists the addresses"
+    if not request.url.path.startswith("/v1/"):
+        advice = "OpenAI's API is below /v1, with which a client's base_url must end"
+    what = f"there is nothing at {path}; {advice}"
     return error_reply(HttpError(error.status_code, "not_found", what))
 
 

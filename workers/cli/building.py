@@ -69,8 +69,8 @@ def _warn_of_special_tokens(loaded: LoadedModel, text: str) -> None:
     """Warn of special tokens: with them, a text that somebody else has written may end its own message."""
     if number := num_special(loaded.tokenizer, text):
         err.print(
-            f"the text holds {counted(number, 'special token')} of the model, such as the end of a message; they are "
-            "read as special tokens, not as text"
+            f"the text holds {counted(number, 'special token')} of the model, such as the end of a message; the model "
+            "reads special tokens as such, not as text"
         )
 
 

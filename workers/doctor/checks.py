@@ -227,8 +227,8 @@ def _narrow_products(rates: Mapping[str, float]) -> str:
     if faster < NARROW_PAYS:
         return ""
     return (
-        f" It multiplies bfloat16 {faster:.0f} times as fast as float32: with --dtype bfloat16 (for a service --set "
-        "build.dtype=bfloat16) builds and steps take less time, and contexts half the bytes."
+        f" This CPU multiplies bfloat16 {faster:.0f} times as fast as float32: with --dtype bfloat16 (for a service "
+        "--set build.dtype=bfloat16) builds and steps take less time, and contexts half the bytes."
     )
 
 

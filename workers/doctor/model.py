@@ -72,7 +72,7 @@ def _needs(
     for spec in specs:
         kv, sketch = context_bytes(spec)
         rows = f"{gib(kv)} of KV, {gib(sketch)} of sketch" if indexed else f"{gib(kv)} of {kept}"
-        text += f" {spec.context_len:,} tokens of context: {rows}."
+        text += f" {spec.context_len:,} tokens of context, in bfloat16: {rows}."
     kv, sketch = context_bytes(specs[0])
     key_share = index_key_share(model)
     leaves_kv = bool(indexed or key_share)  # whether KV can be in host memory

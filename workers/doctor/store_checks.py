@@ -49,7 +49,11 @@ def check_kept(facts: Facts) -> Sequence[Finding]:
     if not there:
         return []
     text = f"What services have kept of prompts and turns in {place} takes {size(there)}, of at most {size(most)}"
-    return [Finding("kept", "ok", f"{text}; each kind takes at most as much as it leaves free.")]
+    return [
+        Finding(
+            "kept", "ok", f"{text}; contexts and rows may each fill up to half of the space that is free without them."
+        )
+    ]
 
 
 def _store_itself(facts: Facts) -> Finding:

@@ -43,7 +43,7 @@ class Sizing:
 
     def __post_init__(self) -> None:
         if not 0 < self.slot_share <= 1:
-            raise ConfigError(f"slot_share must lie in (0, 1], got {self.slot_share}")
+            raise ConfigError(f"slot_share must be more than 0 and at most 1, got {self.slot_share}")
         if self.kv_format is not None:
             self.kv_format.row_bytes(self.model.spec.head_dim)  # raises if it does not fit
         if self.all_where_faster:

@@ -47,9 +47,7 @@ class DiskBudget:
         self.num_bytes = self._most_bytes if free is None else min(self._most_bytes, (kept_bytes + free) // 2)
         if self.num_bytes < self._most_bytes and not self._is_logged:
             self._is_logged = True
-            message = (
-                "%s is %s, but only %s is used for now: it takes at most as much of the disk of %s as it leaves free"
-            )
+            message = "%s is %s, but for now the limit is %s: up to half of the free space on the disk of %s is used"
             _log.info(message, self._setting, size(self._most_bytes), size(self.num_bytes), self._directory)
         return self.num_bytes
 
@@ -84,8 +82,8 @@ def remove_kept(store: Path) -> None:
     with alone_in(store) as is_alone:
         if not is_alone:
             raise ArtifactError(
-                f"a service uses {store}, and observes kept.context_bytes and kept.disk_bytes itself; end it before "
-                "you remove what it has kept"
+                f"a service uses the store {store}; stop it before you remove what it has kept (running, it keeps to "
+                "kept.context_bytes and kept.disk_bytes)"
             )
         for path in salted(store / DIRECTORY):
             _remove_contexts(path)

@@ -292,7 +292,7 @@ class StoreSettings(_Part):
 class KeptSettings(_Part):
     """Cache of prompts and conversation turns, for later requests that begin with the same tokens.
 
-    Each of its two kinds takes at most as much of the disk as it leaves free.
+    Contexts of prompts and rows of turns may each fill up to half of the disk space that is free without them.
     """
 
     memory_bytes: int = setting(

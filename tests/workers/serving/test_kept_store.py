@@ -55,7 +55,7 @@ def test_nothing_is_removed_while_a_service_uses_the_store(tmp_path: Path) -> No
         async with make_backend(tmp_path) as backend:
             await answer(backend, ASKED[0])
             there = kept_files(tmp_path)
-            with pytest.raises(ArtifactError, match=r"a service uses .*; end it before"):
+            with pytest.raises(ArtifactError, match=r"a service uses the store .*; stop it before you remove"):
                 remove_kept(tmp_path)
             assert kept_files(tmp_path) == there and there.num_contexts == 1
 

@@ -90,14 +90,14 @@ def first_screen() -> list[str]:
     million = case(1, 1048576, "hybrid")
     lines += [
         "",
-        "The times are for random weights, over recorded rows and noisy copies of them. Quality was measured with a "
-        "small model, SmolLM2-135M, on [real texts of 6K to 116K tokens](docs/quality.md). At 2 %, csattn's KL to "
+        "The timed model has random weights; its KV cache holds recorded rows and noisy copies of them. Quality was "
+        "measured with a small model, SmolLM2-135M, on [real texts of 6K to 116K tokens](docs/quality.md). At 2 %, csattn's KL to "
         f"full attention is {kl_range('default')} nats of the next token. Exact Top-K, which drops the other rows, has "
         f"{kl_range('exact')}. With [Qwen2.5-Coder-1.5B](docs/quality.md#larger-models), at 6K to 32K, csattn has "
         f"{larger_range('default')} and exact Top-K {larger_range('exact')}.",
-        f"For the same KL, Quest has to read about {share_range('quest')} of the rows, SparQ (with its mean value or "
-        f"without, whichever needs less) {share_range('sparq')}, and PQCache {share_range('pqcache')}, depending on "
-        "text and length ([other methods](docs/compare.md#in-time-at-every-length)).",
+        f"For the KL that csattn has at 2 % of the rows, Quest has to read about {share_range('quest')} of them, SparQ "
+        f"(in the better of its two variants) {share_range('sparq')}, and PQCache {share_range('pqcache')}, depending "
+        "on text and length ([other methods](docs/compare.md#in-time-at-every-length)).",
         "",
         "With the same shape, and a context of a million tokens (137 GB of KV, in host memory), csattn decodes "
         f"{1e3 / milliseconds(million):.0f} tokens per second.",

@@ -92,9 +92,9 @@ def first_screen() -> list[str]:
         "",
         "The timed model has random weights; its KV cache holds recorded rows and noisy copies of them. Quality was "
         "measured with a small model, SmolLM2-135M, on [real texts of 6K to 116K tokens](docs/quality.md). At 2 %, "
-        f"csattn's KL to full attention is {kl_range('default')} nats of the next token. Exact Top-K, which drops the other rows, has "
-        f"{kl_range('exact')}. With [Qwen2.5-Coder-1.5B](docs/quality.md#larger-models), at 6K to 32K, csattn has "
-        f"{larger_range('default')} and exact Top-K {larger_range('exact')}.",
+        f"csattn's KL to full attention is {kl_range('default')} nats of the next token. Exact Top-K, which drops the "
+        f"other rows, has {kl_range('exact')}. With [Qwen2.5-Coder-1.5B](docs/quality.md#larger-models), at 6K to 32K, "
+        f"csattn has {larger_range('default')} and exact Top-K {larger_range('exact')}.",
         f"For the KL that csattn has at 2 % of the rows, Quest has to read about {share_range('quest')} of them, SparQ "
         f"(in the better of its two variants) {share_range('sparq')}, and PQCache {share_range('pqcache')}, depending "
         "on text and length ([other methods](docs/compare.md#in-time-at-every-length)).",

@@ -13,7 +13,7 @@ from csattn.errors import ConfigError
         ({"keep": "0.02"}, "keep must be a number, got '0.02'"),
         ({"keep": True}, "keep must be a number, got True"),
         ({"keep": None}, "keep must be a number, got None"),
-        ({"keep": float("nan")}, r"keep must lie in \(0, 1\], got nan"),
+        ({"keep": float("nan")}, "keep must be more than 0 and at most 1, got nan"),
         ({"window_len": 1.5}, "window_len must be a whole number, got 1.5"),
         ({"window_len": 0}, "window_len must be at least 1, got 0"),
         ({"sink_len": "4"}, "sink_len must be a whole number, got '4'"),

@@ -169,7 +169,7 @@ def test_overload_is_told_at_once_and_passes(built: Path) -> None:
     ("asked", "error", "words"),
     [
         (ask("nobody"), UnknownModelError, "no context 'nobody'"),
-        (ask(keep=2.0), BadRequestError, "keep must lie"),
+        (ask(keep=2.0), BadRequestError, "keep must be more than 0 and at most 1, got 2.0"),
         (ask(lookahead=3), BadRequestError, "lookahead must be"),
         (ask(prompt=""), BadRequestError, "empty"),
         (ask(question="x" * 900), BadRequestError, "shorter"),

@@ -34,9 +34,9 @@ def sum_over_devices(
     words = tag | (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     for rank in tl.static_range(NUM_DEVICES):
         if rank != RANK:
-            inbox = inboxes[rank].to(tl.pointer_type(tl.int64))
+            inbox = _address(inboxes[rank])
             tl.store(inbox + half + RANK * num_numbers + at, words, mask=inside)
-    inbox = inboxes[RANK].to(tl.pointer_type(tl.int64)) + half
+    inbox = _address(inboxes[RANK]) + half
     total = tl.zeros_like(own)
     for rank in tl.static_range(NUM_DEVICES):
         if rank == RANK:
@@ -49,3 +49,9 @@ def sum_over_devices(
     tl.debug_barrier()  # all threads have read the count
     tl.store(counts + place, count)
     return total
+
+
+@triton.jit
+def _address(number):
+    """Return the pointer to that address. Triton's interpreter holds small numbers, as of a process's heap, in int32."""
+    return number.to(tl.int64).to(tl.pointer_type(tl.int64))

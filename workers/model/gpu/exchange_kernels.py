@@ -53,5 +53,5 @@ def sum_over_devices(
 
 @triton.jit
 def _address(number):
-    """Return the pointer to that address. Triton's interpreter holds small numbers, as of a process's heap, in int32."""
+    """Return the pointer to that address. Triton's interpreter holds small ones, such as of a heap, in int32."""
     return number.to(tl.int64).to(tl.pointer_type(tl.int64))

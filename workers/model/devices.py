@@ -121,7 +121,7 @@ class Devices:
         handle = self._handles[own.data_ptr()]
         inboxes = tuple(handle.get_buffer(rank, own.shape, own.dtype).data_ptr() for rank in ranks)
         counts = torch.zeros(max(batch_size, width), dtype=torch.int32, device=self.device)
-        return Exchange(inboxes, counts, self.share.rank)
+        return Exchange(own, inboxes, counts, self.share.rank)
 
     def add(self, x: Tensor) -> None:
         """Replace x, on CPUs, by the sum of all devices' x."""

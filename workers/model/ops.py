@@ -20,7 +20,8 @@ SQUARES_BLOCK = 32  # columns of the residual stream whose squares are summed in
 class Exchange:
     """Memory by which kernels on several GPUs sum what each has computed: see `exchange_kernels.sum_over_devices`."""
 
-    inboxes: tuple[int, ...]  # the address of each device's, [2, num_devices, batch_size, width] int64
+    inbox: Tensor  # [2, num_devices, batch_size, width] int64: this device's
+    inboxes: tuple[int, ...]  # the address of each device's
     counts: Tensor  # int32: how many sums each program has taken part in
     rank: int
 

@@ -33,15 +33,13 @@ def words_of(x: Tensor, count: int) -> Tensor:
     return (count << 32) + (x.view(torch.int32).long() & 0xFFFFFFFF)
 
 
-def make_exchanges(
-    num_devices: int, batch_size: int, hidden_size: int, count: int = 0
-) -> list[tuple[Exchange, Tensor]]:
+def make_exchanges(num_devices: int, batch_size: int, hidden_size: int, count: int = 0) -> list[Exchange]:
     """Make each rank's exchange and its inbox, in the state after `count` sums."""
     sizes = 2, num_devices, batch_size, hidden_size
     inboxes = [torch.zeros(sizes, dtype=torch.int64, device=DEVICE) for _ in range(num_devices)]
     addresses = tuple(inbox.data_ptr() for inbox in inboxes)
     counts = [torch.full((hidden_size,), count, dtype=torch.int32, device=DEVICE) for _ in inboxes]
-    return [(Exchange(addresses, counts[rank], rank), inboxes[rank]) for rank in range(num_devices)]
+    return [Exchange(inboxes[rank], addresses, counts[rank], rank) for rank in range(num_devices)]
 
 
 def make_parts(
@@ -82,7 +80,8 @@ def in_order(parts: list[tuple[Tensor, Linear | None, Tensor]]) -> Tensor:
 def test_a_device_adds_in_the_order_of_ranks(batch_size, hidden_size, num_devices, rank, way, is_normed) -> None:
     """Make two sums; the other devices' words are already in the inbox."""
     exchanges = make_exchanges(num_devices, batch_size, hidden_size, count=2**31 - 2)
-    exchange, inbox = exchanges[rank]
+    exchange = exchanges[rank]
+    inbox = exchange.inbox
     others = set(range(num_devices)) - {rank}
     norm = 1 + randn(hidden_size, scale=0.3) if is_normed else None
     num_programs = batch_size if way == "rows" else -(-hidden_size // 64)
@@ -99,8 +98,8 @@ def test_a_device_adds_in_the_order_of_ranks(batch_size, hidden_size, num_device
         assert is_normed or torch.equal(got.hidden, want.hidden)
         assert (exchange.counts[:num_programs] == count).all()
         for other in others:
-            assert torch.equal(exchanges[other][1][half, rank], words_of(parts[rank][2], count))
-    for other, (_, memory) in enumerate(exchanges):  # nothing else was written
+            assert torch.equal(exchanges[other].inbox[half, rank], words_of(parts[rank][2], count))
+    for other, memory in enumerate(exchange.inbox for exchange in exchanges):  # nothing else was written
         written = torch.zeros_like(memory, dtype=torch.bool)
         written[:, list(others) if other == rank else [rank]] = True
         assert not memory[~written].any()
@@ -116,12 +115,12 @@ def test_devices_wait_for_each_other(num_devices, batch_size, hidden_size, way) 
     first, read = make_stream(batch_size, hidden_size, torch.float32), readers("one", hidden_size)
     held = [
         (torch.cuda.Stream(), TritonOps(DEVICE), replace(copy_of(first), row_sums=exchange, tile_sums=exchange))
-        for exchange, _ in exchanges
+        for exchange in exchanges
     ]
     # In one process, loading a kernel waits for running ones: load both variants before any kernel waits for another.
     for number, (rank, (stream, ops, to)) in product(range(2), enumerate(held)):
         for other in set(range(num_devices)) - {rank}:
-            exchanges[rank][1][(number + 1) % 2, other] = words_of(parts[number][other][2], number + 1)
+            exchanges[rank].inbox[(number + 1) % 2, other] = words_of(parts[number][other][2], number + 1)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             add(ops, parts[number][rank], None, to, read)

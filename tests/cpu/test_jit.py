@@ -1,5 +1,7 @@
 """Compiled kernels work whether or not they can be cached."""
 
+from importlib import import_module
+
 import pytest
 from numba import types
 from numba.core.codegen import CPUCodeLibrary
@@ -11,14 +13,17 @@ def doubled(x):
     return 2 * x
 
 
+KERNELS = """
+from csattn.cpu.jit import exact_kernel
+
 @exact_kernel
 def doubled_twice(x):
     return doubled_once(doubled_once(x))
 
-
 @exact_kernel
 def doubled_once(x):
     return 2 * x
+"""
 
 
 def refuse(library: CPUCodeLibrary) -> bytes:
@@ -27,10 +32,13 @@ def refuse(library: CPUCodeLibrary) -> bytes:
 
 def test_a_kernel_may_be_called_by_python_and_by_kernels(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds in any order of calls, and where both versions come from the cache."""
-    assert doubled_twice(5) == 20 and doubled_once(5) == 10 and doubled_twice(5.0) == 20.0
-    assert doubled_once.signatures == [(types.int64,)]
-    assert doubled_once.in_kernels.signatures == [(types.int64,), (types.float64,)]
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    (tmp_path / "doubling.py").write_text(KERNELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    kernels = import_module("doubling")
+    assert kernels.doubled_twice(5) == 20 and kernels.doubled_once(5) == 10 and kernels.doubled_twice(5.0) == 20.0
+    assert kernels.doubled_once.signatures == [(types.int64,)]
+    assert kernels.doubled_once.in_kernels.signatures == [(types.int64,), (types.float64,)]
     for _ in range(2):
         again = exact_kernel(doubled)
         assert again.in_kernels.compile((types.int64,)) is not None

@@ -151,7 +151,7 @@ def shrink(num_layers: int, num_experts: int) -> dict[str, Any]:
 def measure(
     weights: ModelWeights, contexts: list[InMemoryContext], placement: str, num_steps: int
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Return the times of steps, and the tokens of the first `SAID` steps."""
+    """Return the times of steps, and the tokens of the first `NUM_TOKENS` steps."""
     batch_size, spec = len(contexts), weights.spec
     model = StepModel(
         name="random",

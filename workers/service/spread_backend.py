@@ -163,7 +163,7 @@ class SpreadBackend:
             return
         before = self._known.get(worker.name)
         held = before.held if before is not None and before.since != worker.status.since else ()
-        if not held or self._call_in_background(worker, "hold", held):  # else it is told after a later beat
+        if not held or self._call_in_background(worker, "hold", held):  # else after a later heartbeat
             self._known[worker.name] = worker.status
 
     def _call_in_background(self, worker: "RayWorker", method: str, contexts: Sequence[Held]) -> bool:

@@ -1,9 +1,12 @@
-"""Answers LongBench's questions (arXiv:2308.14508) with every selector: reads its files, computes its scores.
+"""Answers LongBench's questions (arXiv:2308.14508; v2: arXiv:2412.15204) with every selector: reads its files,
+computes its scores.
 
     python -m bench.accuracy longbench hotpotqa.jsonl --prompts dataset2prompt.json --model ... --json FILE
+    python -m bench.accuracy longbench data.json --prompts 0shot.txt --model ... --json FILE
 
-Prompts come from LongBench's own file. A prompt that is too long loses its middle, as in LongBench. Questions whose
-answers are in the --json file are not answered again.
+Prompts come from LongBench's own files. A prompt that is too long loses its middle, as in LongBench. Answers are greedy
+(LongBench v2's own program samples with a temperature of 0.1). Questions whose answers are in the --json file are not
+answered again.
 """
 
 import argparse
@@ -66,7 +69,7 @@ def run_item(
             ids, new = [prompt.question], data_set.max_new_tokens
             said = answer_all(loaded, artifact, contender, keep, ids, new, **options)[0]
             score = score_answer(data_set, said, item.answers, item.all_classes)
-            records.add({**case, "score": round(score, 6), "said": said})
+            records.add({**case, "groups": item.groups, "score": round(score, 6), "said": said})
 
 
 def make_prompt(tokenizer: Any, context: str, question: str, max_length: int, chat: bool) -> Prompt:
@@ -99,25 +102,36 @@ def truncate_middle(tokenizer: Any, text: str, max_length: int) -> str:
 
 
 def table(cases: list[Case]) -> str:
-    """Return a Markdown table: each contender's LongBench score, 0 to 100, on each data set, and their mean."""
+    """Return a Markdown table: each contender's LongBench score, 0 to 100, on each data set, and their mean.
+
+    LongBench v2's groups of questions (easy, hard, short, ...) have columns of their own, which the mean leaves out.
+    """
     scored = [case for case in cases if "score" in case]
     names = list(dict.fromkeys(case["data_set"] for case in scored))
-    lines = ["| | " + " | ".join(names) + " | mean |", "|---|" + "---:|" * (len(names) + 1)]
+    groups = sorted({group for case in scored for group in case.get("groups", ())})
+    lines = ["| | " + " | ".join([*names, "mean", *groups]) + " |", "|---|" + "---:|" * (len(names) + 1 + len(groups))]
     for contender, keep in dict.fromkeys((case["contender"], case["keep"]) for case in scored):
         own = [case for case in scored if (case["contender"], case["keep"]) == (contender, keep)]
-        scores = [[case["score"] for case in own if case["data_set"] == name] for name in names]
-        means = [100 * sum(of_set) / len(of_set) if of_set else float("nan") for of_set in scores]
+        means = [_mean([case["score"] for case in own if case["data_set"] == name]) for name in names]
+        of_groups = [_mean([case["score"] for case in own if group in case.get("groups", ())]) for group in groups]
         title = contender if contender == "full" else f"{contender}, keep {100 * keep:g} %"
-        lines.append(f"| {title} | " + " | ".join(f"{mean:.2f}" for mean in [*means, float(np.mean(means))]) + " |")
+        cells = [f"{mean:.2f}" for mean in [*means, float(np.mean(means)), *of_groups]]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
     refused = {(case["data_set"], case["item"]) for case in cases if "refused" in case}
     if refused:
         lines += ["", f"Left out: {len(refused)} contexts that are too short for an index."]
     return "\n".join(lines)
 
 
+def _mean(scores: list[float]) -> float:
+    """Return the mean in percent; NaN of none."""
+    return 100 * sum(scores) / len(scores) if scores else float("nan")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="LongBench's .jsonl files")
-    parser.add_argument("--prompts", type=Path, required=True, help="LongBench's config/dataset2prompt.json")
+    files, prompts = "LongBench's .jsonl files, or LongBench v2's data.json", "dataset2prompt.json, or v2's 0shot.txt"
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=files)
+    parser.add_argument("--prompts", type=Path, required=True, help=f"LongBench's {prompts}")
     parser.add_argument(
         "--question",
         choices=SET_UPS,

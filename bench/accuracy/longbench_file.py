@@ -1,14 +1,18 @@
-"""Reads LongBench's files: questions as JSON lines, and a JSON object with a prompt for each data set."""
+"""Reads the files of LongBench (questions as JSON lines, and a JSON object with a prompt for each data set) and of
+LongBench v2 (a JSON list of questions with four choices, and a text file with their prompt).
+"""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.accuracy.longbench_scores import DATA_SETS, classification
+from bench.accuracy.longbench_scores import DATA_SETS, LETTERS, V2, classification
 from bench.timing import gate
 
 _SHOWN = 5  # most faults of a file that are reported
+# what LongBench v2's prompt files leave open, and the field of a question that goes there
+_V2_BLANKS = {"$Q$": "question"} | {f"$C_{letter}$": f"choice_{letter}" for letter in LETTERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,22 +21,31 @@ class Item:
 
     id: str
     data_set: str
-    input: str
     context: str
+    blanks: dict[str, str]  # what else the prompt leaves open: `input`, or `question` and `choice_A` to `choice_D`
     answers: tuple[str, ...]
-    all_classes: tuple[str, ...]
+    all_classes: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()  # of LongBench v2: difficulty and length
 
 
 def read_items(path: Path) -> list[Item]:
     """Return all questions of a file. Raises GateError, with line numbers, if any line is not a question."""
-    gate(path.is_file(), f"there is no file {path}; give one of LongBench's .jsonl files")
+    gate(path.is_file(), f"there is no file {path}; give LongBench's .jsonl files or LongBench v2's data.json")
+    content = path.read_bytes()
     items, faults = [], []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if line.strip():
-            try:
-                items.append(_item(json.loads(line.decode("utf-8"))))
-            except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
-                faults.append(f"line {number}: {error}")
+    if content.lstrip().startswith(b"["):
+        try:
+            entries = [(f"question {number}", entry) for number, entry in enumerate(json.loads(content), start=1)]
+        except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
+            gate(False, f"{path} is not LongBench's format; {error}")
+    else:
+        lines = enumerate(content.splitlines(), start=1)
+        entries = [(f"line {number}", line) for number, line in lines if line.strip()]
+    for place, entry in entries:
+        try:
+            items.append(_item(json.loads(entry.decode("utf-8")) if isinstance(entry, bytes) else entry))
+        except ValueError as error:
+            faults.append(f"{place}: {error}")
     more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
     gate(not faults, f"{path} is not LongBench's format; " + "; ".join(faults[:_SHOWN] + more))
     gate(bool(items), f"{path} has no questions")
@@ -40,8 +53,14 @@ def read_items(path: Path) -> list[Item]:
 
 
 def read_prompts(path: Path) -> dict[str, str]:
-    """Return prompts by data set, from LongBench's dataset2prompt.json: texts with {context} and perhaps {input}."""
-    gate(path.is_file(), f"there is no file {path}; give LongBench's config/dataset2prompt.json")
+    """Return prompts by data set: texts with {context} and other fields in braces.
+
+    path: LongBench's dataset2prompt.json, or LongBench v2's 0shot.txt.
+    """
+    wanted = "give LongBench's config/dataset2prompt.json, or LongBench v2's prompts/0shot.txt"
+    gate(path.is_file(), f"there is no file {path}; {wanted}")
+    if path.suffix == ".txt":
+        return {V2: _v2_prompt(path)}
     prompts: Any = None
     try:
         prompts = json.loads(path.read_text(encoding="utf-8"))
@@ -63,12 +82,25 @@ def read_prompts(path: Path) -> dict[str, str]:
 def split_prompt(prompt: str, item: Item) -> tuple[str, str]:
     """Fill in the prompt and split it at the end of the context."""
     before, after = prompt.split("{context}")
-    return before.format(input=item.input) + item.context, after.format(input=item.input)
+    return before.format(**item.blanks) + item.context, after.format(**item.blanks)
+
+
+def _v2_prompt(path: Path) -> str:
+    prompt = path.read_text(encoding="utf-8")
+    blanks = ["$DOC$", *_V2_BLANKS]
+    wrong = [blank for blank in blanks if prompt.count(blank) != 1]
+    gate(not wrong, f"{path} should have {', '.join(blanks)} once each; it has {', '.join(wrong)} never or repeatedly")
+    prompt = prompt.replace("{", "{{").replace("}", "}}").replace("$DOC$", "{context}")
+    for blank, field in _V2_BLANKS.items():
+        prompt = prompt.replace(blank, f"{{{field}}}")
+    return prompt
 
 
 def _item(line: Any) -> Item:
     if not isinstance(line, dict):
         raise ValueError("a JSON object was expected")
+    if "choice_A" in line:
+        return _v2_item(line)
     name = _text(line, "dataset").removesuffix("_e")
     if name not in DATA_SETS:
         raise ValueError(f"unknown dataset {name!r}")
@@ -78,7 +110,17 @@ def _item(line: Any) -> Item:
     classes = _texts(line, "all_classes") if line.get("all_classes") is not None else ()
     if DATA_SETS[name].score is classification and not classes:
         raise ValueError(f"all_classes is empty, and {name} is scored by them")
-    return Item(_text(line, "_id"), name, _text(line, "input"), _text(line, "context"), answers, classes)
+    blanks = {"input": _text(line, "input")}
+    return Item(_text(line, "_id"), name, _text(line, "context"), blanks, answers, classes)
+
+
+def _v2_item(line: dict[str, Any]) -> Item:
+    blanks = {field: _text(line, field).strip() for field in _V2_BLANKS.values()}
+    answer = _text(line, "answer")
+    if answer not in list(LETTERS):
+        raise ValueError(f"answer should be one of {LETTERS}, got {answer!r:.60}")
+    groups = (_text(line, "difficulty"), _text(line, "length"))
+    return Item(_text(line, "_id"), V2, _text(line, "context").strip(), blanks, (answer,), groups=groups)
 
 
 def _text(line: dict[str, Any], field: str) -> str:

@@ -1,4 +1,5 @@
-"""LongBench's scores (arXiv:2308.14508, table 1) of one prediction against one right answer, all from 0 to 1.
+"""LongBench's scores (arXiv:2308.14508, table 1) of one prediction against one right answer, all from 0 to 1, and
+LongBench v2's (arXiv:2412.15204), which is 1 if the right one of four choices is named.
 
 They are those of its evaluation program, including its normalisation and the behaviour of its libraries (`rouge` 1.0.1
 works on sets of words; `fuzzywuzzy` 0.18 rounds to whole percents), so that figures can be compared with published
@@ -18,6 +19,8 @@ from bench.timing import gate
 _CHINESE_MARKS = {chr(ord(mark) + 0xFEE0) for mark in string.punctuation if mark != "."}
 _CHINESE_MARKS |= set("｡。｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏")
 _MARKS = set(string.punctuation) | _CHINESE_MARKS
+V2 = "longbench-v2"  # the data set's name
+LETTERS = "ABCD"  # its choices
 
 # prediction, right answer, all classes of the data set -> score
 Score = Callable[[str, str, Sequence[str]], float]
@@ -96,6 +99,14 @@ def edit_similarity(prediction: str, answer: str, all_classes: Sequence[str] = (
     return round(100 * SequenceMatcher(None, code, answer).ratio()) / 100
 
 
+def choice(prediction: str, answer: str, all_classes: Sequence[str] = ()) -> float:
+    """Return 1 if the prediction says, as its prompt asks, that the right letter is correct; one in () counts first."""
+    plain = prediction.replace("*", "")
+    said = re.search(rf"The correct answer is \(([{LETTERS}])\)", plain)
+    said = said or re.search(rf"The correct answer is ([{LETTERS}])", plain)
+    return float(said is not None and said[1] == answer)
+
+
 DATA_SETS: dict[str, DataSet] = {
     "narrativeqa": DataSet(qa_f1, 128),
     "qasper": DataSet(qa_f1, 128),
@@ -118,6 +129,7 @@ DATA_SETS: dict[str, DataSet] = {
     "passage_retrieval_zh": DataSet(retrieval_zh, 32),
     "lcc": DataSet(edit_similarity, 64, is_code=True),
     "repobench-p": DataSet(edit_similarity, 64, is_code=True),
+    V2: DataSet(choice, 128),
 }
 
 

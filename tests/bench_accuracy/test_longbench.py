@@ -25,6 +25,21 @@ LINE = {
     "all_classes": None,
     "_id": "x1",
 }
+QUESTION = {
+    "_id": "y1",
+    "domain": "Single-Document QA",
+    "sub_domain": "Literary",
+    "difficulty": "easy",
+    "length": "short",
+    "question": " Who keeps the inn? ",
+    "choice_A": "Ada",
+    "choice_B": "Bob {the elder}",
+    "choice_C": "Cy",
+    "choice_D": "Di",
+    "answer": "A",
+    "context": "\nThe keeper of the {inn} is Ada. " * 12,
+}
+V2_PROMPT = "Read {this}.\n<text>\n$DOC$\n</text>\n$Q$\n(A) $C_A$\n(B) $C_B$\n(C) $C_C$\n(D) $C_D$"
 PROMPTS = {
     "hotpotqa": "Read.\n{context}\nQuestion: {input}\nAnswer:",
     "samsum": "{context}\n{input}",
@@ -91,6 +106,49 @@ def test_broken_prompts_are_sentences(tmp_path, content, fault):
     assert fault in str(error.value)
 
 
+def test_a_list_of_questions_with_choices_is_read(tmp_path):
+    hard = {**QUESTION, "_id": "y2", "difficulty": "hard", "answer": "D"}
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([QUESTION, hard]))
+    items = read_items(path)
+    assert [(item.id, item.data_set, item.answers, item.groups) for item in items] == [
+        ("y1", "longbench-v2", ("A",), ("easy", "short")),
+        ("y2", "longbench-v2", ("D",), ("hard", "short")),
+    ]
+    assert read_items(write(tmp_path / "data.jsonl", QUESTION, hard)) == items
+    prompt_file = tmp_path / "0shot.txt"
+    prompt_file.write_text(V2_PROMPT)
+    context, question = split_prompt(read_prompts(prompt_file)["longbench-v2"], items[0])
+    assert context == "Read {this}.\n<text>\n" + QUESTION["context"].strip()
+    assert question == "\n</text>\nWho keeps the inn?\n(A) Ada\n(B) Bob {the elder}\n(C) Cy\n(D) Di"
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"answer": "E"}, "question 2: answer should be one of ABCD, got 'E'"),
+        ({"answer": "AB"}, "question 2: answer should be one of ABCD, got 'AB'"),
+        ({"answer": ""}, "question 2: answer should be one of ABCD, got ''"),
+        ({"choice_C": None}, "question 2: choice_C should be a text, got None"),
+        ({"length": 7}, "question 2: length should be a text, got 7"),
+    ],
+)
+def test_broken_questions_with_choices_are_named(tmp_path, change, fault):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([QUESTION, {**QUESTION, **change}]))
+    with pytest.raises(GateError, match="not LongBench's format") as error:
+        read_items(path)
+    assert fault in str(error.value)
+
+
+def test_a_broken_list_and_a_broken_prompt_are_sentences(tmp_path):
+    with pytest.raises(GateError, match=r"not LongBench's format; Expecting"):
+        read_items(write(tmp_path / "data.json", "[{"))
+    (tmp_path / "0shot.txt").write_text(V2_PROMPT.replace("$C_B$", "$C_A$"))
+    with pytest.raises(GateError, match=r"once each; it has \$C_A\$, \$C_B\$ never or repeatedly"):
+        read_prompts(tmp_path / "0shot.txt")
+
+
 def test_what_does_not_fit_is_left_out_in_the_middle():
     tokenizer = byte_tokenizer()
     assert truncate_middle(tokenizer, "0123456789", 10) == "0123456789"
@@ -136,6 +194,16 @@ def test_items_are_answered_once(tmp_path, question):
     assert len([line for line in shown.splitlines() if line.startswith(("| full", "| default"))]) == 2
 
 
+def test_groups_of_questions_have_columns():
+    cases = [
+        {"contender": "full", "keep": 1.0, "data_set": "longbench-v2", "item": item, "groups": groups, "score": score}
+        for item, groups, score in [("a", ["easy", "short"], 1.0), ("b", ["hard", "short"], 0.0), ("c", ["hard"], 0.0)]
+    ]
+    lines = table(cases).splitlines()
+    assert lines[0] == "| | longbench-v2 | mean | easy | hard | short |"
+    assert lines[2] == "| full | 33.33 | 33.33 | 100.00 | 0.00 | 50.00 |"
+
+
 def test_the_command(tmp_path, capsys):
     arguments = SimpleNamespace(
         files=[write(tmp_path / "a.jsonl", LINE, {**LINE, "_id": "x2"})], prompts=tmp_path / "prompts.json", keep=[0.2],
@@ -148,3 +216,14 @@ def test_the_command(tmp_path, capsys):
     write(arguments.prompts, PROMPTS)
     longbench.run(arguments)
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]) == 2
+
+
+def test_the_command_with_choices(tmp_path, capsys):
+    (tmp_path / "data.json").write_text(json.dumps([QUESTION]))
+    (tmp_path / "0shot.txt").write_text(V2_PROMPT)
+    longbench.run(SimpleNamespace(
+        files=[tmp_path / "data.json"], prompts=tmp_path / "0shot.txt", keep=[0.2], question="sparse",
+        selectors="window", items=None, max_length=None, model=str(save(tmp_path / "model")), dtype="float32",
+        json=tmp_path / "answers.json",
+    ))  # fmt: skip
+    assert "| | longbench-v2 | mean | easy | short |" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import pytest
 
 from bench.accuracy.longbench_scores import (
     DATA_SETS,
+    choice,
     classification,
     count,
     edit_similarity,
@@ -55,6 +56,25 @@ def test_qa_f1(said, right, f1):
 )
 def test_rouge_l(said, right, score):
     assert rouge_l(said, right) == pytest.approx(score, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("The correct answer is (B).", 1.0),
+        ("The correct answer is B", 1.0),
+        ("**The correct answer is (B)**, because (A) is not.", 1.0),
+        ("The correct answer is A, no: The correct answer is (B).", 1.0),  # a letter in () counts first
+        ("The correct answer is (A). The correct answer is (B).", 0.0),  # of these, the first
+        ("The correct answer is Beta.", 1.0),  # LongBench v2's own program takes its first letter, too
+        ("the correct answer is (B)", 0.0),
+        ("(B)", 0.0),
+        ("The correct answer is (E)", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_choice(said, score):
+    assert choice(said, "B") == score
 
 
 def test_rouge_l_of_subsequences_in_two_sentences():
@@ -140,6 +160,6 @@ def test_the_best_answer_counts_and_of_some_data_sets_the_first_line_only():
     assert score_answer(DATA_SETS["hotpotqa"], "blue", ["red", "blue"], []) == 1.0
 
 
-def test_all_21_data_sets_are_known():
-    assert len(DATA_SETS) == 21
+def test_all_21_data_sets_and_the_second_version_are_known():
+    assert len(DATA_SETS) == 21 + 1
     assert all(0 < data_set.max_new_tokens <= 512 for data_set in DATA_SETS.values())

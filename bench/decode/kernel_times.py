@@ -29,8 +29,7 @@ PURPOSES = {
     "write_keys": "select",
     "attend_rest": "rest",
     "fetch_selections": "wait",  # for the CPU, in placement `host`
-    "look_up_rows": "gather",
-    "gather_rows": "gather",
+    "fetch_rows": "gather",
     "attend_step": "attend",
     "low_bit": "attend",
 }

@@ -25,13 +25,7 @@ class FarRows:
         """sources: the rows of each layer."""
         self._sources = sources
 
-    def fetch(
-        self,
-        layer_idx: int,
-        selection: DeviceSelection,
-        context_ids: Tensor,
-        link: torch.cuda.Stream | None = None,  # for the copies; None: the current stream
-    ) -> DeviceSelection:
+    def fetch(self, layer_idx: int, selection: DeviceSelection, context_ids: Tensor) -> DeviceSelection:
         """Enqueue the copies of the selected rows to the device. Return their ids in `source`, or in `spill`."""
         return selection
 
@@ -119,14 +113,8 @@ class CachedRows(FarRows):
         self.cache.reset(context_id)
         del self._kv[context_id]
 
-    def fetch(
-        self,
-        layer_idx: int,
-        selection: DeviceSelection,
-        context_ids: Tensor,
-        link: torch.cuda.Stream | None = None,
-    ) -> DeviceSelection:
-        ids = self.cache.fetch(layer_idx, selection.kv_indices, selection.valid_len, context_ids, link)
+    def fetch(self, layer_idx: int, selection: DeviceSelection, context_ids: Tensor) -> DeviceSelection:
+        ids = self.cache.fetch(layer_idx, selection.kv_indices, selection.valid_len, context_ids)
         return DeviceSelection(ids, selection.valid_len)
 
     def spill(self, layer_idx: int) -> RowSource | None:

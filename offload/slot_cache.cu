@@ -4,8 +4,11 @@
 // A thread block cluster of CLUSTER blocks serves one KV head of one loaded context, for all rows of the batch that
 // continue it. Rows that are selected and cached stay. Missing rows evict the least recently used slots, lower ones
 // first on ties. The nth missing row, in the order (batch row, index head, position in its list), takes the nth slot,
-// in slot order. A row that gets no slot stays on the host ("spilled"), and its entry in `ids` says so. The warp that has
-// a moved row's entry copies it.
+// in slot order. A row that gets no slot stays on the host ("spilled"), and its entry in `ids` says so.
+//
+// The warp that has a moved row's entry copies it. If a single list selects rows of the context's head, attention, which
+// has to read them anyway, may do it instead: the entry then says that the row is on the host, and `fills` to which slot
+// it is to be copied.
 //
 // Most writes to global memory come at the end, because a cluster barrier waits until earlier writes are visible.
 //
@@ -216,6 +219,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const unsigned long long* __restrict__ host_rows,  // [num_contexts] addresses of [NUM_KV_HEADS, context_len] rows
     const long long* __restrict__ context_lens,        // [num_contexts]
     int* ids,                             // [BATCH, NUM_KV_HEADS * HEADS_PER_KV, MAX_TOP_K]
+    int* fills,                           // like ids; -1: nothing to copy. Null: all rows are copied here
     unsigned long long* statistics) {     // [4] entries, found, moved, spilled
     extern __shared__ Slots slots[];      // one, this block's
     __shared__ Shared s;
@@ -267,11 +271,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         cluster_sync();  // all moved rows have their slots
         share_slots(h, s, entries);
     }
+    const bool copied_later = fills && (kLists == 1 || s.num_rows * HEADS_PER_KV == 1);
     for_entries(h, entries, [&](const Entry& entry, int number) {
-        if (number < h.end) ids[entry.list_place] = entry.id;
+        if (number >= h.end) return;
+        const bool filled = copied_later && entry.moved >= 0;
+        ids[entry.list_place] = filled ? -2 - entry.moved : entry.id;
+        if (fills) fills[entry.list_place] = filled ? entry.id : -1;
     });
-    copy_rows(h, host_rows[context] + blockIdx.y * context_lens[context] * ROW_BYTES,
-              slot_rows + (long long)head * NUM_SLOTS * ROW_BYTES, entries);
+    if (!copied_later)
+        copy_rows(h, host_rows[context] + blockIdx.y * context_lens[context] * ROW_BYTES,
+                  slot_rows + (long long)head * NUM_SLOTS * ROW_BYTES, entries);
     if (kLists == 1) wait_for_readers();
 
     __syncthreads();

@@ -6,6 +6,7 @@ The host enqueues and never waits, so fetches can be part of a captured CUDA gra
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class SlotCacheShape:
     max_top_k: int
     max_batch: int
     row_bytes: int  # K and V of one key, in any format: a multiple of 16
+    reader_fills: bool = False  # rows that one list alone selects are left to their reader to copy: see `Fetched.fills`
 
     def __post_init__(self) -> None:
         assert self.num_index_heads % self.num_kv_heads == 0
@@ -94,7 +96,7 @@ def slot_cache_bytes(shape: SlotCacheShape) -> int:
     state = heads * (shape.num_slots * 4 + shape.padded_slots + shape.context_capacity * 4)
     ids = shape.max_batch * shape.num_index_heads * shape.max_top_k * 4
     table = shape.num_layers * (shape.num_contexts * 8 + 32) + shape.num_contexts * 8
-    return heads * shape.num_slots * shape.row_bytes + state + table + _ID_SETS * ids
+    return heads * shape.num_slots * shape.row_bytes + state + table + _ID_SETS * ids * (1 + shape.reader_fills)
 
 
 def stack_bytes(shape: SlotCacheShape) -> int:
@@ -108,6 +110,16 @@ def stack_bytes(shape: SlotCacheShape) -> int:
     slot_rounds = shape.block_slots // threads
     held = _ENTRY_BYTES * rounds * (rounds > _FEW_ROUNDS) + 4 * slot_rounds * (slot_rounds > _FEW_ROUNDS)
     return -(-held // 16) * 16 * _RESIDENT_THREADS
+
+
+class Fetched(NamedTuple):
+    """Where the selected rows are. The third fetch after it overwrites its tensors."""
+
+    # a slot of the row's context and KV head; -2 - key: the row has to be read from the host; -1: padding
+    ids: Tensor  # [batch, num_index_heads, max_top_k] int32
+    # like ids: the slot to which the reader has to copy the row that it reads from the host, before the layer's next
+    # fetch, or -1; None: the fetch copies all rows
+    fills: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +156,7 @@ class SlotCache:
         self._ages[..., : shape.num_slots] = NEVER_USED
         self._statistics = full((shape.num_layers, 4), 0, torch.int64)
         self._ids = full((_ID_SETS, shape.max_batch, shape.num_index_heads, shape.max_top_k), -1)
+        self._fills = torch.empty_like(self._ids) if shape.reader_fills else None
         self._num_fetches = 0
         self._blocks, self._kernels = _blocks(), {1: _kernel(shape, 1)}
 
@@ -177,19 +190,16 @@ class SlotCache:
         kv_indices: Tensor,  # [batch, num_index_heads, max_top_k] int32, ascending, unique, below the context's length
         valid_len: Tensor,  # [batch, num_index_heads] int32; indices from there on are ignored
         context_ids: Tensor,  # [batch] int32, -1: idle
-    ) -> Tensor:
-        """Enqueue the copies of a layer's selected rows that are missing into slots, as far as slots suffice.
-
-        Returns ids like kv_indices, which the third fetch from now overwrites: a slot of the row's context and KV head;
-        -2 - key: the row has to be read from the host; -1: padding.
-        """
+    ) -> Fetched:
+        """Enqueue the copies of a layer's selected rows that are missing into slots, as far as slots suffice."""
         shape = self.shape
         batch = kv_indices.shape[0]
         assert batch <= shape.max_batch and kv_indices.shape[1:] == (shape.num_index_heads, shape.max_top_k)
         assert kv_indices.dtype == valid_len.dtype == context_ids.dtype == torch.int32
         assert kv_indices.is_contiguous() and valid_len.is_contiguous() and context_ids.is_contiguous()
-        ids = self._ids[self._num_fetches % _ID_SETS, :batch]
+        turn = self._num_fetches % _ID_SETS
         self._num_fetches += 1
+        fetched = Fetched(self._ids[turn, :batch], None if self._fills is None else self._fills[turn, :batch])
         if batch not in self._kernels:
             self._kernels[batch] = _kernel(shape, batch)
         blocks, threads = self._blocks
@@ -205,10 +215,10 @@ class SlotCache:
             self.rows[layer_idx],
             self.host_addresses[layer_idx],
             self.context_lens,
-            ids,
+            *fetched,
             self._statistics[layer_idx],
         )
-        return ids
+        return fetched
 
     def statistics(self) -> list[LayerStatistics]:
         """Return the counts of each layer since the cache was made or `clear_statistics`. Waits for the device."""

@@ -199,7 +199,7 @@ def is_read_by_the_device(rows: PinnedRows) -> bool:
     cache.load_context(0, rows.addresses[-1:], num_rows)
     keys = torch.arange(num_rows, dtype=torch.int32, device="cuda").expand(1, num_heads, -1).contiguous()
     valid_len = torch.full((1, num_heads), num_rows, dtype=torch.int32, device="cuda")
-    ids = cache.fetch(0, keys, valid_len, torch.zeros(1, dtype=torch.int32, device="cuda"))
+    ids = cache.fetch(0, keys, valid_len, torch.zeros(1, dtype=torch.int32, device="cuda")).ids
     heads = torch.arange(num_heads, device="cuda")[:, None]
     fetched = cache.rows[0, 0][heads, ids[0].long()].view(layer.dtype).view(layer.shape)
     # copied to separate pages: a copy to memory that shares a page with pinned rows is refused

@@ -5,6 +5,7 @@ import gc
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from offload import slot_cache
@@ -109,9 +110,10 @@ def num_steps(shape: SlotCacheShape) -> int:
     return 40 if shape.num_slots < 1000 else 8
 
 
+@pytest.mark.parametrize("reader_fills", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_fetches_agree_with_the_definition(name: str, rng: np.random.Generator) -> None:
-    shape = make_shape(**CASES[name])
+def test_fetches_agree_with_the_definition(name: str, reader_fills: bool, rng: np.random.Generator) -> None:
+    shape = make_shape(**CASES[name], reader_fills=reader_fills)
     cache = SlotCache(shape, DEVICE)
     reference = ReferenceSlotCache(shape.num_contexts, shape.num_kv_heads, shape.num_slots)
     context_lens = [shape.context_capacity, shape.context_capacity - 1][: shape.num_contexts]
@@ -119,10 +121,14 @@ def test_fetches_agree_with_the_definition(name: str, rng: np.random.Generator) 
     for context, (context_len, rows) in enumerate(zip(context_lens, sources, strict=True)):
         cache.load_context(context, [0, rows.data_ptr()], context_len)
     popularity = rng.standard_normal((shape.num_contexts, shape.num_index_heads, min(context_lens)))
+    num_filled = 0
     for step_idx in range(num_steps(shape)):
         step = make_step(rng, popularity, shape.max_batch, shape.max_top_k)
         want_ids, _ = reference.fetch(*step)
-        ids = cache.fetch(1, *(torch.from_numpy(part).to(DEVICE) for part in step))
+        ids, fills = cache.fetch(1, *(torch.from_numpy(part).to(DEVICE) for part in step))
+        assert (fills is not None) == reader_fills
+        if fills is not None:
+            num_filled += fill_as_told(cache, ids, fills, step[2], sources)
         np.testing.assert_array_equal(ids.cpu().numpy(), want_ids, err_msg=f"step {step_idx}")
         check(cache)
         for (context, head), keys in reference.key_of_slot.items():
@@ -135,17 +141,40 @@ def test_fetches_agree_with_the_definition(name: str, rng: np.random.Generator) 
     r, s = reference, statistics[1]
     assert (s.num_selected, s.num_found) == (r.num_selected, r.num_found)
     assert (s.num_moved, s.num_spilled) == (r.num_moved, r.num_spilled)
+    if shape.max_batch == 1 and shape.num_index_heads == shape.num_kv_heads:
+        assert num_filled == reader_fills * s.num_moved
+
+
+def fill_as_told(
+    cache: SlotCache, ids: Tensor, fills: Tensor, context_ids: NDArray[np.int32], sources: list[Tensor]
+) -> int:
+    """Do what a reader of layer 1 does: copy rows from their context's to slots, and call them by these from now on.
+
+    Returns how many rows it has copied. Each is the only list's that selects rows of its context's head.
+    """
+    group = ids.shape[1] // cache.shape.num_kv_heads
+    entries = fills.cpu().numpy().copy()
+    entries[context_ids < 0] = -1  # of idle rows nothing is written
+    filled = np.argwhere(entries >= 0).tolist()
+    for b, index_head, place in filled:
+        context, head = int(context_ids[b]), index_head // group
+        assert group == 1 and (context_ids == context).sum() == 1
+        key, slot = -2 - int(ids[b, index_head, place]), int(fills[b, index_head, place])
+        cache.rows[1, context, head, slot] = sources[context][head, key]
+        ids[b, index_head, place] = slot
+    return len(filled)
 
 
 @pytest.mark.parametrize("name", ["index heads share", "slots of all blocks"])
 def test_one_block_decides_where_there_are_no_clusters(name: str, rng: np.random.Generator, as_ampere: None) -> None:
-    test_fetches_agree_with_the_definition(name, rng)
+    for reader_fills in (False, True):
+        test_fetches_agree_with_the_definition(name, reader_fills, rng)
 
 
 @pytest.mark.parametrize("row_bytes", [16, 48, 128, 384, 512, 528, 1152, 4096])
 def test_rows_of_any_size_are_copied(row_bytes: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CASES, "rows", {"num_slots": 90, "row_bytes": row_bytes})
-    test_fetches_agree_with_the_definition("rows", rng)
+    test_fetches_agree_with_the_definition("rows", False, rng)
 
 
 def test_rows_that_no_thread_can_copy_are_refused() -> None:
@@ -216,7 +245,7 @@ def test_thousands_of_replayed_steps_never_give_a_wrong_row(changes: dict[str, i
             selected = torch.arange(top_k, device=DEVICE) < valid_len[..., None]
             keys = torch.where(selected, scores.topk(top_k).indices, shape.context_capacity).sort().values
             keys = torch.where(keys < shape.context_capacity, keys, -1).int()
-            ids = cache.fetch(0, keys, valid_len, context_ids)
+            ids = cache.fetch(0, keys, valid_len, context_ids).ids
             wanted = torch.where((context_ids >= 0)[:, None, None], keys, -1)
             num_wrong.add_(wrong_rows(cache, ids, rows, wanted, context_ids))
 
@@ -251,7 +280,7 @@ def test_a_reloaded_context_is_not_mistaken_for_the_one_before(rng: np.random.Ge
     cache.fetch(0, *selection, context_ids)
     cache.load_context(1, [second[1].data_ptr()], 997)
     check(cache)
-    ids = cache.fetch(0, *selection, context_ids)
+    ids = cache.fetch(0, *selection, context_ids).ids
     now = torch.stack([first[0], second[1]])
     assert int(wrong_rows(cache, ids, now, keys, context_ids)) == 0
     moved = [cache.statistics()[0].num_moved, int(valid_len.sum()) + int(valid_len[0].sum())]

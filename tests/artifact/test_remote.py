@@ -27,6 +27,7 @@ from csattn.artifact import (
 from csattn.artifact.layout import index_file, kv_file
 from csattn.artifact.work import used_at
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
+from tests.artifact.faults import SYSTEM_CALLS, before_call, exit_status, fork, kill_self
 from tests.artifact.synthetic import build, make_layer, make_spec
 
 SPEC = make_spec()
@@ -190,6 +191,25 @@ def test_a_download_goes_on_where_it_stopped(
     verify_artifact(fetch_artifact(f"{uploaded.url}/{ID}"))
     assert sorted(read) == sorted([*read_manifest(cache / ID).files, kv_file(1)])
     assert [path.name for path in cache.iterdir()] == [ID]
+
+
+def test_a_download_killed_before_any_system_call_is_continued(
+    uploaded: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{uploaded.url}/{ID}"
+
+    def fetch_and_die(number: int) -> None:
+        with before_call(SYSTEM_CALLS, number, kill_self):
+            fetch_artifact(url)
+
+    for number in range(100):
+        monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / f"cache-{number}"))
+        status = exit_status(fork(lambda number=number: fetch_and_die(number)))  # type: ignore[misc]
+        with open_artifact(url) as artifact:
+            assert artifact.spec == SPEC
+        if status == 0:
+            break
+    assert number > 40
 
 
 def test_a_copy_that_is_damaged_later_is_downloaded_again(uploaded: RemoteStore, cache: Path) -> None:

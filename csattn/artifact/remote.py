@@ -120,11 +120,12 @@ class RemoteStore:
         with store_errors(f"download into {work}", cache):
             parts.mkdir(parents=True, exist_ok=True)
             remove_except(parts, set(manifest.files))  # a killed download leaves half a file
-        require_space(cache, manifest.size_bytes)
-        for name, record in manifest.files.items():
-            if not has_hash(parts / name, record.sha256):
-                with new_file(parts / name, record.size_bytes) as file:
-                    self._read(artifact_id, name, record, file)
+        missing = {name: of for name, of in manifest.files.items() if not has_hash(parts / name, of.sha256)}
+        needed_bytes = sum(record.size_bytes for record in missing.values())
+        require_space(cache, needed_bytes, "the download", "another cache with CSATTN_CACHE")
+        for name, record in missing.items():
+            with new_file(parts / name, record.size_bytes) as file:
+                self._read(artifact_id, name, record, file)
         write_bytes(parts / MANIFEST_HASH_FILE, hash_line)
         write_bytes(parts / MANIFEST_FILE, manifest_bytes)
         with store_errors(f"publish {target}", cache):

@@ -17,6 +17,7 @@ import torch
 from csattn.artifact import (
     RemoteStore,
     cache_store,
+    durable,
     fetch_artifact,
     list_store,
     open_artifact,
@@ -26,7 +27,7 @@ from csattn.artifact import (
 )
 from csattn.artifact.layout import index_file, kv_file
 from csattn.artifact.work import used_at
-from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
+from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, StoreFullError
 from tests.artifact.faults import SYSTEM_CALLS, before_call, exit_status, fork, kill_self
 from tests.artifact.synthetic import build, make_layer, make_spec
 
@@ -191,6 +192,23 @@ def test_a_download_goes_on_where_it_stopped(
     verify_artifact(fetch_artifact(f"{uploaded.url}/{ID}"))
     assert sorted(read) == sorted([*read_manifest(cache / ID).files, kv_file(1)])
     assert [path.name for path in cache.iterdir()] == [ID]
+
+
+def test_a_download_needs_room_for_what_is_missing(
+    uploaded: RemoteStore, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = index_file(1)
+    missing_bytes = read_manifest(f"{uploaded.url}/{ID}").files[last].size_bytes
+    good = fsspec.open(f"{uploaded.url}/{ID}/{last}").open().read()
+    change(uploaded, last, flip)
+    with pytest.raises(ArtifactCorruptError):
+        fetch_artifact(f"{uploaded.url}/{ID}")
+    change(uploaded, last, lambda data: good)
+    monkeypatch.setattr(durable, "available_bytes", lambda path: missing_bytes - 1)
+    with pytest.raises(StoreFullError, match=rf"the download needs {missing_bytes:,} bytes .*with CSATTN_CACHE"):
+        fetch_artifact(f"{uploaded.url}/{ID}")
+    monkeypatch.setattr(durable, "available_bytes", lambda path: missing_bytes)
+    assert fetch_artifact(f"{uploaded.url}/{ID}") == cache / ID
 
 
 def test_a_download_killed_before_any_system_call_is_continued(

@@ -238,6 +238,17 @@ def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
     )
 
 
+@pytest.mark.parametrize("num_processes", [2, 5])
+def test_processes_that_share_a_directory_keep_to_one_budget(tmp_path, num_processes) -> None:
+    """Each may exceed it by a tenth: what it has written since it last looked at what others have written."""
+    budget = 100 * (64 + BLOCK)
+    processes = [BlockFiles(tmp_path, lambda _: budget) for _ in range(num_processes)]
+    for number in range(300):
+        for process, files in enumerate(processes):
+            assert files.write(f"key{process}x{number}", b"", data(number))
+        assert sum(path.stat().st_size for path in files_of(tmp_path)) <= (1 + 0.11 * num_processes) * budget
+
+
 def test_what_was_used_before_the_clock_was_set_back_goes_first(tmp_path) -> None:
     """Otherwise it would count as the last used for years, and new files would be removed instead."""
     files, to_come = BlockFiles(tmp_path, lambda _: 4 * (64 + BLOCK)), time.time() + 1e7

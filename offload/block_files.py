@@ -96,6 +96,7 @@ class BlockFiles:
         path = self._path(key)
         num_bytes = _HEAD.size + len(label) + data.nbytes
         if num_bytes > (budget_bytes := self._find_budget(self.num_bytes)):
+            self.num_refused += 1
             return False
         # scans also after so many writes of its own: other processes may have written as much
         if self.num_bytes + num_bytes > budget_bytes or self._new_bytes > (1 - _ROOM) * budget_bytes:

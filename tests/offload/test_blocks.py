@@ -233,9 +233,9 @@ def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
         assert files.num_bytes == sum(path.stat().st_size for path in files_of(tmp_path))
     left = {path.stem for path in files_of(tmp_path)}
     assert "key3" in left and "key19" in left and "key0" not in left and len(left) < 15
-    assert not BlockFiles(tmp_path, lambda _: 50).write("big", b"", data(0)), (
-        "what is larger than all of it is not kept"
-    )
+    small = BlockFiles(tmp_path, lambda _: 50)
+    assert not small.write("big", b"", data(0)), "what is larger than all of it is not kept"
+    assert small.num_refused == 1
 
 
 @pytest.mark.parametrize("num_processes", [2, 5])

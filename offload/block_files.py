@@ -82,14 +82,18 @@ class BlockFiles:
             label_start = _HEAD.size + _HEAD.unpack(data[: _HEAD.size].tobytes())[2]
             if data[label_start:].tobytes() != label:
                 return None  # another block with the same key
-            with suppress(OSError):
-                os.utime(path)
+            self.use(key)
             return data[_HEAD.size : label_start].copy()  # a view would keep the label in memory
         _log.warning("%s %s: it is removed, and computed again when it is needed", path, fault)
         with suppress(OSError):
             path.unlink()
         self._sizes.pop(path, None)
         return None
+
+    def use(self, key: str) -> None:
+        """Mark the block's file, if it exists, as used now."""
+        with suppress(OSError):
+            os.utime(self._path(key))
 
     def write(self, key: str, label: bytes, data: Bytes) -> bool:
         """Write a block, and return whether it is stored. The write is atomic: a failure leaves no partial block."""

@@ -238,6 +238,18 @@ def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
     assert small.num_refused == 1
 
 
+def test_what_is_found_in_memory_stays_on_the_disk(tmp_path) -> None:
+    """Otherwise the first blocks of all conversations, which are always in memory, would be the first files to go."""
+    blocks = make(tmp_path, disk=2000)
+    for number in range(20):
+        assert blocks.put(name(number), data(number))
+        blocks.flush()
+        os.utime(tmp_path / f"key{number}.block", (1000 + number, 1000 + number))
+        assert found(blocks, name(0)) == lists(0)
+    blocks.close()
+    assert "key0" in {path.stem for path in files_of(tmp_path)} and len(files_of(tmp_path)) < 15
+
+
 @pytest.mark.parametrize("num_processes", [2, 5])
 def test_processes_that_share_a_directory_keep_to_one_budget(tmp_path, num_processes) -> None:
     """Each may exceed it by a tenth: what it has written since it last looked at what others have written."""

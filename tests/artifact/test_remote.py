@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -22,6 +23,7 @@ from csattn.artifact import (
     list_store,
     open_artifact,
     read_manifest,
+    reader,
     shrink_cache,
     verify_artifact,
 )
@@ -234,6 +236,20 @@ def test_a_copy_that_is_damaged_later_is_downloaded_again(uploaded: RemoteStore,
     path = fetch_artifact(f"{uploaded.url}/{ID}")
     os.truncate(path / kv_file(0), 100)
     verify_artifact(fetch_artifact(f"{uploaded.url}/{ID}"))
+
+
+def test_a_copy_that_is_evicted_while_it_is_opened_is_downloaded_again(
+    uploaded: RemoteStore, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, require_hashes = list[Path](), reader._require_hashes
+
+    def evict_first(*given: Any) -> None:
+        removed.extend([] if removed else shrink_cache(0))
+        require_hashes(*given)
+
+    monkeypatch.setattr(reader, "_require_hashes", evict_first)
+    with open_artifact(f"{uploaded.url}/{ID}", verify="full") as artifact:
+        assert removed == [cache / ID] and artifact.spec == SPEC
 
 
 def test_what_was_used_before_the_clock_was_set_back_was_used_long_ago(tmp_path: Path) -> None:

@@ -115,7 +115,9 @@ def make_config(preset_name: str, changes: dict[str, Any], device: str) -> Index
         raise ConfigError(f"{options} has no meaning for the preset {preset_name!r}; leave it out")
     if isinstance(config, ListConfig) and device == "cuda":
         given.setdefault("kmeans", "torch")
-    return replace(config, **given)
+    config = replace(config, **given)
+    # an artifact's id has 1 and 1.0 apart, and JSON may give either
+    return replace(config, list_len=float(config.list_len)) if isinstance(config, ListConfig) else config
 
 
 def choose_device(device: str) -> str:

@@ -38,6 +38,7 @@ class BlockFiles:
         """find_budget: returns the bytes that all files may take, given the bytes that they take."""
         self._directory, self._find_budget = directory, find_budget
         self._sizes: dict[Path, int] = {}  # from the last scan, and from writes since
+        self._new_bytes = 0  # of these writes
         self.num_refused = 0  # blocks that could not be written
         self._last_logged_at = -math.inf  # when a refused write was logged last
         self._scan()
@@ -81,8 +82,7 @@ class BlockFiles:
             label_start = _HEAD.size + _HEAD.unpack(data[: _HEAD.size].tobytes())[2]
             if data[label_start:].tobytes() != label:
                 return None  # another block with the same key
-            with suppress(OSError):
-                os.utime(path)
+            self.use(key)
             return data[_HEAD.size : label_start].copy()  # a view would keep the label in memory
         _log.warning("%s %s: it is removed, and computed again when it is needed", path, fault)
         with suppress(OSError):
@@ -90,13 +90,20 @@ class BlockFiles:
         self._sizes.pop(path, None)
         return None
 
+    def use(self, key: str) -> None:
+        """Mark the block's file, if it exists, as used now."""
+        with suppress(OSError):
+            os.utime(self._path(key))
+
     def write(self, key: str, label: bytes, data: Bytes) -> bool:
         """Write a block, and return whether it is stored. The write is atomic: a failure leaves no partial block."""
         path = self._path(key)
         num_bytes = _HEAD.size + len(label) + data.nbytes
         if num_bytes > (budget_bytes := self._find_budget(self.num_bytes)):
+            self.num_refused += 1
             return False
-        if self.num_bytes + num_bytes > budget_bytes:
+        # scans also after so many writes of its own: other processes may have written as much
+        if self.num_bytes + num_bytes > budget_bytes or self._new_bytes > (1 - _ROOM) * budget_bytes:
             self._make_room(num_bytes, budget_bytes)
         partial = path.with_name(f"{path.stem}.{secrets.token_hex(4)}{PARTIAL}")
         digest = hashlib.sha256(data.data)
@@ -119,15 +126,18 @@ class BlockFiles:
                 _log.warning(message, self._directory, error.strerror or error, self.num_refused)
             return False
         self._sizes[path] = num_bytes
+        self._new_bytes += num_bytes
         return True
 
     def _path(self, key: str) -> Path:
         return self._directory / f"{key}{SUFFIX}"
 
     def _make_room(self, num_bytes: int, budget_bytes: int) -> None:
-        """Remove the least recently used files, of any process."""
+        """Scan the directory and, without room in it, remove the least recently used files, of any process."""
         used_at = self._scan()
         left = self.num_bytes
+        if left + num_bytes <= budget_bytes:
+            return
         for path in sorted(self._sizes, key=lambda path: used_at.get(path, 0.0)):
             if left + num_bytes <= _ROOM * budget_bytes:
                 return
@@ -152,7 +162,7 @@ class BlockFiles:
                             used_at[path] = status.st_mtime
                     elif entry.name.endswith(PARTIAL) and time.time() - status.st_mtime > _STALE_S:
                         path.unlink()
-        self._sizes = sizes
+        self._sizes, self._new_bytes = sizes, 0
         return used_at
 
 

@@ -158,7 +158,10 @@ class Blocks:
                     return None
                 self._entries.move_to_end(name.key)
                 entry.num_users += 1
-                return entry, entry.data
+        if entry is not None:
+            if self._files is not None:
+                self._files.use(name.key)
+            return entry, entry.data
         data = None if self._files is None else self._files.read(name.key, bytes(name.label))
         if data is None:
             return None

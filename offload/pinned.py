@@ -12,6 +12,7 @@ from offload.budget import GIB, host_memory_bytes, locked_limit_bytes
 from offload.cuda import host_register, host_unregister
 from offload.errors import PinningError
 from offload.host_memory import copy_rows
+from offload.host_store import distinct
 
 MAX_CHUNK_BYTES = 16 << 30  # of one registration: 512 GiB fail, up to 64 GiB are known to work
 _PAGE = mmap.PAGESIZE
@@ -87,13 +88,14 @@ class PinnedRows:
         needed, available = _num_bytes(self.layers), host_memory_bytes()
         if needed > available:
             return f"{refusals[0]}; a copy needs {needed:,} bytes and {available:,} are available"
-        copies = copy_rows(self.layers)
+        sources = distinct(self.layers)
+        copies = dict(zip((layer.data_ptr() for layer in sources), copy_rows(sources), strict=True))
         try:
-            self._chunks = register_all(copies, False)
+            self._chunks = register_all(list(copies.values()), False)
         except PinningError as error:
             limit = locked_limit_bytes()
             return str(error) + (f"; `ulimit -l` allows {limit:,} bytes" if limit < needed else "")
-        self.layers = copies
+        self.layers = [copies[layer.data_ptr()] for layer in self.layers]
         return "a copy, because the rows themselves could not be pinned"
 
 
@@ -144,4 +146,4 @@ def _merge(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _num_bytes(layers: Sequence[Tensor]) -> int:
-    return sum(layer.nbytes for layer in layers)
+    return sum(layer.nbytes for layer in distinct(layers))

@@ -130,13 +130,18 @@ def _sync(descriptor: int) -> None:
                 raise
 
 
-def require_space(store: Path, needed_bytes: int) -> None:
-    """Raise StoreFullError if the store's file system has no room for so many bytes."""
+def require_space(
+    store: Path, needed_bytes: int, work: str = "the build", choice: str = "another store with --store"
+) -> None:
+    """Raise StoreFullError if the store's file system has no room for so many bytes.
+
+    work, choice: what needs them and what else may be chosen, for the message.
+    """
     available = available_bytes(store)
     if available is not None and available < needed_bytes:
         raise StoreFullError(
-            f"the store {store} has {_readable(available)} free and the build needs {_readable(needed_bytes)}; "
-            "free some space or choose another store with --store"
+            f"the store {store} has {_readable(available)} free and {work} needs {_readable(needed_bytes)}; "
+            f"free some space or choose {choice}"
         )
 
 

@@ -66,10 +66,11 @@ class ModelGeometry:
             raise ConfigError(f"a layer attends to some rows or all rows of a context, got {self.reaches}")
         self._check_compressed()
         if self.local_heads and (
-            len(self.local_heads) != 2 or any(type(x) is not int or x < 1 for x in self.local_heads)
+            not self.reaches or len(self.local_heads) != 2 or any(type(x) is not int or x < 1 for x in self.local_heads)
         ):
             raise ConfigError(
-                f"heads of local layers are given by their number and their width, got {self.local_heads}"
+                "heads of local layers are given by their number and their width, and only where reaches are, got "
+                f"{self.local_heads}"
             )
         if self.rows_of and (
             len(self.rows_of) != self.num_layers

@@ -9,7 +9,7 @@ from csattn.artifact.find import resolve_artifact
 from csattn.artifact.manifest import Manifest
 from csattn.artifact.reader import Artifact, Progress
 from csattn.artifact.remote import RemoteStore
-from csattn.errors import ArtifactNotFoundError, ConfigError
+from csattn.errors import ArtifactError, ConfigError
 
 
 def is_url(place: Path | str) -> bool:
@@ -46,11 +46,13 @@ def open_artifact(
     Always checked: the manifest's own hash, the set of files, their sizes, headers and shapes, the token ids.
     With verify="full" every byte is hashed and every index is checked as well. Raises ArtifactError.
     """
+    path = fetch_artifact(place)
     try:
-        return reader.open_artifact(fetch_artifact(place), verify=verify, progress=progress)
-    except ArtifactNotFoundError:  # another process may evict the copy before it is opened
-        if not is_url(place):
+        return reader.open_artifact(path, verify=verify, progress=progress)
+    except ArtifactError:
+        if not is_url(place) or path.exists():
             raise
+        # another process has evicted the copy
         return reader.open_artifact(fetch_artifact(place), verify=verify, progress=progress)
 
 

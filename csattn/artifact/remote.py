@@ -21,7 +21,7 @@ from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import Manifest
 from csattn.artifact.reader import Progress, has_hash, is_whole, open_artifact, parse_manifest
 from csattn.artifact.tensor_file import repair_advice
-from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, num_bytes_below, remove, used_at
+from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, num_bytes_below, remove, remove_except, used_at
 from csattn.cache import cache_dir
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 
@@ -115,15 +115,17 @@ class RemoteStore:
 
     def _download(self, artifact_id: str, cache: Path, target: Path) -> None:
         manifest, manifest_bytes, hash_line = self._manifest(artifact_id)
-        require_space(cache, manifest.size_bytes)
         work = cache / f"{BUILDING_PREFIX}{artifact_id}"
         parts = work / "download"
         with store_errors(f"download into {work}", cache):
             parts.mkdir(parents=True, exist_ok=True)
-        for name, record in manifest.files.items():
-            if not has_hash(parts / name, record.sha256):
-                with new_file(parts / name, record.size_bytes) as file:
-                    self._read(artifact_id, name, record, file)
+            remove_except(parts, set(manifest.files))  # a killed download leaves half a file
+        missing = {name: of for name, of in manifest.files.items() if not has_hash(parts / name, of.sha256)}
+        needed_bytes = sum(record.size_bytes for record in missing.values())
+        require_space(cache, needed_bytes, "the download", "another cache with CSATTN_CACHE")
+        for name, record in missing.items():
+            with new_file(parts / name, record.size_bytes) as file:
+                self._read(artifact_id, name, record, file)
         write_bytes(parts / MANIFEST_HASH_FILE, hash_line)
         write_bytes(parts / MANIFEST_FILE, manifest_bytes)
         with store_errors(f"publish {target}", cache):

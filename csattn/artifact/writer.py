@@ -14,7 +14,15 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.artifact.durable import FileRecord, fsync_dir, make_store, require_space, store_errors, write_bytes
+from csattn.artifact.durable import (
+    FileRecord,
+    fsync_dir,
+    fsync_files,
+    make_store,
+    require_space,
+    store_errors,
+    write_bytes,
+)
 from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FILE, artifact_bytes, file_names
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
@@ -150,6 +158,8 @@ class ArtifactWriter:
         kept |= {CHECKPOINT_FILE, checkpoint[1]} if checkpoint is not None else set()
         remove_except(work.path, kept)
         remove_except(work.parts, kept_parts)
+        if kept_parts:
+            fsync_files(work.parts)  # the earlier build may have been `unsynced`
 
     def _discard_work(self) -> None:
         """Remove the building directory; what cannot be removed is left to `collect_garbage`."""

@@ -150,6 +150,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no layers": lambda m: m["model"].update(num_layers=0),
     "more layers than files": lambda m: m["model"].update(num_layers=3),
     "a billion layers": lambda m: m["model"].update(num_layers=10**9),
+    "local heads in no layer": lambda m: m["model"].update(local_heads=[1, 8]),
     "fractional heads": lambda m: m["model"].update(num_kv_heads=2.0),
     "other head_dim": lambda m: m["model"].update(head_dim=16),
     "head_dim that cannot be split": lambda m: m["model"].update(head_dim=5),

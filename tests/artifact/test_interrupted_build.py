@@ -19,7 +19,7 @@ from csattn.artifact import ArtifactWriter, collect_garbage, list_store, require
 from csattn.artifact.durable import unsynced, write_bytes
 from csattn.artifact.lock import BuildLock
 from csattn.errors import ArtifactError, StoreFullError
-from tests.artifact.builds import SPEC, assert_completes, assert_store_is_sound
+from tests.artifact.builds import SPEC, assert_completes, assert_store_is_sound, write_layers
 from tests.artifact.faults import (
     DISK_BROKEN,
     DISK_FULL,
@@ -144,6 +144,17 @@ def test_what_can_be_made_again_waits_for_no_disk(tmp_path: Path) -> None:
     with before_call(("fsync",), -1, kill_self) as made:
         build(tmp_path / "b", SPEC)
     assert made
+
+
+def test_what_an_unsynced_build_left_is_flushed_by_one_that_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with unsynced():
+        write_layers(tmp_path, 1)
+    flushed = set[int]()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.add(os.fstat(descriptor).st_ino))
+    path = build(tmp_path, SPEC)
+    assert [file.name for file in path.iterdir() if file.stat().st_ino not in flushed] == []
 
 
 def test_a_file_size_limit_of_the_system(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -17,16 +18,19 @@ import torch
 from csattn.artifact import (
     RemoteStore,
     cache_store,
+    durable,
     fetch_artifact,
     list_store,
     open_artifact,
     read_manifest,
+    reader,
     shrink_cache,
     verify_artifact,
 )
 from csattn.artifact.layout import index_file, kv_file
 from csattn.artifact.work import used_at
-from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
+from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, StoreFullError
+from tests.artifact.faults import SYSTEM_CALLS, before_call, exit_status, fork, kill_self
 from tests.artifact.synthetic import build, make_layer, make_spec
 
 SPEC = make_spec()
@@ -192,10 +196,60 @@ def test_a_download_goes_on_where_it_stopped(
     assert [path.name for path in cache.iterdir()] == [ID]
 
 
+def test_a_download_needs_room_for_what_is_missing(
+    uploaded: RemoteStore, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = index_file(1)
+    missing_bytes = read_manifest(f"{uploaded.url}/{ID}").files[last].size_bytes
+    good = fsspec.open(f"{uploaded.url}/{ID}/{last}").open().read()
+    change(uploaded, last, flip)
+    with pytest.raises(ArtifactCorruptError):
+        fetch_artifact(f"{uploaded.url}/{ID}")
+    change(uploaded, last, lambda data: good)
+    monkeypatch.setattr(durable, "available_bytes", lambda path: missing_bytes - 1)
+    with pytest.raises(StoreFullError, match=rf"the download needs {missing_bytes:,} bytes .*with CSATTN_CACHE"):
+        fetch_artifact(f"{uploaded.url}/{ID}")
+    monkeypatch.setattr(durable, "available_bytes", lambda path: missing_bytes)
+    assert fetch_artifact(f"{uploaded.url}/{ID}") == cache / ID
+
+
+def test_a_download_killed_before_any_system_call_is_continued(
+    uploaded: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{uploaded.url}/{ID}"
+
+    def fetch_and_die(number: int) -> None:
+        with before_call(SYSTEM_CALLS, number, kill_self):
+            fetch_artifact(url)
+
+    for number in range(100):
+        monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / f"cache-{number}"))
+        status = exit_status(fork(lambda number=number: fetch_and_die(number)))  # type: ignore[misc]
+        with open_artifact(url) as artifact:
+            assert artifact.spec == SPEC
+        if status == 0:
+            break
+    assert number > 40
+
+
 def test_a_copy_that_is_damaged_later_is_downloaded_again(uploaded: RemoteStore, cache: Path) -> None:
     path = fetch_artifact(f"{uploaded.url}/{ID}")
     os.truncate(path / kv_file(0), 100)
     verify_artifact(fetch_artifact(f"{uploaded.url}/{ID}"))
+
+
+def test_a_copy_that_is_evicted_while_it_is_opened_is_downloaded_again(
+    uploaded: RemoteStore, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, require_hashes = list[Path](), reader._require_hashes
+
+    def evict_first(*given: Any) -> None:
+        removed.extend([] if removed else shrink_cache(0))
+        require_hashes(*given)
+
+    monkeypatch.setattr(reader, "_require_hashes", evict_first)
+    with open_artifact(f"{uploaded.url}/{ID}", verify="full") as artifact:
+        assert removed == [cache / ID] and artifact.spec == SPEC
 
 
 def test_what_was_used_before_the_clock_was_set_back_was_used_long_ago(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from csattn.artifact.manifest import canonical_json
 from csattn.build_options import BuildOptions
 from csattn.config import KMEANS_ON_CPU, ListConfig, SketchConfig
 from csattn.errors import ConfigError, ContextError
@@ -87,6 +88,8 @@ def test_kmeans_follows_the_device_unless_it_was_given() -> None:
 def test_options_change_the_preset_that_they_belong_to() -> None:
     assert make_config("default", {"num_coarse": 0, "list_len": None}, "cuda") == SketchConfig(num_coarse=0)
     assert make_config("paper", {"list_len": 0.5}, "cpu").to_json()["list_len"] == 0.5
+    whole = [canonical_json(make_config("lists", {"list_len": of}, "cpu").to_json()) for of in (1, 1.0)]
+    assert whole[0] == whole[1], "a list of contexts may say 1, the command line says 1.0"
     for name, option in (("default", "list_len"), ("lists", "num_fine")):
         words = f"--{option.replace('_', '-')} has no meaning for the preset '{name}'; leave it out"
         with pytest.raises(ConfigError, match=words):

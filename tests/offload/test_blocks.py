@@ -233,9 +233,32 @@ def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
         assert files.num_bytes == sum(path.stat().st_size for path in files_of(tmp_path))
     left = {path.stem for path in files_of(tmp_path)}
     assert "key3" in left and "key19" in left and "key0" not in left and len(left) < 15
-    assert not BlockFiles(tmp_path, lambda _: 50).write("big", b"", data(0)), (
-        "what is larger than all of it is not kept"
-    )
+    small = BlockFiles(tmp_path, lambda _: 50)
+    assert not small.write("big", b"", data(0)), "what is larger than all of it is not kept"
+    assert small.num_refused == 1
+
+
+def test_what_is_found_in_memory_stays_on_the_disk(tmp_path) -> None:
+    """Otherwise the first blocks of all conversations, which are always in memory, would be the first files to go."""
+    blocks = make(tmp_path, disk=2000)
+    for number in range(20):
+        assert blocks.put(name(number), data(number))
+        blocks.flush()
+        os.utime(tmp_path / f"key{number}.block", (1000 + number, 1000 + number))
+        assert found(blocks, name(0)) == lists(0)
+    blocks.close()
+    assert "key0" in {path.stem for path in files_of(tmp_path)} and len(files_of(tmp_path)) < 15
+
+
+@pytest.mark.parametrize("num_processes", [2, 5])
+def test_processes_that_share_a_directory_keep_to_one_budget(tmp_path, num_processes) -> None:
+    """Each may exceed it by a tenth: what it has written since it last looked at what others have written."""
+    budget = 100 * (64 + BLOCK)
+    processes = [BlockFiles(tmp_path, lambda _: budget) for _ in range(num_processes)]
+    for number in range(300):
+        for process, files in enumerate(processes):
+            assert files.write(f"key{process}x{number}", b"", data(number))
+        assert sum(path.stat().st_size for path in files_of(tmp_path)) <= (1 + 0.11 * num_processes) * budget
 
 
 def test_what_was_used_before_the_clock_was_set_back_goes_first(tmp_path) -> None:

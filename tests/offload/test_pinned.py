@@ -89,6 +89,16 @@ def test_rows_that_share_a_page_with_something_else_are_copied() -> None:
     assert not any(begin <= whole.data_ptr() < begin + size for begin, size in driver.registered.items())
 
 
+def test_a_layer_that_occurs_twice_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers may share their rows. The copy needs no more memory than its pages."""
+    driver, whole = FakeDriver(), torch.randn(2, 2, 100, 2, 16)  # which share a page
+    monkeypatch.setattr(pinned, "host_memory_bytes", lambda: whole.nbytes)
+    rows = driver.pin([*whole, whole[0]])
+    check(rows)
+    assert rows.how.startswith("a copy") and len(driver.registered) == 2
+    assert torch.equal(torch.stack(rows.layers), whole[[0, 1, 0]])
+
+
 def test_a_refusal_in_the_middle_leaves_nothing_locked() -> None:
     driver = FakeDriver(refuses_from=2)
     layers = make_layers()

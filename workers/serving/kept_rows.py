@@ -157,6 +157,7 @@ def row_identity(
         "csattn": __version__,
         "model": [loaded.fingerprint, loaded.tokenizer_hash, str(loaded.dtype)],
         "context": artifact_id,
+        "preset": settings.build.preset,  # without a context, it decides on a GPU how own rows are attended to
         "reads": [selector, asdict(config), engine.kv_codec, engine.all_where_faster],
         "placement": [engine.placement, engine.num_devices],  # rows may differ in their last bits
         "block_rows": BLOCK_ROWS,

@@ -31,7 +31,7 @@ from workers.serving import kept_rows
 from workers.serving.kept_rows import BLOCK_ROWS, OwnRows, open_kept_rows, row_identity
 from workers.serving.kept_store import DIRECTORY
 from workers.serving.messages import Ask, ContextTooLongError, Done
-from workers.settings import EngineSettings, KeptSettings, Settings, StoreSettings
+from workers.settings import BuildSettings, EngineSettings, KeptSettings, Settings, StoreSettings
 
 pytestmark = pytest.mark.usefixtures("builds")  # build in this process
 
@@ -313,3 +313,10 @@ def test_rows_that_were_read_otherwise_have_another_identity() -> None:
     settings = [Settings(engine=EngineSettings(placement="device", all_where_faster=x)) for x in (False, True)]
     some, every = (row_identity(loaded(), each, "a", "", "csattn", SearchConfig()) for each in settings)
     assert some != every
+
+
+def test_rows_without_a_context_have_another_identity_with_another_preset() -> None:
+    """On a GPU, they become segments with the preset of a sketch, and with one of lists all are attended to."""
+    settings = [Settings(build=BuildSettings(preset=x)) for x in ("default", "lists")]
+    one, other = (row_identity(loaded(), each, None, "", "csattn", SearchConfig()) for each in settings)
+    assert one != other

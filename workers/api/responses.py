@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, cast
@@ -158,7 +159,8 @@ class ResponseForm:
         if kind != "function_call":
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item["content"] = [part if kind == "message" else {"type": "reasoning_text", "text": ""}]
-            events.append(self._of_part("response.content_part.added", part=dict(item["content"][0])))
+            # a copy, because this piece's text and logprobs are added before the event is sent
+            events.append(self._of_part("response.content_part.added", part=deepcopy(item["content"][0])))
         return events
 
     def _add(self, where: str, event: str, delta: str, **more: Any) -> dict[str, Any]:

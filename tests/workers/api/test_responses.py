@@ -80,12 +80,16 @@ def test_a_stream_is_put_together_as_the_whole(service: Running, client: openai.
 
 def test_logprobs_come_where_they_are_included(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"?": Script((Piece("A", (TokenScore(1, "A", -0.5, (("B", b"B", -1.0),)),)),))}
-    answer = client.responses.create(model=MODEL, input="?", include=["message.output_text.logprobs"], top_logprobs=1)
+    asked: Any = {"model": MODEL, "input": "?", "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    answer = client.responses.create(**asked)
     [item] = answer.output
     assert item.type == "message" and item.content[0].type == "output_text"
     [score] = item.content[0].logprobs or []
     assert (score.token, score.logprob, score.top_logprobs[0].token) == ("A", -0.5, "B")
     assert service.backend.asks[-1].sampling.top_logprobs == 1
+    events = {event.type: event for event in client.responses.create(**asked, stream=True)}
+    assert events["response.output_text.delta"].logprobs[0].token == "A"
+    assert events["response.content_part.added"].part.logprobs == [], "it has no text yet"
     words = Piece("", (TokenScore(1, "\ufffd", -0.1),)), Piece("é", (TokenScore(2, "\ufffd", -0.2),))
     service.backend.scripts = {"?": Script((*words, Piece("", (TokenScore(3, "", -0.3),))))}
     answer = client.responses.create(model=MODEL, input="?", include=["message.output_text.logprobs"])

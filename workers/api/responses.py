@@ -277,10 +277,11 @@ def _add_item(turns: list[Turn], fields: Fields, most_chars: int, reasoning: str
     elif kind == "function_call":
         call = read_call(fields, fields.needed_text("call_id", 256))
         if not turns or turns[-1].role != "assistant":
-            turns.append(Turn("assistant", "", reasoning=reasoning))
+            turns.append(Turn("assistant", ""))
         if len(turns[-1].calls) == MAX_TOOLS:
             fields.refuse("call_id", f"exceeds the {MAX_TOOLS} calls that a turn may have")
-        turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, call))
+        last = turns[-1]
+        turns[-1] = replace(last, calls=(*last.calls, call), reasoning=last.reasoning + reasoning)
     else:
         call_id, output = fields.needed_text("call_id", 256), fields.any_of("output")
         content = content_of(Fields({"content": output}, fields.where), fields.where, most_chars, kinds=TEXT_KINDS)

@@ -118,6 +118,6 @@ def content_of(
         texts.append(part.needed_text("text", most_chars))
         part.ignore("annotations", "cache_control", "logprobs")
         part.finish()
-    if not texts:
+    if not texts and is_needed:
         fields.refuse("content", "is an empty list, wanted text")
     return "\n".join(texts)

@@ -144,6 +144,21 @@ def test_a_conversation_of_items() -> None:
     assert ask.tools == (Tool("add", {"type": "object"}, None, True),) and ask.must_call == ("add",)
 
 
+def test_reasoning_between_a_message_and_a_call_is_kept() -> None:
+    def thought(*texts: str) -> dict[str, Any]:
+        parts = [{"type": "reasoning_text", "text": text} for text in texts]
+        return {"type": "reasoning", "summary": [], "content": parts}
+
+    said, call = {"role": "assistant", "content": "b"}, {"type": "function_call", "call_id": "1", "name": "f"}
+    output = {"type": "function_call_output", "call_id": "1", "output": "c"}
+    calls = (ToolCall("1", "f", {}),)
+    assert read(input=[said, thought("hm"), call, output]).turns[0] == Turn("assistant", "b", calls, reasoning="hm")
+    twice = read(input=[thought("o"), said, thought("hm"), call, output])
+    assert twice.turns[0] == Turn("assistant", "b", calls, reasoning="ohm")
+    empty = read(input=[thought(), call, output])
+    assert empty.turns[0] == Turn("assistant", "", calls), "OpenAI's items may have an empty list"
+
+
 def test_what_asks_for_nothing_that_is_not_done_anyway() -> None:
     assert read(truncation="auto", reasoning={"summary": "auto"}) == read()
 

@@ -136,9 +136,7 @@ class Fields:
         for name in self._left:
             near = difflib.get_close_matches(name[:64], sorted(self._known - self._unwanted), 1, MIN_SIMILARITY)
             meant = f"; did you mean {near[0]}?" if near else ""
-            raise BadRequestError(
-                f"{self.where}{quoted(name)[1:-1]} is not a field that this service knows{meant}", quoted(name)[1:-1]
-            )
+            self.refuse(quoted(name)[1:-1], f"is not a field that this service knows{meant}")
 
     def require_text_within(self, name: str, value: object) -> None:
         """Refuse JSON that is passed on unread if a text in it has a lone surrogate."""

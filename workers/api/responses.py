@@ -266,12 +266,10 @@ def _add_item(turns: list[Turn], fields: Fields, most_chars: int, reasoning: str
     next_reasoning = ""
     if kind == "reasoning":
         fields.ignore("summary", "encrypted_content")
-        next_reasoning = reasoning + content_of(
-            fields, fields.where, most_chars, is_needed=False, kinds=("reasoning_text",)
-        )
+        next_reasoning = reasoning + content_of(fields, most_chars, is_needed=False, kinds=("reasoning_text",))
     elif kind == "message":
         role = fields.choice("role", ("system", "developer", "user", "assistant")) or "user"
-        content = content_of(fields, fields.where, most_chars, kinds=TEXT_KINDS)
+        content = content_of(fields, most_chars, kinds=TEXT_KINDS)
         is_told = role == "assistant"
         turns.append(Turn(cast(Any, ROLES[role]), content, reasoning=reasoning if is_told else ""))
     elif kind == "function_call":
@@ -283,8 +281,8 @@ def _add_item(turns: list[Turn], fields: Fields, most_chars: int, reasoning: str
         last = turns[-1]
         turns[-1] = replace(last, calls=(*last.calls, call), reasoning=last.reasoning + reasoning)
     else:
-        call_id, output = fields.needed_text("call_id", 256), fields.any_of("output")
-        content = content_of(Fields({"content": output}, fields.where), fields.where, most_chars, kinds=TEXT_KINDS)
+        call_id = fields.needed_text("call_id", 256)
+        content = content_of(fields, most_chars, kinds=TEXT_KINDS, name="output")
         turns.append(Turn("tool", content, call_id=call_id))
     fields.finish()
     return next_reasoning

@@ -191,6 +191,11 @@ def test_the_form_of_an_answer() -> None:
             {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
             "input must not answer a tool call that no earlier message has made",
         ),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, r"input\[0\].output is missing, wanted text"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image"}]}]},
+            r"input\[0\].output\[0\].type .*only text",
+        ),
         (
             {"input": [{"type": "function_call", "call_id": f"c{i}", "name": "f"} for i in range(129)]},
             r"input\[128\].call_id exceeds the 128 calls",

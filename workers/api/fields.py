@@ -68,12 +68,14 @@ class Fields:
             self.refuse(name, f"must be {bounds}, got {quoted(value)}")
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        """Return a boolean field; False if it is absent."""
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean field; the default if it is absent."""
         value = self._take(name)
-        if value is not None and type(value) is not bool:
+        if value is None:
+            return default
+        if type(value) is not bool:
             self.refuse(name, f"is {shown_value(value)}, wanted true or false")
-        return bool(value)
+        return value
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> str | None:
         value = self._take(name)

@@ -354,14 +354,22 @@ def test_an_echo_has_the_prompt_and_its_scores(built: Path, prompt: str | None, 
     asyncio.run(main())
 
 
-def test_repetition_counts_context_and_question(built: Path) -> None:
-    """Such a large penalty keeps the context's tokens out of the answer."""
+def test_repetition_counts_context_question_and_answer(built: Path) -> None:
+    """A tiny penalty makes their tokens come; a large one keeps them away."""
+    context = set(loaded().tokenizer(text_of("heron")).input_ids)
 
     async def main() -> None:
         async with running(built) as backend:
-            text, _ = await answer(backend, ask(repetition_penalty=1e-9, max_new_tokens=40, question="@"))
-            free, _ = await answer(backend, ask(max_new_tokens=40, question="@"))
-        assert set(free) & set(text_of("heron") + "@") or free != text
+
+            async def answered(question: tuple[int, ...], **more: Any) -> list[int]:
+                pieces, _ = await events_of(backend, ask(prompt=question, max_new_tokens=20, top_logprobs=0, **more))
+                return [score.token_id for piece in pieces for score in piece.scores]
+
+            free = await answered((64,))
+            assert not context & {*free} and len({*free}) < 20
+            assert (await answered((64,), repetition_penalty=1e-9))[0] in context
+            assert {*free} & {*await answered(tuple(free), repetition_penalty=1e-9)}
+            assert len({*await answered((64,), repetition_penalty=1e9)}) == 20
 
     asyncio.run(main())
 

@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
+from csattn.models.loader import wrap_model
 from csattn.models.prompt import choose_wrapping
 from tests.chat_models import chat_model
-from tests.tiny import byte_tokenizer, loaded
+from tests.tiny import byte_tokenizer, loaded, make_model
+from tests.workers.serving import prompting
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.test_local import answer, ask, running, settings_of, until
@@ -350,6 +353,26 @@ def test_an_echo_has_the_prompt_and_its_scores(built: Path, prompt: str | None, 
             assert score.logprob == pytest.approx(logprobs[score.token_id], abs=1e-6)
             assert [logprob for _, _, logprob in score.top] == pytest.approx(np.sort(logprobs)[:-3:-1], abs=1e-6)
         assert len([score for piece in pieces[1:] for score in piece.scores]) == max_new_tokens
+
+    asyncio.run(main())
+
+
+def test_an_echo_has_no_text_of_a_token_that_the_tokenizer_adds(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    model = wrap_model(make_model(vocab_size=len(tokenizer)), tokenizer, "tiny-bos")
+    written = tuple(tokenizer("<s>ab", add_special_tokens=False).input_ids)
+
+    async def main() -> None:
+        async with prompting.make_backend(tmp_path, model) as backend:
+            for prompt, echo in (("ab", "ab"), (written, "<s>ab")):
+                asked = prompting.ask(prompt=prompt, echo=True, top_logprobs=0, new=0)
+                [piece], _ = await events_of(backend, asked)
+                assert [score.text for score in piece.scores] == ["<s>", "a", "b"]
+                assert piece.text == echo == "".join(score.text for score in piece.scores if score.is_visible)
 
     asyncio.run(main())
 

@@ -47,10 +47,7 @@ def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int
     Raises ModelError if no question could follow them: better before the prefill than after it.
     """
     if wrapping == "none":
-        ids, end = tokenizer(text).input_ids, [tokenizer.eos_token_id]
-        if ids[-1:] == end and tokenizer(text, add_special_tokens=False).input_ids[-1:] != end:
-            ids = ids[:-1]  # the tokenizer adds an end token, after which no question can continue the text
-        return np.asarray(ids, dtype=np.int32)
+        return np.asarray(text_ids(tokenizer, text), dtype=np.int32)
     whole = _before(tokenizer, wrapping) + text.strip() + _separator(tokenizer, wrapping)
     ids = np.asarray(tokenizer(whole, add_special_tokens=False).input_ids, dtype=np.int32)
     try:
@@ -61,6 +58,14 @@ def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int
             "context cannot be shared; build with --no-chat"
         ) from error
     return ids
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text that other tokens will continue, without an end token that the tokenizer adds."""
+    ids: list[int] = tokenizer(text).input_ids
+    end = [tokenizer.eos_token_id]
+    is_added = ids[-1:] == end and tokenizer(text, add_special_tokens=False).input_ids[-1:] != end
+    return ids[:-1] if is_added else ids
 
 
 def num_special(tokenizer: Any, text: str) -> int:

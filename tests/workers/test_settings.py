@@ -144,6 +144,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         ("[model]\nname = '" + "x" * 500 + "'\ndtype = 1", ["no setting model.dtype", "did you mean build.dtype?"]),
         ("[build]\ndtype = '" + "x" * 500 + "'", ["xxx...", "wanted one of float32"]),
         ("[server]\nport = ", ["is not TOML", "Invalid value"]),
+        ("[server]\nport = " + "[" * 5000 + "]" * 5000, ["nests lists or tables too deep"]),
         ("[server]\nhost = '0.0.0.0'", ["server.host is '0.0.0.0'", "no API key", "line 2"]),
         ("[server]\napi_key_file = '/no/such'", ["server.api_key_file (file", "cannot read /no/such"]),
     ],

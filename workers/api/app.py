@@ -214,9 +214,10 @@ def read_tokenize(body: object, model: str, limits: LimitSettings) -> tuple[Toke
     _check_model(fields, model)
     wants_texts = fields.flag("return_token_strs")
     text = fields.text("prompt", limits.max_question_chars)
-    adds_special = fields.any_of("add_special_tokens")
+    adds_special = fields.flag("add_special_tokens", default=True)
     if text is not None:
-        ask = TokenizeAsk(text=text, add_special_tokens=adds_special is not False)
+        fields.only("messages", why="prompt is set, too; send one of them")
+        ask = TokenizeAsk(text=text, add_special_tokens=adds_special)
     else:
         speaks_next, turns = read_speaks_next(fields), read_turns(fields, limits)
         ask = TokenizeAsk(

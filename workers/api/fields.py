@@ -68,12 +68,14 @@ class Fields:
             self.refuse(name, f"must be {bounds}, got {quoted(value)}")
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        """Return a boolean field; False if it is absent."""
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean field; the default if it is absent."""
         value = self._take(name)
-        if value is not None and type(value) is not bool:
+        if value is None:
+            return default
+        if type(value) is not bool:
             self.refuse(name, f"is {shown_value(value)}, wanted true or false")
-        return bool(value)
+        return value
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> str | None:
         value = self._take(name)
@@ -136,9 +138,7 @@ class Fields:
         for name in self._left:
             near = difflib.get_close_matches(name[:64], sorted(self._known - self._unwanted), 1, MIN_SIMILARITY)
             meant = f"; did you mean {near[0]}?" if near else ""
-            raise BadRequestError(
-                f"{self.where}{quoted(name)[1:-1]} is not a field that this service knows{meant}", quoted(name)[1:-1]
-            )
+            self.refuse(quoted(name)[1:-1], f"is not a field that this service knows{meant}")
 
     def require_text_within(self, name: str, value: object) -> None:
         """Refuse JSON that is passed on unread if a text in it has a lone surrogate."""

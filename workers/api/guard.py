@@ -109,8 +109,8 @@ class Guard:
     def _check_host(self, host: str) -> None:
         """Without API keys, allow this machine's names only: another site's page could reach us by DNS rebinding."""
         server = self._settings.server
-        name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
-        if not server.api_keys and host and name != server.host and not _is_this_machine(name.strip("[]")):
+        name = (host.rpartition(":")[0] if re.search(r":\d+$", host) else host).lower()
+        if not server.api_keys and host and name != server.host.lower() and not _is_this_machine(name.strip("[]")):
             raise HttpError(
                 403,
                 "wrong_host",

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, cast
@@ -158,7 +159,8 @@ class ResponseForm:
         if kind != "function_call":
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item["content"] = [part if kind == "message" else {"type": "reasoning_text", "text": ""}]
-            events.append(self._of_part("response.content_part.added", part=dict(item["content"][0])))
+            # a copy, because this piece's text and logprobs are added before the event is sent
+            events.append(self._of_part("response.content_part.added", part=deepcopy(item["content"][0])))
         return events
 
     def _add(self, where: str, event: str, delta: str, **more: Any) -> dict[str, Any]:
@@ -264,24 +266,23 @@ def _add_item(turns: list[Turn], fields: Fields, most_chars: int, reasoning: str
     next_reasoning = ""
     if kind == "reasoning":
         fields.ignore("summary", "encrypted_content")
-        next_reasoning = reasoning + content_of(
-            fields, fields.where, most_chars, is_needed=False, kinds=("reasoning_text",)
-        )
+        next_reasoning = reasoning + content_of(fields, most_chars, is_needed=False, kinds=("reasoning_text",))
     elif kind == "message":
         role = fields.choice("role", ("system", "developer", "user", "assistant")) or "user"
-        content = content_of(fields, fields.where, most_chars, kinds=TEXT_KINDS)
+        content = content_of(fields, most_chars, kinds=TEXT_KINDS)
         is_told = role == "assistant"
         turns.append(Turn(cast(Any, ROLES[role]), content, reasoning=reasoning if is_told else ""))
     elif kind == "function_call":
         call = read_call(fields, fields.needed_text("call_id", 256))
         if not turns or turns[-1].role != "assistant":
-            turns.append(Turn("assistant", "", reasoning=reasoning))
+            turns.append(Turn("assistant", ""))
         if len(turns[-1].calls) == MAX_TOOLS:
             fields.refuse("call_id", f"exceeds the {MAX_TOOLS} calls that a turn may have")
-        turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, call))
+        last = turns[-1]
+        turns[-1] = replace(last, calls=(*last.calls, call), reasoning=last.reasoning + reasoning)
     else:
-        call_id, output = fields.needed_text("call_id", 256), fields.any_of("output")
-        content = content_of(Fields({"content": output}, fields.where), fields.where, most_chars, kinds=TEXT_KINDS)
+        call_id = fields.needed_text("call_id", 256)
+        content = content_of(fields, most_chars, kinds=TEXT_KINDS, name="output")
         turns.append(Turn("tool", content, call_id=call_id))
     fields.finish()
     return next_reasoning

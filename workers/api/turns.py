@@ -95,29 +95,29 @@ def _turn(value: object, where: str, most_chars: int) -> Turn:
         call_id = fields.needed_text("tool_call_id", 256)
     else:
         fields.only("tool_calls", [], why="only an assistant calls tools")
-    content = content_of(fields, where, most_chars, is_needed=role != "assistant")
+    content = content_of(fields, most_chars, is_needed=role != "assistant")
     fields.finish()
     return Turn(cast(Any, ROLES[role]), content, calls, call_id, reasoning)
 
 
 def content_of(
-    fields: Fields, where: str, most_chars: int, is_needed: bool = True, kinds: tuple[str, ...] = ("text",)
+    fields: Fields, most_chars: int, is_needed: bool = True, kinds: tuple[str, ...] = ("text",), name: str = "content"
 ) -> str:
-    """Read `content`: text, or a list of text parts, which become lines as in vLLM and llama.cpp."""
-    value = fields.any_of("content")
+    """Read a field: text, or a list of text parts, which become lines as in vLLM and llama.cpp."""
+    value = fields.any_of(name)
     if value is None and not is_needed:
         return ""
     if not isinstance(value, list):
-        return Fields({"content": value}, where).needed_text("content", most_chars)
+        return Fields({name: value}, fields.where).needed_text(name, most_chars)
     texts = []
     for index, item in enumerate(value):
-        part = Fields(item, f"{where}content[{index}].")
+        part = Fields(item, f"{fields.where}{name}[{index}].")
         kind = part.any_of("type")
         if kind not in kinds:
             part.refuse("type", f'is {shown_value(kind)}, wanted "{kinds[0]}": only text is read here')
         texts.append(part.needed_text("text", most_chars))
         part.ignore("annotations", "cache_control", "logprobs")
         part.finish()
-    if not texts:
-        fields.refuse("content", "is an empty list, wanted text")
+    if not texts and is_needed:
+        fields.refuse(name, "is an empty list, wanted text")
     return "\n".join(texts)

@@ -27,6 +27,8 @@ class ContextTexts:
 
     def require(self, text: str) -> None:
         """Raise BadRequestError if the text can never be a context."""
+        if "\0" in text:  # builds take a file with a NUL for a binary one
+            raise BadRequestError(f"the text has a NUL at character {text.index(chr(0))}; remove it", "text")
         try:
             ids = self._ids(text, choose_wrapping(self._loaded.tokenizer, self._settings.chat))
             require_indexable(ids, preset(self._settings.preset), self._loaded)

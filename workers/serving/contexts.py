@@ -197,6 +197,12 @@ class Contexts:
     def _require_same(self, known: Record, text: str, digest: str) -> None:
         if known.text_sha256 is not None or known.artifact_id is None:
             is_same = known.text_sha256 == digest
+        elif self._examine(self._store / known.artifact_id).is_lost:
+            raise ContextExistsError(
+                f"the artifact {known.artifact_id} that is named {known.name!r} is missing or damaged, so its text is "
+                "unknown; delete it first, or choose another name",
+                "name",
+            )
         else:
             with open_artifact(self._store / known.artifact_id) as artifact:
                 is_same = self._texts.is_of(artifact, text)

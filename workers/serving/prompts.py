@@ -7,7 +7,7 @@ from typing import Any
 
 from csattn.artifact import Artifact
 from csattn.errors import ArtifactMismatchError, CsattnError, ModelError
-from csattn.models.prompt import conversation_ids, question_ids
+from csattn.models.prompt import conversation_ids, question_ids, text_ids
 from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, Conversation, TokenizeAsk, Tokens, Turn
 from workers.serving.tools import ChatForm, messages_of, tool_specs
 
@@ -41,7 +41,7 @@ def whole_ids(tokenizer: Any, ask: Ask) -> list[int]:
     if isinstance(ask.prompt, tuple):
         return list(ask.prompt)
     if ask.prompt is not None:
-        ids: list[int] = tokenizer(ask.prompt).input_ids
+        ids = text_ids(tokenizer, ask.prompt)
     else:
         ids = tokenizer(_written(tokenizer, ask), add_special_tokens=False).input_ids
     return _some(ids, ask)

@@ -142,7 +142,10 @@ class Request:
         num_top = self.sampling.top_logprobs
         assert num_top is not None
         if not self.num_fed:
-            self.prompt_scores.append(self.writer.score(self.question_ids[0], None))
+            first = self.writer.score(self.question_ids[0], None)
+            # the echo does not have a special token that the tokenizer has added to the prompt
+            is_added = self.writer.is_special(first.token_id) and not (self.echo or "").startswith(first.text)
+            self.prompt_scores.append(replace(first, is_visible=not is_added))
         for row, token_id in zip(logits, self.question_ids[self.num_fed + 1 :], strict=False):
             self.prompt_scores.append(self.writer.score(token_id, likelihood_of(row, token_id, num_top)))
 
@@ -195,10 +198,13 @@ class Writer:
         """Whether the answer has a tool call."""
         return self._parser is not None and self._parser.num_calls > 0
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether an answer's text leaves the token out."""
+        return token_id not in self._shown and self._stream.skips(token_id)
+
     def add(self, token_id: int, score: TokenScore | None) -> Piece | None:
         if score is not None:
-            is_visible = token_id in self._shown or not self._stream.skips(token_id)
-            self._scores.append((self._num_decoded, replace(score, is_visible=is_visible)))
+            self._scores.append((self._num_decoded, replace(score, is_visible=not self.is_special(token_id))))
         self._is_early, self._num_early = self._num_early > 0, self._num_early - 1
         if (marker := self._shown.get(token_id)) is None:
             return self._emit(self._stream.add(token_id))

@@ -86,6 +86,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"{path} is not UTF-8; save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} nests lists or tables too deep; settings have one table for each section") from None
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):

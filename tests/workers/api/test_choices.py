@@ -214,11 +214,14 @@ def test_tokens_and_back(service: Running) -> None:
         assert http.post("/detokenize", json={"model": "smollm2-135m", "tokens": [97, 98]}).json() == {"prompt": "ab"}
         for path, body in (
             ("/tokenize", {}),
-            ("/tokenize", {"prompt": "a", "messages": ASK}),
+            ("/tokenize", {"prompt": "a", "add_special_tokens": "no"}),
+            ("/tokenize", {"messages": ASK, "add_special_tokens": 0}),
             ("/detokenize", {"tokens": "a"}),
             ("/detokenize", {"tokens": [-1]}),
         ):
             assert http.post(path, json=body).status_code == 400, body
+        both = http.post("/tokenize", json={"prompt": "a", "messages": ASK}).json()["error"]
+        assert both["message"] == "messages is a list: prompt is set, too; send one of them"
         assert http.post("/tokenize", json={"model": "gpt-4", "prompt": "a"}).status_code == 404
 
 

@@ -102,6 +102,7 @@ def test_without_a_key_only_this_machines_names_are_answered() -> None:
     with serving(settings=Settings()) as service:
         for host, status in (
             ("localhost", 200), (f"127.0.0.1:{service.port}", 200), ("[::1]:80", 200), ("evil.example", 403),
+            ("LocalHost", 200), ("LOCALHOST:80", 200),
             ("evil.example:80", 403), ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403),
         ):  # fmt: skip
             reply = httpx2.get(f"{service.url}/v1/models", headers={"Host": host})

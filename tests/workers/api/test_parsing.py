@@ -258,7 +258,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": 1.0}, "seed", "wanted a whole number"),
     ({"stream": 1}, "stream", "wanted true or false"),
     ({"stream_options": {}}, "stream_options", "stream is not true"),
-    ({"stream": True, "stream_options": {"x": 1}}, "x", "stream_options.x is not a field"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "stream_options.x is not a field"),
     ({"stream": True, "stream_options": 1}, "stream_options", "wanted an object"),
     ({"logprobs": 3}, "logprobs", "wanted true or false"),
     ({"top_logprobs": 3}, "top_logprobs", "logprobs is not true"),

@@ -80,12 +80,16 @@ def test_a_stream_is_put_together_as_the_whole(service: Running, client: openai.
 
 def test_logprobs_come_where_they_are_included(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"?": Script((Piece("A", (TokenScore(1, "A", -0.5, (("B", b"B", -1.0),)),)),))}
-    answer = client.responses.create(model=MODEL, input="?", include=["message.output_text.logprobs"], top_logprobs=1)
+    asked: Any = {"model": MODEL, "input": "?", "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    answer = client.responses.create(**asked)
     [item] = answer.output
     assert item.type == "message" and item.content[0].type == "output_text"
     [score] = item.content[0].logprobs or []
     assert (score.token, score.logprob, score.top_logprobs[0].token) == ("A", -0.5, "B")
     assert service.backend.asks[-1].sampling.top_logprobs == 1
+    events = {event.type: event for event in client.responses.create(**asked, stream=True)}
+    assert events["response.output_text.delta"].logprobs[0].token == "A"
+    assert events["response.content_part.added"].part.logprobs == [], "it has no text yet"
     words = Piece("", (TokenScore(1, "\ufffd", -0.1),)), Piece("é", (TokenScore(2, "\ufffd", -0.2),))
     service.backend.scripts = {"?": Script((*words, Piece("", (TokenScore(3, "", -0.3),))))}
     answer = client.responses.create(model=MODEL, input="?", include=["message.output_text.logprobs"])
@@ -140,6 +144,21 @@ def test_a_conversation_of_items() -> None:
     assert ask.tools == (Tool("add", {"type": "object"}, None, True),) and ask.must_call == ("add",)
 
 
+def test_reasoning_between_a_message_and_a_call_is_kept() -> None:
+    def thought(*texts: str) -> dict[str, Any]:
+        parts = [{"type": "reasoning_text", "text": text} for text in texts]
+        return {"type": "reasoning", "summary": [], "content": parts}
+
+    said, call = {"role": "assistant", "content": "b"}, {"type": "function_call", "call_id": "1", "name": "f"}
+    output = {"type": "function_call_output", "call_id": "1", "output": "c"}
+    calls = (ToolCall("1", "f", {}),)
+    assert read(input=[said, thought("hm"), call, output]).turns[0] == Turn("assistant", "b", calls, reasoning="hm")
+    twice = read(input=[thought("o"), said, thought("hm"), call, output])
+    assert twice.turns[0] == Turn("assistant", "b", calls, reasoning="ohm")
+    empty = read(input=[thought(), call, output])
+    assert empty.turns[0] == Turn("assistant", "", calls), "OpenAI's items may have an empty list"
+
+
 def test_what_asks_for_nothing_that_is_not_done_anyway() -> None:
     assert read(truncation="auto", reasoning={"summary": "auto"}) == read()
 
@@ -171,6 +190,11 @@ def test_the_form_of_an_answer() -> None:
         (
             {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
             "input must not answer a tool call that no earlier message has made",
+        ),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, r"input\[0\].output is missing, wanted text"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image"}]}]},
+            r"input\[0\].output\[0\].type .*only text",
         ),
         (
             {"input": [{"type": "function_call", "call_id": f"c{i}", "name": "f"} for i in range(129)]},

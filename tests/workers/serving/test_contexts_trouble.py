@@ -22,9 +22,9 @@ from workers.serving import context_file, local
 from workers.serving import contexts as contexts_module
 from workers.serving.context_build import Builder, BuildFailedError
 from workers.serving.context_file import Record
-from workers.serving.contexts import TEXTS
+from workers.serving.contexts import TEXTS, name_artifact
 from workers.serving.local import LocalBackend
-from workers.serving.messages import ContextNotReadyError, ServingError, StorageUnavailableError
+from workers.serving.messages import ContextExistsError, ContextNotReadyError, ServingError, StorageUnavailableError
 
 
 def test_a_context_whose_artifact_has_gone_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +46,19 @@ def test_a_context_whose_artifact_has_gone_is_built_again(tmp_path: Path, monkey
         shutil.rmtree(store / artifact_id)
         assert (await contexts.register(*new)).state == "building"
         assert (await ended(contexts, "a")).state == "ready" and builds == [text_of("gone")] * 2
+
+    asyncio.run(main())
+
+
+def test_a_name_whose_artifact_has_gone_takes_no_text_until_it_is_deleted(tmp_path: Path) -> None:
+    store = settings_of(tmp_path).store.path
+    name_artifact(store, "a", artifact_id := build(store, text_of("gone")), "float32")
+    shutil.rmtree(store / artifact_id)
+
+    async def main() -> None:
+        contexts = registry(tmp_path)
+        with pytest.raises(ContextExistsError, match="is missing or damaged, so its text is unknown; delete it first"):
+            await contexts.register("a", text_of("gone"))
 
     asyncio.run(main())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from csattn.artifact import open_artifact
 from csattn.models.prompt import context_ids, conversation_ids, question_ids
@@ -138,6 +139,16 @@ def test_a_message_of_which_the_template_writes_nothing_is_refused() -> None:
     with pytest.raises(BadRequestError, match="the prompt has no tokens; send some text") as refused:
         prompt_ids(tokenizer, Opened(), ask(("user", "")))
     assert refused.value.param == "messages"
+
+
+def test_a_prompt_does_not_end_with_an_end_token_that_the_tokenizer_adds() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "a"
+    assert tokenizer.decode(prompts.whole_ids(tokenizer, ask(prompt="ca"))) == "ca", "an end of the prompt's own"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="b $A a", special_tokens=[(text, tokenizer.convert_tokens_to_ids(text)) for text in "ab"]
+    )
+    assert tokenizer.decode(prompts.whole_ids(tokenizer, ask(prompt="cd"))) == "bcd"
 
 
 def test_a_template_that_puts_questions_first_is_refused(artifact) -> None:

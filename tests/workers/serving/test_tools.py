@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
+from csattn.models.loader import wrap_model
 from csattn.models.prompt import choose_wrapping
 from tests.chat_models import chat_model
-from tests.tiny import byte_tokenizer, loaded
+from tests.tiny import byte_tokenizer, loaded, make_model
+from tests.workers.serving import prompting
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.test_local import answer, ask, running, settings_of, until
@@ -354,14 +357,42 @@ def test_an_echo_has_the_prompt_and_its_scores(built: Path, prompt: str | None, 
     asyncio.run(main())
 
 
-def test_repetition_counts_context_and_question(built: Path) -> None:
-    """Such a large penalty keeps the context's tokens out of the answer."""
+def test_an_echo_has_no_text_of_a_token_that_the_tokenizer_adds(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    model = wrap_model(make_model(vocab_size=len(tokenizer)), tokenizer, "tiny-bos")
+    written = tuple(tokenizer("<s>ab", add_special_tokens=False).input_ids)
+
+    async def main() -> None:
+        async with prompting.make_backend(tmp_path, model) as backend:
+            for prompt, echo in (("ab", "ab"), (written, "<s>ab")):
+                asked = prompting.ask(prompt=prompt, echo=True, top_logprobs=0, new=0)
+                [piece], _ = await events_of(backend, asked)
+                assert [score.text for score in piece.scores] == ["<s>", "a", "b"]
+                assert piece.text == echo == "".join(score.text for score in piece.scores if score.is_visible)
+
+    asyncio.run(main())
+
+
+def test_repetition_counts_context_question_and_answer(built: Path) -> None:
+    """A tiny penalty makes their tokens come; a large one keeps them away."""
+    context = set(loaded().tokenizer(text_of("heron")).input_ids)
 
     async def main() -> None:
         async with running(built) as backend:
-            text, _ = await answer(backend, ask(repetition_penalty=1e-9, max_new_tokens=40, question="@"))
-            free, _ = await answer(backend, ask(max_new_tokens=40, question="@"))
-        assert set(free) & set(text_of("heron") + "@") or free != text
+
+            async def answered(question: tuple[int, ...], **more: Any) -> list[int]:
+                pieces, _ = await events_of(backend, ask(prompt=question, max_new_tokens=20, top_logprobs=0, **more))
+                return [score.token_id for piece in pieces for score in piece.scores]
+
+            free = await answered((64,))
+            assert not context & {*free} and len({*free}) < 20
+            assert (await answered((64,), repetition_penalty=1e-9))[0] in context
+            assert {*free} & {*await answered(tuple(free), repetition_penalty=1e-9)}
+            assert len({*await answered((64,), repetition_penalty=1e9)}) == 20
 
     asyncio.run(main())
 

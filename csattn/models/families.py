@@ -94,7 +94,8 @@ class Family:
     offset_norms: bool = False  # norms multiply by 1 + their weights
     centred: bool = False  # norms are LayerNorm: they subtract the mean
     parallel: bool = False  # attention and MLP read the same input, and their outputs are added
-    rotated: Literal["all", "local", "no_rope_layers"] = "all"  # layers with RoPE; local: local ones, if any
+    # layers with RoPE; local: those with a window or, if the config has no window, all
+    rotated: Literal["all", "local", "no_rope_layers"] = "all"
     tempered: bool = False  # queries have a `Temper`
     sinks: bool = False
     gated_attention: bool = False
@@ -558,10 +559,10 @@ def _k_is_v(config: Any, layer_idx: int) -> bool:
 
 def _rope_of(config: Any, family: Family, layer_idx: int) -> int | None:
     """The index of the layer's RoPE in `ModelSpec.ropes`; None: no RoPE."""
-    has_local = any(_reach(config, family, other) for other in range(config.num_hidden_layers))
     if family.rotated == "no_rope_layers" and not config.no_rope_layers[layer_idx]:
         return len(rope_parameters(config)) if _unrotated(config) else None
-    if family.rotated == "local" and has_local and _reach(config, family, layer_idx) is None:
+    has_window = family.rotated == "local" and config.sliding_window is not None
+    if has_window and _reach(config, family, layer_idx) is None:
         return None
     if family.compressed:
         return int(layer_type(config, layer_idx) in _COMPRESSED)

@@ -342,7 +342,9 @@ def test_a_layer_without_rope_is_described_as_such() -> None:
 
     assert ropes("smollm3") == [0, None, 0]
     assert ropes("exaone4") == ropes("cohere2") == [0, None, 0]  # the other layers are local
-    assert ropes("exaone4", sliding_window=None, layer_types=3 * ["full_attention"]) == [0, 0, 0]
+    full = 3 * ["full_attention"]
+    assert ropes("exaone4", layer_types=full) == ropes("cohere2", layer_types=full) == [None, None, None]
+    assert ropes("exaone4", sliding_window=None, layer_types=full) == [0, 0, 0]
     assert ropes("gemma3_text") == [0, 1, 1]  # numbered in the order of its config
 
 

@@ -73,9 +73,10 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
             return (ExpertsSpec(**routed, scores="sigmoid", on_input=True),)
         case "mixtral":
             return (ExpertsSpec(**routed, scores="softmax", normed=True),)
-    shared = getattr(config, "shared_expert_intermediate_size", None)
-    one = {"num_experts": 1, "num_chosen": 1, "intermediate_size": shared}
-    every = () if shared is None else (ExpertsSpec(**routed | one, scores="sigmoid"),)
+    every: tuple[ExpertsSpec, ...] = ()
+    if config.model_type in _GATED_SHARED:
+        one = {"num_experts": 1, "num_chosen": 1, "intermediate_size": config.shared_expert_intermediate_size}
+        every = (ExpertsSpec(**routed | one, scores="sigmoid"),)
     return (ExpertsSpec(**routed, scores="softmax", normed=getattr(config, "norm_topk_prob", True)), *every)
 
 
@@ -126,6 +127,8 @@ _SHARED = dict.fromkeys(_LIKE_DEEPSEEK, "n_shared_experts") | {
     "exaone_moe": "num_shared_experts",
     "hy_v3": "num_shared_experts",
 }
+# families with a shared expert that has a gate of its own; Qwen3-Coder's configs have its width, 0, and no such expert
+_GATED_SHARED = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")
 # whether a layer has experts
 _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "deepseek_v3": _after_dense_layers,

@@ -326,10 +326,24 @@ def test_an_unknown_dtype_is_refused() -> None:
         load_model("x/y", "float8")
 
 
-def test_fields_of_other_families_are_not_heeded() -> None:
+@pytest.mark.parametrize(
+    ("family", "stray"),
+    [
+        (
+            "llama",
+            {
+                "query_pre_attn_scalar": 7,
+                "residual_multiplier": 0.1,
+                "no_rope_layers": [0, 0, 0],
+                "logits_scaling": 9.0,
+            },
+        ),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 0}),  # so in Qwen3-Coder
+    ],
+)
+def test_fields_of_other_families_are_not_heeded(family: str, stray: dict[str, Any]) -> None:
     """A config may carry any field; those that a family's model does not read change nothing."""
-    stray = {"query_pre_attn_scalar": 7, "residual_multiplier": 0.1, "no_rope_layers": [0, 0, 0], "logits_scaling": 9.0}
-    config = tiny_config("llama")
+    config = tiny_config(family)
     before = describe(config)
     for name, value in stray.items():
         setattr(config, name, value)

@@ -77,7 +77,8 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
     if config.model_type in _GATED_SHARED:
         one = {"num_experts": 1, "num_chosen": 1, "intermediate_size": config.shared_expert_intermediate_size}
         every = (ExpertsSpec(**routed | one, scores="sigmoid"),)
-    return (ExpertsSpec(**routed, scores="softmax", normed=getattr(config, "norm_topk_prob", True)), *every)
+    normed = config.model_type == "qwen3_5_moe_text" or config.norm_topk_prob
+    return (ExpertsSpec(**routed, scores="softmax", normed=normed), *every)
 
 
 def _require_groups(groups: tuple[int, int], num_experts: int, num_chosen: int) -> None:

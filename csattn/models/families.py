@@ -85,6 +85,7 @@ class Family:
     head_bias: str | None = None  # the config field that says whether the output head has a bias
     qk_norm: Literal["none", "head", "projection"] | str = "none"  # or the config field that switches "head" on
     interleaved: bool | str = False  # RoPE has pairs (2i, 2i + 1), or the config field that says so
+    activation_field: str = "hidden_act"  # the config field with the MLP's activation
     gated: bool = True  # whether the MLP has gates
     limited: bool = False  # whether the activation clips gates and ups
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
@@ -128,6 +129,7 @@ _GEMMA2_NORMS = (
     "post_feedforward_layernorm",
 )
 _GEMMA: dict[str, Any] = {"biases": _ATTENTION_BIAS, "scaled_embedding": True, "offset_norms": True}
+_GEMMA2: dict[str, Any] = {"norms": _GEMMA2_NORMS, "activation_field": "hidden_activation"}
 _GEMMA_FIELDS = ("query_pre_attn_scalar", "final_logit_softcapping")
 _GRANITE_FIELDS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 _COHERE: dict[str, Any] = {
@@ -163,10 +165,10 @@ FAMILIES = {
     "exaone4": Family(_POST_NORMS, qk_norm="head", rotated="local"),
     "exaone_moe": Family(qk_norm="head", rotated="local"),
     "gemma": Family(**_GEMMA),
-    "gemma2": Family(_GEMMA2_NORMS, **_GEMMA, config_fields=(*_GEMMA_FIELDS, "attn_logit_softcapping")),
-    "gemma3_text": Family(_GEMMA2_NORMS, **_GEMMA, qk_norm="head", config_fields=_GEMMA_FIELDS),
+    "gemma2": Family(**_GEMMA2, **_GEMMA, config_fields=(*_GEMMA_FIELDS, "attn_logit_softcapping")),
+    "gemma3_text": Family(**_GEMMA2, **_GEMMA, qk_norm="head", config_fields=_GEMMA_FIELDS),
     "gemma4_text": Family(
-        _GEMMA2_NORMS,
+        **_GEMMA2,
         biases=_ATTENTION_BIAS,
         scaled_embedding=True,
         scaled_layers=True,
@@ -603,7 +605,7 @@ def _qk_norm(config: Any, family: Family, layer_idx: int) -> Literal["none", "he
 
 
 def _activation(config: Any, family: Family) -> Activation:
-    name = getattr(config, "hidden_act", None) or config.hidden_activation
+    name = getattr(config, family.activation_field)
     if name not in _ACTIVATIONS:
         raise ModelError(
             f"this model's MLP has the activation {name!r}, which csattn does not compute; it has "

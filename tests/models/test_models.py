@@ -340,6 +340,7 @@ def test_an_unknown_dtype_is_refused() -> None:
         ),
         ("qwen3_moe", {"shared_expert_intermediate_size": 0}),  # so in Qwen3-Coder
         ("qwen3_5_moe_text", {"norm_topk_prob": False}),
+        ("gemma2", {"hidden_act": "relu"}),
     ],
 )
 def test_fields_of_other_families_are_not_heeded(family: str, stray: dict[str, Any]) -> None:

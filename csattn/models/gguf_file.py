@@ -223,7 +223,7 @@ def _require_read(gguf: Path) -> Tensor | None:
         scaling = "none"
     factors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_f")}
     freqs = None if family == "gemma4" else factors.pop("rope_freqs.weight", None)
-    if (scaling != "none" and family != "gpt-oss") or (factors and family != "gemma4"):  # of these two, they are read
+    if scaling != "none" or (factors and family != "gemma4"):  # Gemma 4's are read
         raise _scaled(next(iter(factors), scaling))
     return None if freqs is None else torch.tensor(freqs)
 

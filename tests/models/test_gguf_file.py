@@ -63,6 +63,11 @@ def write_gguf(
     [
         ({"split__count": 3}, "it is one of 3 parts; join them"),
         ({"llama__rope__scaling__type": "yarn"}, r"its positions are scaled \(yarn\)"),
+        (
+            # transformers 5.24 reads the lengths of these fields' names in place of their values
+            {"family": "gpt-oss", "gpt-oss__rope__scaling__type": "yarn", "gpt-oss__rope__scaling__factor": 32.0},
+            r"its positions are scaled \(yarn\)",
+        ),
         ({"llama__rope__scaling__factor": 4.0}, r"its positions are scaled \(linear\)"),
         ({"llama__rope__scale_linear": 4.0}, r"its positions are scaled \(linear\)"),
         (

@@ -16,7 +16,10 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
         is_wide = config.use_double_wide_mlp and layer_idx >= config.num_hidden_layers - config.num_kv_shared_layers
         return int(config.intermediate_size * (1 + is_wide))
     if config.model_type in _SHARED and is_moe:
-        return int(config.moe_intermediate_size * getattr(config, _SHARED[config.model_type])) or None
+        width = int(config.moe_intermediate_size * getattr(config, _SHARED[config.model_type]))
+        if config.model_type == "hy_v3":  # in transformers, a width of 0 becomes that of dense layers
+            width = width or int(config.intermediate_size)
+        return width or None
     return None if is_moe else int(config.intermediate_size)
 
 

@@ -352,6 +352,12 @@ def test_fields_of_other_families_are_not_heeded(family: str, stray: dict[str, A
     assert describe(config) == before
 
 
+@pytest.mark.parametrize(("family", "width"), [("hy_v3", 96), ("exaone_moe", None)])
+def test_a_model_without_shared_experts_is_that_of_transformers(family: str, width: int | None) -> None:
+    mlp = describe(tiny_config(family, num_shared_experts=0)).layers[1].mlp
+    assert (mlp and mlp.intermediate_size) == width
+
+
 def test_a_layer_without_rope_is_described_as_such() -> None:
     def ropes(family: str, **changes: object) -> list[int | None]:
         return [layer.attention.rope for layer in describe(tiny_config(family, **changes)).layers]

@@ -16,7 +16,10 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
         is_wide = config.use_double_wide_mlp and layer_idx >= config.num_hidden_layers - config.num_kv_shared_layers
         return int(config.intermediate_size * (1 + is_wide))
     if config.model_type in _SHARED and is_moe:
-        return int(config.moe_intermediate_size * getattr(config, _SHARED[config.model_type])) or None
+        width = int(config.moe_intermediate_size * getattr(config, _SHARED[config.model_type]))
+        if config.model_type == "hy_v3":  # in transformers, a width of 0 becomes that of dense layers
+            width = width or int(config.intermediate_size)
+        return width or None
     return None if is_moe else int(config.intermediate_size)
 
 
@@ -73,10 +76,12 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
             return (ExpertsSpec(**routed, scores="sigmoid", on_input=True),)
         case "mixtral":
             return (ExpertsSpec(**routed, scores="softmax", normed=True),)
-    shared = getattr(config, "shared_expert_intermediate_size", None)
-    one = {"num_experts": 1, "num_chosen": 1, "intermediate_size": shared}
-    every = () if shared is None else (ExpertsSpec(**routed | one, scores="sigmoid"),)
-    return (ExpertsSpec(**routed, scores="softmax", normed=getattr(config, "norm_topk_prob", True)), *every)
+    every: tuple[ExpertsSpec, ...] = ()
+    if config.model_type in _GATED_SHARED:
+        one = {"num_experts": 1, "num_chosen": 1, "intermediate_size": config.shared_expert_intermediate_size}
+        every = (ExpertsSpec(**routed | one, scores="sigmoid"),)
+    normed = config.model_type == "qwen3_5_moe_text" or config.norm_topk_prob
+    return (ExpertsSpec(**routed, scores="softmax", normed=normed), *every)
 
 
 def _require_groups(groups: tuple[int, int], num_experts: int, num_chosen: int) -> None:
@@ -126,6 +131,8 @@ _SHARED = dict.fromkeys(_LIKE_DEEPSEEK, "n_shared_experts") | {
     "exaone_moe": "num_shared_experts",
     "hy_v3": "num_shared_experts",
 }
+# families with a shared expert that has a gate of its own; Qwen3-Coder's configs have its width, 0, and no such expert
+_GATED_SHARED = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")
 # whether a layer has experts
 _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "deepseek_v3": _after_dense_layers,

@@ -85,6 +85,7 @@ class Family:
     head_bias: str | None = None  # the config field that says whether the output head has a bias
     qk_norm: Literal["none", "head", "projection"] | str = "none"  # or the config field that switches "head" on
     interleaved: bool | str = False  # RoPE has pairs (2i, 2i + 1), or the config field that says so
+    activation_field: str = "hidden_act"  # the config field with the MLP's activation
     gated: bool = True  # whether the MLP has gates
     limited: bool = False  # whether the activation clips gates and ups
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
@@ -94,7 +95,8 @@ class Family:
     offset_norms: bool = False  # norms multiply by 1 + their weights
     centred: bool = False  # norms are LayerNorm: they subtract the mean
     parallel: bool = False  # attention and MLP read the same input, and their outputs are added
-    rotated: Literal["all", "local", "no_rope_layers"] = "all"  # layers with RoPE; local: local ones, if any
+    # layers with RoPE; local: those with a window or, if the config has no window, all
+    rotated: Literal["all", "local", "no_rope_layers"] = "all"
     tempered: bool = False  # queries have a `Temper`
     sinks: bool = False
     gated_attention: bool = False
@@ -127,6 +129,7 @@ _GEMMA2_NORMS = (
     "post_feedforward_layernorm",
 )
 _GEMMA: dict[str, Any] = {"biases": _ATTENTION_BIAS, "scaled_embedding": True, "offset_norms": True}
+_GEMMA2: dict[str, Any] = {"norms": _GEMMA2_NORMS, "activation_field": "hidden_activation"}
 _GEMMA_FIELDS = ("query_pre_attn_scalar", "final_logit_softcapping")
 _GRANITE_FIELDS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 _COHERE: dict[str, Any] = {
@@ -162,10 +165,10 @@ FAMILIES = {
     "exaone4": Family(_POST_NORMS, qk_norm="head", rotated="local"),
     "exaone_moe": Family(qk_norm="head", rotated="local"),
     "gemma": Family(**_GEMMA),
-    "gemma2": Family(_GEMMA2_NORMS, **_GEMMA, config_fields=(*_GEMMA_FIELDS, "attn_logit_softcapping")),
-    "gemma3_text": Family(_GEMMA2_NORMS, **_GEMMA, qk_norm="head", config_fields=_GEMMA_FIELDS),
+    "gemma2": Family(**_GEMMA2, **_GEMMA, config_fields=(*_GEMMA_FIELDS, "attn_logit_softcapping")),
+    "gemma3_text": Family(**_GEMMA2, **_GEMMA, qk_norm="head", config_fields=_GEMMA_FIELDS),
     "gemma4_text": Family(
-        _GEMMA2_NORMS,
+        **_GEMMA2,
         biases=_ATTENTION_BIAS,
         scaled_embedding=True,
         scaled_layers=True,
@@ -558,10 +561,10 @@ def _k_is_v(config: Any, layer_idx: int) -> bool:
 
 def _rope_of(config: Any, family: Family, layer_idx: int) -> int | None:
     """The index of the layer's RoPE in `ModelSpec.ropes`; None: no RoPE."""
-    has_local = any(_reach(config, family, other) for other in range(config.num_hidden_layers))
     if family.rotated == "no_rope_layers" and not config.no_rope_layers[layer_idx]:
         return len(rope_parameters(config)) if _unrotated(config) else None
-    if family.rotated == "local" and has_local and _reach(config, family, layer_idx) is None:
+    has_window = family.rotated == "local" and config.sliding_window is not None
+    if has_window and _reach(config, family, layer_idx) is None:
         return None
     if family.compressed:
         return int(layer_type(config, layer_idx) in _COMPRESSED)
@@ -602,7 +605,7 @@ def _qk_norm(config: Any, family: Family, layer_idx: int) -> Literal["none", "he
 
 
 def _activation(config: Any, family: Family) -> Activation:
-    name = getattr(config, "hidden_act", None) or config.hidden_activation
+    name = getattr(config, family.activation_field)
     if name not in _ACTIVATIONS:
         raise ModelError(
             f"this model's MLP has the activation {name!r}, which csattn does not compute; it has "

@@ -194,6 +194,7 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
             output_loading_info=True,
             quantization_config=GgufConfig(dequantize=True),  # else `kernels`, if installed, keeps blocks
         )
+    _require_biases_read(gguf, dequantised)
     require_whole(found, is_part=False)
     with torch.device("meta"):
         plain = type(dequantised)(config)
@@ -222,15 +223,16 @@ def _require_read(gguf: Path) -> Tensor | None:
         scaling = "none"
     factors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_f")}
     freqs = None if family == "gemma4" else factors.pop("rope_freqs.weight", None)
-    if (scaling != "none" and family != "gpt-oss") or (factors and family != "gemma4"):  # of these two, they are read
+    if scaling != "none" or (factors and family != "gemma4"):  # Gemma 4's are read
         raise _scaled(next(iter(factors), scaling))
     return None if freqs is None else torch.tensor(freqs)
 
 
 def _require_fields_read(gguf: Path, config: Any) -> None:
-    """Raise ModelError if the config of `transformers` lacks the file's sliding window or number of rotated dimensions.
+    """Raise ModelError if the config of `transformers` lacks the file's sliding window, rotated dimensions or scale.
 
-    It ignores these in some families.
+    It ignores the first two in some families. Files lack the softmax scale: it follows from the width of heads, except
+    in Gemma 2 27B and Gemma 3 27B.
     """
     from gguf import GGUFReader
 
@@ -244,9 +246,20 @@ def _require_fields_read(gguf: Path, config: Any) -> None:
     if 0 < window < config.max_position_embeddings and window != getattr(config, "sliding_window", None):
         raise _not_read(f"its layers attend through a window of {window} rows (attention.sliding_window), a field")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if getattr(config, "query_pre_attn_scalar", head_dim) != head_dim:
+        raise _not_read(f"its heads have {head_dim} dimensions and logits scaled by a number (query_pre_attn_scalar)")
     of_all = rope_parameters(config).get("")  # with several RoPEs, the file's number is of some layers only
     if num_rotated and of_all and num_rotated != int(head_dim * of_all.get("partial_rotary_factor", 1.0)):
         raise _not_read(f"RoPE rotates {num_rotated} of a head's {head_dim} dimensions (rope.dimension_count), a field")
+
+
+def _require_biases_read(gguf: Path, model: Any) -> None:
+    """Raise ModelError if the file has more biases than the model of `transformers`, which ignores those."""
+    from gguf import GGUFReader
+
+    num_there = sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors if tensor.name.endswith(".bias"))
+    if num_there > sum(tensor.numel() for name, tensor in model.state_dict().items() if name.endswith("bias")):
+        raise _not_read(f"it has biases where a {model.config.model_type} of transformers has none, a kind of tensor")
 
 
 def _scale_positions(config: Any, factors: Tensor) -> None:

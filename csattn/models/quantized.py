@@ -91,6 +91,11 @@ class Quantization:
                 f"its weights have {num_bits} bits, which do not fill a word evenly; use a checkpoint with 2, 4 "
                 "or 8 bits"
             )
+        if of_weights.get("type") == "float" and num_bits != 8:
+            raise ModelError(
+                f"its weights are floats of {num_bits} bits ({config.get('format')}), which csattn cannot read in "
+                "compressed-tensors; use a checkpoint in FP8 or of integers, or in 16 bits"
+            )
         group_size = int(of_weights.get("group_size") or -1)
         block = config.get("weight_block_size") or of_weights.get("block_structure")
         return cls(

@@ -63,6 +63,11 @@ def write_gguf(
     [
         ({"split__count": 3}, "it is one of 3 parts; join them"),
         ({"llama__rope__scaling__type": "yarn"}, r"its positions are scaled \(yarn\)"),
+        (
+            # transformers 5.24 reads the lengths of these fields' names in place of their values
+            {"family": "gpt-oss", "gpt-oss__rope__scaling__type": "yarn", "gpt-oss__rope__scaling__factor": 32.0},
+            r"its positions are scaled \(yarn\)",
+        ),
         ({"llama__rope__scaling__factor": 4.0}, r"its positions are scaled \(linear\)"),
         ({"llama__rope__scale_linear": 4.0}, r"its positions are scaled \(linear\)"),
         (
@@ -77,6 +82,14 @@ def write_gguf(
         (
             {"family": "phi3", "phi3__rope__dimension_count": 12},
             r"RoPE rotates 12 of a head's 16 dimensions \(rope.dimension_count\)",
+        ),
+        (
+            {"family": "gemma2", "gemma2__attention__key_length": 16},  # Gemma 2 27B
+            r"have 16 dimensions and logits scaled by a number \(query_pre_attn_scalar\) that is not read",
+        ),
+        (
+            {"tensors": EMBEDDING | {"blk.0.attn_v.bias": np.ones(64, np.float32)}},
+            "has biases where a llama of transformers has none",
         ),
         ({"llama__attention__sliding_window": 512, "llama__rope__dimension_count": 16, "tensors": EMBEDDING}, "lacks"),
         (

@@ -326,14 +326,36 @@ def test_an_unknown_dtype_is_refused() -> None:
         load_model("x/y", "float8")
 
 
-def test_fields_of_other_families_are_not_heeded() -> None:
+@pytest.mark.parametrize(
+    ("family", "stray"),
+    [
+        (
+            "llama",
+            {
+                "query_pre_attn_scalar": 7,
+                "residual_multiplier": 0.1,
+                "no_rope_layers": [0, 0, 0],
+                "logits_scaling": 9.0,
+            },
+        ),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 0}),  # so in Qwen3-Coder
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}),
+        ("gemma2", {"hidden_act": "relu"}),
+    ],
+)
+def test_fields_of_other_families_are_not_heeded(family: str, stray: dict[str, Any]) -> None:
     """A config may carry any field; those that a family's model does not read change nothing."""
-    stray = {"query_pre_attn_scalar": 7, "residual_multiplier": 0.1, "no_rope_layers": [0, 0, 0], "logits_scaling": 9.0}
-    config = tiny_config("llama")
+    config = tiny_config(family)
     before = describe(config)
     for name, value in stray.items():
         setattr(config, name, value)
     assert describe(config) == before
+
+
+@pytest.mark.parametrize(("family", "width"), [("hy_v3", 96), ("exaone_moe", None)])
+def test_a_model_without_shared_experts_is_that_of_transformers(family: str, width: int | None) -> None:
+    mlp = describe(tiny_config(family, num_shared_experts=0)).layers[1].mlp
+    assert (mlp and mlp.intermediate_size) == width
 
 
 def test_a_layer_without_rope_is_described_as_such() -> None:
@@ -342,7 +364,9 @@ def test_a_layer_without_rope_is_described_as_such() -> None:
 
     assert ropes("smollm3") == [0, None, 0]
     assert ropes("exaone4") == ropes("cohere2") == [0, None, 0]  # the other layers are local
-    assert ropes("exaone4", sliding_window=None, layer_types=3 * ["full_attention"]) == [0, 0, 0]
+    full = 3 * ["full_attention"]
+    assert ropes("exaone4", layer_types=full) == ropes("cohere2", layer_types=full) == [None, None, None]
+    assert ropes("exaone4", sliding_window=None, layer_types=full) == [0, 0, 0]
     assert ropes("gemma3_text") == [0, 1, 1]  # numbered in the order of its config
 
 

@@ -484,6 +484,10 @@ def test_scales_of_another_block_size_are_a_sentence(plain: Path, tmp_path: Path
             r"its weights are rotated \(transform_config\)",
         ),
         (
+            compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16),
+            r"floats of 4 bits \(nvfp4-pack-quantized\), which csattn cannot read",
+        ),
+        (
             {
                 "quant_method": "compressed-tensors",
                 "config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}},

@@ -164,8 +164,9 @@ class HelperThreads:
             for number in range(len(self.threads) + 1, self._num_threads):
                 cpu = self._cpus[number - 1] if self._cpus is not None else None
                 name = f"{self._name}-{number}"
-                self.threads.append(threading.Thread(target=self._run, args=(number, cpu), name=name, daemon=True))
-                self.threads[-1].start()
+                thread = threading.Thread(target=self._run, args=(number, cpu), name=name, daemon=True)
+                thread.start()  # may fail; one that has not started cannot be joined
+                self.threads.append(thread)
 
     def wake(self) -> None:
         """Wake sleeping threads. Call it after opening work, or shortly before.

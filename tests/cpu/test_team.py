@@ -98,6 +98,24 @@ def test_threads_sleep_wake_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     team.close()
 
 
+def test_a_thread_that_does_not_start_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    counted, tape = np.zeros(7, np.int64), Tape()
+    tape.add(count, words(counted), len(counted))
+    closed, used = Team(3), Team(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for team in (closed, used):
+            with pytest.raises(RuntimeError, match="can't start"):
+                team.run(tape)
+    closed.close()
+    with used as team:
+        team.run(tape)
+        assert (counted == 1).all() and "2 of them hired" in repr(team)
+
+
 def test_a_failing_thread_makes_runs_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -229,6 +229,7 @@ class LayerChoice:
 class StepCount:
     """What a request has read so far, over all layers."""
 
+    tokens: int = 0  # that steps computed; rows from `write_rows` do not count
     searches: int = 0
     search_bytes: int = 0  # read by searches
     rest_bytes: int = 0  # read by attention to the rest
@@ -236,6 +237,7 @@ class StepCount:
     near_rows: float = 0.0  # resident rows per head, summed over layers and tokens
 
     def add(self, more: "StepCount") -> None:
+        self.tokens += more.tokens
         self.searches += more.searches
         self.search_bytes += more.search_bytes
         self.rest_bytes += more.rest_bytes

@@ -255,7 +255,7 @@ class CpuEngine:
         if model_selects_rows(shape):
             return Reading(SELECTOR, rows_read(shape, request.view.context_len, request.tail_len))
         read = request.count.far_rows + request.count.near_rows
-        return Reading(request.selector, read / max(1, request.tail_len * self.num_layers))
+        return Reading(request.selector, read / max(1, request.count.tokens * self.num_layers))
 
     def counts(self) -> EngineCounts:
         contexts = self._contexts.values()

@@ -308,7 +308,7 @@ class GpuEngine:
 
     def reading(self, slot: int) -> Reading:
         request = self._request(slot)
-        context_len, own = self._context_len(request.context_id), request.own_read / max(1, request.tail_len)
+        context_len, own = self._context_len(request.context_id), request.own_read / max(1, request.num_steps)
         if model_selects_rows(self.model.spec):
             return Reading(SELECTOR, rows_read(self.model.spec, context_len, request.tail_len))
         if self._placing.ready().shape.attends_all:

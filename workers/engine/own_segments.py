@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -93,7 +94,8 @@ class OwnSegments:
             self._making.append(_Making(iter(self._rows(end - segment_len, end))))
             self._num_begun += 1
         for number, segment in enumerate(self._making, self._num_begun - len(self._making)):
-            self._schedule(segment, self._num_due(tail_len - (number + 1) * segment_len))
+            with suppress(RuntimeError):  # no thread can be started now: the step that reads the segment must have one
+                self._schedule(segment, self._num_due(tail_len - (number + 1) * segment_len))
         in_use = self.num_segments(tail_len + 1)
         if in_use in self._joined:
             self._joined = {number: placed for number, placed in self._joined.items() if number >= in_use}
@@ -126,8 +128,8 @@ class OwnSegments:
 
     def _schedule(self, segment: _Making, num_layers: int) -> None:
         if num_layers > segment.num_scheduled:
-            segment.num_scheduled = num_layers
             segment.tasks.append(self._executor.submit(self._make, segment, num_layers))
+            segment.num_scheduled = num_layers
 
     def _finished(self, segment: _Making) -> Placed:
         self._schedule(segment, self._num_layers)

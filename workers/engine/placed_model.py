@@ -138,6 +138,11 @@ class PlacedModel:
         fits = artifact.spec.context_len <= self.shape.max_context_len
         return fits and artifact.spec.index_config == self.index_config
 
+    def require_same_index(self, artifact: Artifact) -> None:
+        """Raise ConfigError if the artifact's index is configured differently."""
+        if artifact.spec.index_config != self.index_config:
+            raise ConfigError("the artifacts have different index configurations; start an engine for each")
+
     def remove_context(self, context_id: int) -> None:
         """Unload a context. No step may be in flight."""
         self._wait()
@@ -162,8 +167,7 @@ class PlacedModel:
     def _require_fit(self, artifact: Artifact) -> None:
         artifact.require_model(self.model.fingerprint, self.model.geometry)
         artifact.require_tokenizer(self.model.tokenizer_hash)
-        if artifact.spec.index_config != self.index_config:
-            raise ConfigError("the artifacts have different index configurations; start an engine for each")
+        self.require_same_index(artifact)
         if artifact.spec.context_len > self.shape.max_context_len:
             raise ConfigError(
                 f"the context has {artifact.spec.context_len:,} rows, the engine was planned for "

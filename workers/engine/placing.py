@@ -43,11 +43,12 @@ class Placing:
     def start_for(self, artifact: Artifact, model: StepModel, is_used: bool) -> PlacedModel:
         """Return the placed model, planned again if the context does not fit and no max_context_len is set.
 
-        Raises MemoryPlanError if it has to be planned again but is_used.
+        Raises MemoryPlanError, or ConfigError for another index, if it has to be planned again but is_used.
         """
         placed = self.placed
         if placed is not None and not placed.has_room_for(artifact) and self._sizing.max_context_len is None:
             if is_used:
+                placed.require_same_index(artifact)
                 raise MemoryPlanError(
                     f"the context has {artifact.spec.context_len:,} rows, and while others are in use, memory is "
                     f"planned for contexts of up to {placed.shape.max_context_len:,}; set engine.max_context_len"

@@ -97,7 +97,7 @@ class RowPlan:
     def count(self, tail_lens: NDArray[np.int64], num_layers: int) -> None:
         """Add the step to the requests' counts, except what `PlainRows` counts."""
         for row, (request, tail_len) in enumerate(zip(self.requests, tail_lens.tolist(), strict=True)):
-            more, (first, second) = StepCount(rest_bytes=request.rest_bytes), request.near
+            more, (first, second) = StepCount(tokens=1, rest_bytes=request.rest_bytes), request.near
             own = self.owns[row]
             if own is not None:
                 more.search_bytes += sum(search_bytes(sketch, own.q.shape[1]) for sketch in own.sketches)

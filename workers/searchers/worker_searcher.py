@@ -71,13 +71,12 @@ class WorkerSearcher:
         self._background = BackgroundThread("searches-in-place")  # shares of workers lost during a step
         self._num_searched_here, self._fault = 0, ""
         self.worked_ns = 0  # the longest time that a worker spent on the last layer or step
-        self._supervisors = []
+        self._supervisors: list[Supervisor] = []
+        # also if it is garbage-collected without `close`, or one of the supervisors cannot be started
+        self._close = weakref.finalize(self, _close, os.getpid(), self._supervisors, self._own)
         for number in range(num_workers):
             make_spec = partial(_spec, number, threads_per_worker, cpus, spins_us[1])
             self._supervisors.append(Supervisor(launch, make_spec, int(spins_us[0] * 1e3), self._contexts))
-        self._close = weakref.finalize(
-            self, _close, os.getpid(), self._supervisors, self._own
-        )  # also if it is garbage-collected without `close`
         self._await_workers()
 
     def load(self, context_id: int, artifact: Artifact) -> None:

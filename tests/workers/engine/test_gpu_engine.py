@@ -416,6 +416,16 @@ def test_memory_is_planned_again_for_a_longer_context_that_is_alone(artifacts, m
         assert got == answer(on_cpu, 0, 1, QUESTIONS[1])
 
 
+def test_a_context_with_another_index_is_refused_for_that_beside_others(artifacts, tmp_path) -> None:
+    other = build_artifact(loaded(), token_ids(300), preset("lists"), tmp_path).path
+    with open_artifact(other) as lists, make_engine("device", max_context_len=None) as ready:
+        ready.add_context(0, artifacts[0])
+        with pytest.raises(ConfigError, match="different index configurations"):
+            ready.add_context(1, lists)
+        ready.remove_context(0)
+        ready.add_context(1, lists)
+
+
 def test_a_row_of_nan_has_no_next_token(artifacts: list[Artifact]) -> None:
     """The other row of the step has one."""
     engine = make_engine("device")

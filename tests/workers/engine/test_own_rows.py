@@ -72,6 +72,17 @@ def test_rows_are_copies_and_other_rows_stay_as_they_are(artifact) -> None:
         assert torch.equal(engine.read_rows(2, 0, 7)(), kept)
 
 
+def test_only_tokens_that_steps_computed_have_read(artifact) -> None:
+    with make_engine(artifact) as engine:
+        engine.open(0, 0, SearchConfig(), "full")
+        feed(engine, 0, TOKENS)
+        rows = engine.read_rows(0, 0, 100)()
+        engine.open(1, 0, SearchConfig(), "full")
+        engine.write_rows(1, rows)
+        feed(engine, 1, [5])
+        assert [engine.reading(slot).rows for slot in (0, 1)] == [500 + 50.5, 500 + 101]
+
+
 def test_more_rows_than_there_is_room_for_are_refused(artifact) -> None:
     with make_engine(artifact) as engine:
         engine.open(0, 0, SearchConfig(), "csattn")

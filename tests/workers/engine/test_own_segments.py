@@ -131,6 +131,29 @@ def test_plans_do_not_hold_on_to_sketches_of_fewer_segments(artifacts: list[Arti
         assert plan.owns[0].num_rows == 64 * 4
 
 
+def test_a_segment_is_made_once_its_thread_can_be_started(
+    artifacts: list[Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a row reads it, nothing fails; and a step that fails changes nothing."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    talk = Talk(0, CONFIG, "csattn", token_ids(90, seed=3).tolist(), 1)
+    with make_engine(artifacts[:1]) as engine:
+        want = alone(engine, talk)
+    with make_engine(artifacts[:1], max_rows=10) as engine, monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        engine.open(0, 0, CONFIG, "csattn")
+        steps = [[StepRow(0, i) for i in talk.question[start : start + 10]] for start in range(0, 90, 10)]
+        for rows in steps[:8]:
+            engine.step(rows)
+        with pytest.raises(RuntimeError, match="can't start"):
+            engine.step(steps[8])
+        patch.undo()
+        np.testing.assert_array_equal(engine.step(steps[8], want_logits=True).logits[-1], want.logits[0])
+
+
 def test_a_closed_slot_begins_anew(artifacts: list[Artifact]) -> None:
     talk = Talk(0, CONFIG, "csattn", token_ids(90, seed=3).tolist(), 3)
     with make_engine(artifacts[:1]) as engine:

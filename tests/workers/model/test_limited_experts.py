@@ -16,7 +16,7 @@ from csattn.errors import ModelError
 from csattn.models.families import FAMILIES, describe
 from csattn.models.quantized_model import drop_stale_quantized, round_weights
 from csattn.models.quantized_weight import Rounding
-from csattn.models.spec import ExpertsSpec
+from csattn.models.spec import Activation, ExpertsSpec
 from csattn.models.weights import ExpertWeights, Linear, _linear, _routed, by_expert
 from tests.tiny import make_model
 from tests.workers.model.quantized import make_quantized
@@ -197,8 +197,9 @@ def test_what_is_no_number_stays_none(run: Run) -> None:
 
 
 @pytest.mark.usefixtures("two_multiprocessors")
+@pytest.mark.parametrize("activation", ["limited", "clamped", "relu2"])
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 18])
-def test_an_mlp_in_few_bits_has_limits(batch_size: int) -> None:
+def test_an_mlp_in_few_bits_has_limits(batch_size: int, activation: Activation) -> None:
     """In CUDA C, and for more than eight rows in Triton. NaN stays NaN."""
     pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
     from workers.model.gpu.triton_ops import TritonOps
@@ -210,8 +211,8 @@ def test_an_mlp_in_few_bits_has_limits(batch_size: int) -> None:
     products = x.float() @ weight.decoded(torch.float32).T
     assert products[0].max() > 15 and products[0].min() < -15, "limits matter"
     got, want = torch.full((2, batch_size, 41), -1.0, device=DEVICE)
-    TritonOps(DEVICE).mlp(Normed(x), [gate_up], True, "limited", got)
-    TorchOps().mlp(Normed(x.float()), [gate_up], True, "limited", want)
+    TritonOps(DEVICE).mlp(Normed(x), [gate_up], True, activation, got)
+    TorchOps().mlp(Normed(x.float()), [gate_up], True, activation, want)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, equal_nan=True)
     assert got[-1].isnan().all() == (batch_size > 1) and not got[:1].isnan().any()
 

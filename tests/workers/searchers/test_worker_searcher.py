@@ -1,5 +1,6 @@
 """Workers choose what one thread chooses, however the work is divided; nothing piles up or is left behind."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from csattn.search import work
 from tests.workers.searchers.searching import Threads, make_artifact, make_step, search_layer, wait_until
 from workers.searchers import channel, step_searches, words, worker_searcher
 from workers.searchers.rendezvous import Rendezvous, connect
+from workers.searchers.supervisor import Supervisor
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher, choose_spins
 
@@ -237,6 +239,21 @@ def test_workers_that_end_before_they_come_up_are_told_of(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(SearchLostError, match="has ended with exit status 1"):
         WorkerSearcher(1)
+
+
+def test_workers_end_if_others_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def supervise(*arguments: object) -> Supervisor:
+        if supervisors:
+            raise RuntimeError("can't start new thread")
+        supervisors.append(Supervisor(*arguments))
+        return supervisors[0]
+
+    supervisors: list[Supervisor] = []
+    monkeypatch.setattr(worker_searcher, "Supervisor", supervise)
+    with pytest.raises(RuntimeError, match="can't start"):
+        WorkerSearcher(2, launch=Threads())
+    gc.collect()
+    assert not supervisors[0]._thread.is_alive()
 
 
 def test_closing_ends_workers_and_closing_twice_is_fine(store: Path) -> None:

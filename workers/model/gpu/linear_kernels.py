@@ -87,10 +87,11 @@ def linear_kernel(
 
 @triton.jit
 def gated_by(gate, up, ACTIVATION: tl.constexpr):
+    ALL: tl.constexpr = tl.PropagateNan.ALL  # NaN stays NaN
     if ACTIVATION == "clamped":
-        return activated(tl.minimum(gate, 7.0), "quick_gelu") * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
-    elif ACTIVATION == "limited":  # NaN stays NaN
-        ALL: tl.constexpr = tl.PropagateNan.ALL
+        gate = tl.minimum(gate, 7.0, propagate_nan=ALL)
+        return activated(gate, "quick_gelu") * (tl.clamp(up, -7.0, 7.0, propagate_nan=ALL) + 1.0)
+    elif ACTIVATION == "limited":
         gate = tl.minimum(gate, 10.0, propagate_nan=ALL)
         return activated(gate, "silu") * tl.clamp(up, -10.0, 10.0, propagate_nan=ALL)
     else:
@@ -106,9 +107,10 @@ def activated(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "quick_gelu":
         return x * tl.sigmoid(1.702 * x)
     elif ACTIVATION == "relu":
-        return tl.maximum(x, 0.0)
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "relu2":
-        return tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return positive * positive
     else:
         tl.static_assert(ACTIVATION == "none")
         return x

@@ -407,7 +407,8 @@ __device__ __forceinline__ float activated(float x, int activation) {
 __device__ __forceinline__ float gated_by(float gate, float up, int activation) {
     if (activation < CLAMPED) return activated(gate, activation) * up;
     const bool clamped = activation == CLAMPED;
-    gate = clamped ? fminf(gate, 7) : gate > 10 ? 10 : gate;  // with LIMITED, NaN stays NaN
-    up = clamped ? fminf(fmaxf(up, -7), 7) + 1 : up > 10 ? 10 : up < -10 ? -10 : up;
-    return activated(gate, clamped ? QUICK_GELU : SILU) * up;
+    const float limit = clamped ? 7 : 10;
+    gate = gate > limit ? limit : gate;  // NaN stays NaN
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return activated(gate, clamped ? QUICK_GELU : SILU) * (clamped ? up + 1 : up);
 }

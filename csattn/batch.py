@@ -42,9 +42,6 @@ class DeviceSelection:
 
     kv_indices: Tensor  # [batch_size, num_index_heads, max_top_k] int32, ascending, unique, -1 padded
     valid_len: Tensor  # [batch_size, num_index_heads] int32
-    # If kv_indices are the ids that a slot cache has returned: like them, the slot in which attention stores a row that
-    # it reads from the host, or -1. None: it stores none.
-    fills: Tensor | None = None
 
 
 def make_step_rows(batch_size: int, device: torch.device) -> StepRows:

@@ -16,13 +16,13 @@ class ReferenceSlotCache:
         self.num_kv_heads = num_kv_heads
         self.num_selected = self.num_found = self.num_moved = self.num_spilled = 0
 
-    def fetch(
+    def look_up(
         self,
         kv_indices: NDArray[np.int32],  # [batch, num_index_heads, max_top_k], ascending, -1 padded
         valid_len: NDArray[np.int32],  # [batch, num_index_heads]
         context_ids: NDArray[np.int32],  # [batch], -1: idle
     ) -> tuple[NDArray[np.int32], dict[tuple[int, int], list[tuple[int, int]]]]:
-        """Do `SlotCache.fetch`: return ids like kv_indices, and the (key, slot) moves of each context and KV head."""
+        """Do `SlotCache.look_up`: return ids like kv_indices, and the (key, slot) moves of each context and KV head."""
         ids = np.full_like(kv_indices, -1)
         moved = {}
         group = kv_indices.shape[1] // self.num_kv_heads

@@ -1,19 +1,15 @@
-// Fetches selected rows into an LRU slot cache, without the host: finds which are on the device, chooses which rows the
-// missing ones evict, and copies the missing ones from the host.
+// The lookup of an LRU slot cache, without the host: which selected rows are on the device, which are moved there, and
+// which rows they evict.
 //
 // A thread block cluster of CLUSTER blocks serves one KV head of one loaded context, for all rows of the batch that
 // continue it. Rows that are selected and cached stay. Missing rows evict the least recently used slots, lower ones
 // first on ties. The nth missing row, in the order (batch row, index head, position in its list), takes the nth slot,
 // in slot order. A row that gets no slot stays on the host ("spilled"), and its entry in `ids` says so.
 //
-// The warp that has a moved row's entry copies it. If a single list selects rows of the context's head, attention, which
-// has to read them anyway, may do it instead: the entry then says that the row is on the host, and `fills` to which slot
-// it is to be copied.
-//
 // Most writes to global memory come at the end, because a cluster barrier waits until earlier writes are visible.
 //
 // Compiled for THREADS, CLUSTER, NUM_KV_HEADS, HEADS_PER_KV (index heads), MAX_TOP_K, NUM_SLOTS, CAPACITY (rows of
-// the longest context), ROW_BYTES (a multiple of 16), BATCH, BLOCK_SLOTS (slots of a block: a multiple of THREADS).
+// the longest context), ROW_BYTES, BATCH, BLOCK_SLOTS (slots of a block: a multiple of THREADS).
 
 #include "slot_ages.cuh"
 
@@ -26,11 +22,6 @@ constexpr int kGroup = kShare < 4 ? kShare : 4;  // rounds whose loads are in fl
 constexpr int kRounds = (kShare + kGroup - 1) / kGroup * kGroup;
 constexpr int kUnrolledGroups = kRounds <= kFewRounds ? kRounds / kGroup : 1;
 
-// Rows are copied in pieces of 16 bytes, one a lane.
-constexpr unsigned kPieces = ROW_BYTES / 16, kPasses = (kPieces + 31) / 32;
-constexpr unsigned kSideBySide = kPieces < 32 ? 32 / kPieces : 1;  // rows that a warp's lanes copy at the same time
-constexpr unsigned kInFlight = kPasses < 4 ? 4 / kPasses : 1;      // so often, before the first is stored
-
 struct Head {
     int* slot_of_key;  // [CAPACITY]; -1: not on the device
     int* key_of_slot;  // [NUM_SLOTS]; -1: empty
@@ -42,7 +33,7 @@ struct Entry {
     int list_place;  // index in kv_indices and ids
     int id;          // first the key, finally the value of `ids`
     int slot;        // being loaded
-    int moved;       // first which of the moved rows it is, finally that row's key; -1: this entry moves none
+    int nth;         // which of the moved rows it is; -1: this entry moves none
 };
 
 __device__ void find_rows(Shared& s, const int* context_ids, int batch, int context) {
@@ -108,12 +99,12 @@ __device__ __forceinline__ void use_slots(const Head& h, Shared& s, Slots& slots
     atomicAdd(&s.num_missing, num_missing);
 }
 
-// Marks takers with moved = 0: entries whose row is missing and that claimed it first. They get slots while any are left.
+// Marks takers with nth = 0: entries whose row is missing and that claimed it first. They get slots while any are left.
 __device__ __forceinline__ void find_takers(const Head& h, Shared& s, Entry (&entries)[kRounds]) {
     int num_takers = 0;
     for_entries(h, entries, [&](Entry& entry, int number) {
-        if (entry.id <= -2 && (kLists == 1 || __ldcg(h.slot_of_key - 2 - entry.id) == kClaim + number)) entry.moved = 0;
-        num_takers += __popc(__ballot_sync(ALL_LANES, entry.moved == 0));
+        if (entry.id <= -2 && (kLists == 1 || __ldcg(h.slot_of_key - 2 - entry.id) == kClaim + number)) entry.nth = 0;
+        num_takers += __popc(__ballot_sync(ALL_LANES, entry.nth == 0));
     });
     if (h.at.lane > 0) return;
     s.takers_of[h.at.warp] = num_takers;
@@ -122,60 +113,27 @@ __device__ __forceinline__ void find_takers(const Head& h, Shared& s, Entry (&en
 
 // Assigns slots to takers in order; gives up the claims of those that get none.
 __device__ __forceinline__ void assign_slots(const Head& h, Shared& s, const Slots& slots, int num_moved,
-                                             Entry (&entries)[kRounds]) {
+                                             int* from_rows, int* to_rows, Entry (&entries)[kRounds]) {
     int taken = sum_of_first(s.takers, h.at.rank, h.at.lane) + sum_of_first(s.takers_of, h.at.warp, h.at.lane);
     const int num_served = max(0, min(num_moved - taken, s.takers_of[h.at.warp]));
     if (h.at.lane == 0) atomicAdd(&s.num_served, num_served);
     for_entries(h, entries, [&](Entry& entry, int) {
-        const unsigned takers = __ballot_sync(ALL_LANES, entry.moved == 0);
+        const unsigned takers = __ballot_sync(ALL_LANES, entry.nth == 0);
         const int nth = taken + lanes_before(takers, h.at.lane);
         taken += __popc(takers);
-        if (entry.moved < 0) return;
-        entry.moved = nth < num_moved ? nth : -1;
+        if (entry.nth < 0) return;
+        entry.nth = nth < num_moved ? nth : -1;
         if (nth < num_moved) entry.slot = slots.replaced_as(nth);
         if (nth >= num_moved && kLists > 1) h.slot_of_key[-2 - entry.id] = -1;
     });
     for_entries(h, entries, [&](Entry& entry, int) {
-        if (entry.moved < 0) return;
+        if (entry.nth < 0) return;
         const int key = -2 - entry.id;
         h.slot_of_key[key] = entry.slot;
         h.key_of_slot[entry.slot] = key;
-        entry.moved = key;
+        from_rows[entry.nth] = key;
+        to_rows[entry.nth] = entry.slot;
         entry.id = entry.slot;
-    });
-}
-
-// Copies this warp's moved rows into their slots. from, to: addresses of the head's rows on the host and of its slots.
-__device__ __forceinline__ void copy_rows(const Head& h, u64 from, u64 to, Entry (&entries)[kRounds]) {
-    const unsigned beside = h.at.lane / kPieces, first = h.at.lane % kPieces;  // which row, and its first piece
-    for_entries(h, entries, [&](const Entry& entry, int) {
-        unsigned left = __ballot_sync(ALL_LANES, entry.moved >= 0);
-#pragma unroll 1
-        while (left) {
-            uint4 pieces[kInFlight][kPasses];
-            u64 target[kInFlight];
-#pragma unroll
-            for (unsigned i = 0; i < kInFlight; ++i) {
-                int owner = -1;  // the lane that has the entry
-#pragma unroll
-                for (unsigned j = 0; j < kSideBySide; ++j) {
-                    if (j == beside) owner = __ffs(left) - 1;
-                    left &= left - 1;
-                }
-                const u64 key = __shfl_sync(ALL_LANES, entry.moved, owner & 31);
-                const u64 slot = __shfl_sync(ALL_LANES, entry.id, owner & 31);
-                target[i] = owner < 0 ? 0 : to + slot * ROW_BYTES + first * 16;
-#pragma unroll
-                for (unsigned pass = 0; pass < kPasses; ++pass)
-                    if (owner >= 0 && first + 32 * pass < kPieces)
-                        pieces[i][pass] = read_once(from + key * ROW_BYTES + (first + 32 * pass) * 16);
-            }
-#pragma unroll
-            for (unsigned i = 0; i < kInFlight; ++i)
-#pragma unroll
-                for (unsigned pass = 0; pass < kPasses; ++pass)
-                    if (target[i] && first + 32 * pass < kPieces) write_once(target[i] + 512 * pass, pieces[i][pass]);
-        }
     });
 }
 
@@ -208,7 +166,7 @@ __device__ __forceinline__ void forget_old_keys(const Head& h, const int (&old_k
         if (old_key[round] >= 0) h.slot_of_key[old_key[round]] = -1;
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) fetch_rows(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) look_up_rows(
     const int* __restrict__ kv_indices,   // [BATCH, NUM_KV_HEADS * HEADS_PER_KV, MAX_TOP_K]
     const int* __restrict__ valid_len,    // [BATCH, NUM_KV_HEADS * HEADS_PER_KV]
     const int* __restrict__ context_ids,  // [BATCH]
@@ -219,7 +177,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const unsigned long long* __restrict__ host_rows,  // [num_contexts] addresses of [NUM_KV_HEADS, context_len] rows
     const long long* __restrict__ context_lens,        // [num_contexts]
     int* ids,                             // [BATCH, NUM_KV_HEADS * HEADS_PER_KV, MAX_TOP_K]
-    int* fills,                           // like ids; -1: nothing to copy. Null: all rows are copied here
+    int* counts, unsigned long long* from, unsigned long long* to,  // [BATCH, NUM_KV_HEADS] lists of rows to move
+    int* from_rows, int* to_rows,         // [BATCH, NUM_KV_HEADS, NUM_SLOTS]
     unsigned long long* statistics) {     // [4] entries, found, moved, spilled
     extern __shared__ Slots slots[];      // one, this block's
     __shared__ Shared s;
@@ -237,7 +196,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (context < 0)
         for (int i = at.rank * THREADS + threadIdx.x; i < HEADS_PER_KV * MAX_TOP_K; i += CLUSTER * THREADS)
             ids[list * HEADS_PER_KV * MAX_TOP_K + i] = -1;
-    if (context < 0 || (kLists > 1 && s.rows[0] != (int)blockIdx.z)) return;  // the context's first batch row serves all
+    if (context < 0 || (kLists > 1 && s.rows[0] != (int)blockIdx.z)) {  // the context's first batch row serves all
+        if (at.rank == 0 && threadIdx.x == 0) counts[list] = 0;
+        return;
+    }
 
     const int head = context * NUM_KV_HEADS + blockIdx.y;
     const int num_entries = kLists == 1 ? MAX_TOP_K : s.num_rows * HEADS_PER_KV * MAX_TOP_K;
@@ -262,31 +224,29 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int num_moved = find_threshold(at, s);
     replace_slots(at, s, *slots, old_key);
     cluster_sync();  // the evicted slots are known
-    assign_slots(h, s, *slots, num_moved, entries);
+    assign_slots(h, s, *slots, num_moved, from_rows + list * NUM_SLOTS, to_rows + list * NUM_SLOTS, entries);
     if (kLists == 1) done_reading();
     forget_old_keys(h, old_key);
 #pragma unroll 1
     for (int i = threadIdx.x; i < BLOCK_SLOTS / 16; i += THREADS) slot_ages[i] = ((const uint4*)slots->ages)[i];
-    if (kLists > 1) {
+    if (kLists == 1) {
+        wait_for_readers();
+    } else {
         cluster_sync();  // all moved rows have their slots
         share_slots(h, s, entries);
     }
-    const bool copied_later = fills && (kLists == 1 || s.num_rows * HEADS_PER_KV == 1);
     for_entries(h, entries, [&](const Entry& entry, int number) {
-        if (number >= h.end) return;
-        const bool filled = copied_later && entry.moved >= 0;
-        ids[entry.list_place] = filled ? -2 - entry.moved : entry.id;
-        if (fills) fills[entry.list_place] = filled ? entry.id : -1;
+        if (number < h.end) ids[entry.list_place] = entry.id;
     });
-    if (!copied_later)
-        copy_rows(h, host_rows[context] + blockIdx.y * context_lens[context] * ROW_BYTES,
-                  slot_rows + (long long)head * NUM_SLOTS * ROW_BYTES, entries);
-    if (kLists == 1) wait_for_readers();
 
     __syncthreads();
     if (threadIdx.x > 0) return;
     atomicAdd(statistics, (unsigned long long)(s.num_found + s.num_missing));
     atomicAdd(statistics + 1, (unsigned long long)s.num_found);
     atomicAdd(statistics + 3, (unsigned long long)(s.num_missing - s.num_served));
-    if (at.rank == 0) atomicAdd(statistics + 2, (unsigned long long)num_moved);
+    if (at.rank > 0) return;
+    atomicAdd(statistics + 2, (unsigned long long)num_moved);
+    counts[list] = num_moved;
+    from[list] = host_rows[context] + blockIdx.y * context_lens[context] * ROW_BYTES;
+    to[list] = slot_rows + (long long)head * NUM_SLOTS * ROW_BYTES;
 }

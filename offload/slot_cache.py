@@ -1,27 +1,26 @@
 """An LRU cache of context rows on the device, managed by the device: only selected rows that are missing are moved.
 
-The host enqueues and never waits, so fetches can be part of a captured CUDA graph.
+The host enqueues and never waits, so a lookup and the gather of missing rows can be part of a captured CUDA graph.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from csattn.cuda import CudaKernel, cuda_kernel, limits
 from offload.errors import OffloadError
+from offload.gather import RowGather, RowLists, make_row_lists
 
 NEVER_USED = 127  # the age of an empty slot; `slot_ages.cuh` has the others
 _CLUSTER, _THREADS = 8, 512  # thread blocks of a cluster, which serves one KV head, and threads of each
 _SINGLE_BLOCK_THREADS = 1024  # threads of the single block per KV head on GPUs without clusters
 _FEW_ROUNDS, _ENTRY_BYTES = 16, 16  # as in the kernel: with more rounds a thread's data is in local memory
 _RESIDENT_THREADS = 2048 * 148  # the most that a device runs at once
-_PIECE_BYTES = 16  # one load of a thread that copies a row
-_ID_SETS = 3  # fetches whose ids are valid at the same time
-_MOST_IDS = 1 << 31  # of a fetch: indices in its lists are int32
+_LIST_SETS = 3  # lookups whose lists and ids are valid at the same time
+_MOST_IDS = 1 << 31  # of a lookup: indices in its lists are int32
 _SOURCE = Path(__file__).with_name("slot_cache.cu")
 
 
@@ -37,8 +36,7 @@ class SlotCacheShape:
     num_slots: int  # rows on the device per layer, context and KV head
     max_top_k: int
     max_batch: int
-    row_bytes: int  # K and V of one key, in any format: a multiple of 16
-    reader_fills: bool = False  # rows that one list alone selects are left to their reader to copy: see `Fetched.fills`
+    row_bytes: int  # K and V of one key, in any format
 
     def __post_init__(self) -> None:
         assert self.num_index_heads % self.num_kv_heads == 0
@@ -47,11 +45,6 @@ class SlotCacheShape:
             raise OffloadError(
                 f"a slot cache of {self.num_slots:,} rows per KV head was requested; its kernel supports up to "
                 f"{max_slots():,} on this GPU: choose a smaller slot cache"
-            )
-        if self.row_bytes <= 0 or self.row_bytes % _PIECE_BYTES:
-            raise OffloadError(
-                f"rows of {self.row_bytes} bytes cannot be fetched: they have to be a multiple of {_PIECE_BYTES}; "
-                "choose a head_dim and dtype for which it is, or a placement without a slot cache"
             )
         num_ids = self.max_batch * self.num_index_heads * self.max_top_k
         if num_ids >= _MOST_IDS:
@@ -94,13 +87,14 @@ def slot_cache_bytes(shape: SlotCacheShape) -> int:
     """Return the device memory of a `SlotCache` of that shape."""
     heads = shape.num_layers * shape.num_contexts * shape.num_kv_heads
     state = heads * (shape.num_slots * 4 + shape.padded_slots + shape.context_capacity * 4)
+    lists = shape.max_batch * shape.num_kv_heads * (8 * shape.num_slots + 20)
     ids = shape.max_batch * shape.num_index_heads * shape.max_top_k * 4
     table = shape.num_layers * (shape.num_contexts * 8 + 32) + shape.num_contexts * 8
-    return heads * shape.num_slots * shape.row_bytes + state + table + _ID_SETS * ids * (1 + shape.reader_fills)
+    return heads * shape.num_slots * shape.row_bytes + state + table + _LIST_SETS * (lists + ids)
 
 
 def stack_bytes(shape: SlotCacheShape) -> int:
-    """Return the device memory that the driver reserves at the first fetch for the kernel's local memory.
+    """Return the device memory that the driver reserves at the first lookup for the kernel's local memory.
 
     It is what a thread cannot hold in registers, for as many threads as the device can run at once.
     """
@@ -112,19 +106,18 @@ def stack_bytes(shape: SlotCacheShape) -> int:
     return -(-held // 16) * 16 * _RESIDENT_THREADS
 
 
-class Fetched(NamedTuple):
-    """Where the selected rows are. The third fetch after it overwrites its tensors."""
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The result of a lookup. The third lookup after it overwrites its tensors."""
 
     # a slot of the row's context and KV head; -2 - key: the row has to be read from the host; -1: padding
     ids: Tensor  # [batch, num_index_heads, max_top_k] int32
-    # like ids: the slot to which the reader has to copy the row that it reads from the host, before the layer's next
-    # fetch, or -1; None: the fetch copies all rows
-    fills: Tensor | None
+    moves: RowLists  # batch * num_kv_heads lists of rows, to be gathered before any of these slots is read
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
-    """Sums over all fetches of one layer."""
+    """Sums over all lookups of one layer."""
 
     num_selected: int  # entries of the selections
     num_found: int  # entries whose row was on the device already
@@ -155,10 +148,12 @@ class SlotCache:
         self._ages = full((*heads, shape.padded_slots), 0, torch.uint8)
         self._ages[..., : shape.num_slots] = NEVER_USED
         self._statistics = full((shape.num_layers, 4), 0, torch.int64)
-        self._ids = full((_ID_SETS, shape.max_batch, shape.num_index_heads, shape.max_top_k), -1)
-        self._fills = torch.empty_like(self._ids) if shape.reader_fills else None
-        self._num_fetches = 0
+        num_lists = shape.max_batch * shape.num_kv_heads
+        self._lists = [make_row_lists(num_lists, shape.num_slots, device) for _ in range(_LIST_SETS)]
+        self._ids = full((_LIST_SETS, shape.max_batch, shape.num_index_heads, shape.max_top_k), -1)
+        self._num_lookups = 0
         self._blocks, self._kernels = _blocks(), {1: _kernel(shape, 1)}
+        self._gather = RowGather(shape.row_bytes, num_lists)
 
     def __repr__(self) -> str:
         s = self.shape
@@ -184,22 +179,23 @@ class SlotCache:
         self._key_of_slot[:, context_id] = -1
         self._ages[:, context_id, :, : self.shape.num_slots] = NEVER_USED
 
-    def fetch(
+    def look_up(
         self,
         layer_idx: int,
         kv_indices: Tensor,  # [batch, num_index_heads, max_top_k] int32, ascending, unique, below the context's length
         valid_len: Tensor,  # [batch, num_index_heads] int32; indices from there on are ignored
         context_ids: Tensor,  # [batch] int32, -1: idle
-    ) -> Fetched:
-        """Enqueue the copies of a layer's selected rows that are missing into slots, as far as slots suffice."""
+    ) -> Lookup:
+        """Look up the selected rows of a layer, and assign slots to missing ones. It moves no row: see `fetch`."""
         shape = self.shape
         batch = kv_indices.shape[0]
         assert batch <= shape.max_batch and kv_indices.shape[1:] == (shape.num_index_heads, shape.max_top_k)
         assert kv_indices.dtype == valid_len.dtype == context_ids.dtype == torch.int32
         assert kv_indices.is_contiguous() and valid_len.is_contiguous() and context_ids.is_contiguous()
-        turn = self._num_fetches % _ID_SETS
-        self._num_fetches += 1
-        fetched = Fetched(self._ids[turn, :batch], None if self._fills is None else self._fills[turn, :batch])
+        turn = self._num_lookups % _LIST_SETS
+        self._num_lookups += 1
+        ids = self._ids[turn, :batch]
+        lists = RowLists(*(of_all[: batch * shape.num_kv_heads] for of_all in self._lists[turn]))
         if batch not in self._kernels:
             self._kernels[batch] = _kernel(shape, batch)
         blocks, threads = self._blocks
@@ -215,10 +211,31 @@ class SlotCache:
             self.rows[layer_idx],
             self.host_addresses[layer_idx],
             self.context_lens,
-            *fetched,
+            ids,
+            *lists,
             self._statistics[layer_idx],
         )
-        return fetched
+        return Lookup(ids, lists)
+
+    def fetch(
+        self,
+        layer_idx: int,
+        kv_indices: Tensor,
+        valid_len: Tensor,
+        context_ids: Tensor,
+        link: torch.cuda.Stream | None = None,  # the stream of the gather; None: the current one
+    ) -> Tensor:
+        """Look up the selected rows and gather missing ones into their slots, as far as slots suffice.
+
+        Returns `Lookup.ids`. The gather must finish before the layer's next lookup, and before the third lookup of any
+        layer.
+        """
+        lookup = self.look_up(layer_idx, kv_indices, valid_len, context_ids)
+        if link is not None:
+            link.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(link):  # None keeps the current stream
+            self._gather.launch(lookup.moves)
+        return lookup.ids
 
     def statistics(self) -> list[LayerStatistics]:
         """Return the counts of each layer since the cache was made or `clear_statistics`. Waits for the device."""
@@ -242,4 +259,4 @@ def _kernel(shape: SlotCacheShape, batch: int) -> CudaKernel:
         "BATCH": batch,
         "BLOCK_SLOTS": shape.block_slots,
     }
-    return cuda_kernel(_SOURCE, "fetch_rows", defines, _block_bytes(blocks, shape.block_slots))
+    return cuda_kernel(_SOURCE, "look_up_rows", defines, _block_bytes(blocks, shape.block_slots))

@@ -24,7 +24,7 @@ from csattn.attention import device as attention
 from csattn.attention import every_row
 from csattn.search.device import compiling
 from csattn.share import Share
-from offload import slot_cache, step_mail
+from offload import gather, slot_cache, step_mail
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu.emulated import Emulator
 from tests.workers.engine.emulated_engine import ignore
@@ -62,7 +62,7 @@ def main(kernels: str, recording: str, meeting: str, rank: str) -> None:
 
 
 def _emulate(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(patch, compiling, attention, every_row, slot_cache, step_mail)
+    emulator.stand_in(patch, compiling, attention, every_row, gather, slot_cache, step_mail)
     for module in (workload, placements, split):
         patch.setattr(module, "DTYPE", torch.float32)
     for module in (placements, split):

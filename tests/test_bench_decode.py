@@ -42,7 +42,7 @@ from csattn.index import LayerIndex
 from csattn.models.families import describe
 from csattn.search.device import compiling, index_shape, to_device
 from csattn.sketch import SketchIndex
-from offload import slot_cache, step_mail
+from offload import gather, slot_cache, step_mail
 from offload.codecs.formats import KvFormat
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
@@ -263,7 +263,7 @@ def make_op(
 
 @pytest.fixture
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, compiling, attention, every_row, slot_cache, step_mail, other_methods)
+    emulator.stand_in(monkeypatch, compiling, attention, every_row, gather, slot_cache, step_mail, other_methods)
     if DEVICE.type == "cpu":  # the emulation has no tensor cores
         for module in (workload, placements, other_steps):
             monkeypatch.setattr(module, "DTYPE", torch.float32)

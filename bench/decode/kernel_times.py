@@ -29,7 +29,8 @@ PURPOSES = {
     "write_keys": "select",
     "attend_rest": "rest",
     "fetch_selections": "wait",  # for the CPU, in placement `host`
-    "fetch_rows": "gather",
+    "look_up_rows": "gather",
+    "gather_rows": "gather",
     "attend_step": "attend",
     "low_bit": "attend",
 }

@@ -103,7 +103,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const int* resident_rows_per_head,
     const char* tails,       // [num_tails, NUM_KV_HEADS, tail_capacity, 2, HEAD_DIM]
     const int* kv_indices,   // [batch_size, ROW_UNITS / SHARES, max_top_k]
-    const int* fills,        // like kv_indices: the far row that a spilled row becomes, or -1; null: none does
     const int* valid_len,    // [batch_size, ROW_UNITS / SHARES]
     const int* context_ids,  // [batch_size]; -1: none, only the tail
     const int* tail_ids, const int* tail_lens,  // [batch_size]; a length of 0: the step's row is idle
@@ -208,11 +207,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         attention.clear();
 #pragma unroll 1
         for (int tile = unit.warps_tile(split), end = unit.first_tile(split + 1); tile < end; tile += WARPS) {
-            const int position = Unit::position(tile);
-            const int fill = fills && (unsigned)position < unit.far_len ? fills[unit.ids - kv_indices + position] : -1;
             wait_for_copies<STAGES - 1>();
             __syncwarp();  // the other lanes' copies have arrived too
-            store_filled(slot, unit, fill);
 #if CODED
             decode_rows(slot, min(unit.num_coded(tile), TILE));
 #endif

@@ -157,8 +157,7 @@ class DeviceAttention:
         resident: RowSource,  # all of its rows are attended to
         tails: Tensor,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
         far: RowSource,
-        # ids >= 0 are rows of `far`, ids <= -2 rows -2 - id of `spill`, which are stored as rows `fills` of `far`
-        far_rows: DeviceSelection,
+        far_rows: DeviceSelection,  # ids >= 0 are rows of `far`, ids <= -2 rows -2 - id of `spill`
         rows: StepRows,
         out: Tensor,  # like q
         spill: RowSource | None = None,  # None: no id is negative
@@ -177,8 +176,6 @@ class DeviceAttention:
         assert far.addresses.shape[0] > 0
         assert all(source.addresses.shape == far.addresses.shape for source in sources)
         assert all(x.is_contiguous() for x in (q, out, tails, far_rows.kv_indices, far_rows.valid_len))
-        fills = far_rows.fills
-        assert fills is None or (fills.shape == self._selection_shape and fills.is_contiguous())
         assert (sinks is not None) == self._has_sinks
         table, num_rows = (None, None) if moments is None else (moments.table, moments.num_rows)
         assert (() if table is None else table.shape[1:]) == self._moments_shape
@@ -189,7 +186,6 @@ class DeviceAttention:
             *(x for source in sources for x in (source.addresses, source.rows_per_head)),
             tails,
             far_rows.kv_indices,
-            fills,
             far_rows.valid_len,
             rows.context_ids,
             rows.tail_ids,

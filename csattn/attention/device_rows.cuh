@@ -130,16 +130,3 @@ __device__ void copy_next(unsigned slot, Tiles& tiles, int& id) {
     }
     end_copy_group();
 }
-
-// Store those of a tile's rows that have come from the host and become far rows. fill: of the lane's row.
-__device__ void store_filled(unsigned tile, const Unit& unit, int fill) {
-    const int lane = threadIdx.x % 32;
-    const char* rows = (const char*)__cvta_shared_to_generic(tile);
-#pragma unroll 1
-    for (unsigned left = __ballot_sync(ALL_LANES, lane < TILE && fill >= 0); left; left &= left - 1) {
-        const int r = __ffs(left) - 1;
-        const u64 to = unit.far + (long long)__shfl_sync(ALL_LANES, fill, r) * CONTEXT_ROW_BYTES;
-        for (int c = lane; c < CONTEXT_ROW_BYTES / 16; c += 32)
-            write_once(to + c * 16, *(const uint4*)(rows + r * PITCH + c * 16));
-    }
-}

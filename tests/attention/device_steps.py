@@ -176,7 +176,6 @@ class OnDevice:
         self.q, self.tails = step.q.to(self.device), step.tails.to(self.device)
         on_device = [[kv.to(self.device) for kv in side] for side in (step.resident, step.far)]
         self._kept = (*on_device, [kv.pin_memory() if DEVICE.type == "cuda" else kv for kv in step.spill])
-        self.kept_far: list[Tensor] = self._kept[1]
         self.resident, self.far, self.spill = (make_row_source(side, self.device) for side in self._kept)
         self.far_rows = DeviceSelection(
             step.far_rows.kv_indices.to(self.device), step.far_rows.valid_len.to(self.device)

@@ -234,30 +234,6 @@ def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
         assert torch.equal(attend_on_device(step.take(batch_rows)), whole[batch_rows])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 48, 256])
-def test_rows_from_the_host_are_stored_as_told(dtype: torch.dtype, head_dim: int) -> None:
-    step = make_step(Shape(dtype=dtype, head_dim=head_dim), CONTEXTS, MIXED, num_spilled=40)
-    want = attend_on_device(step)
-    on_device, ids = OnDevice(step), step.far_rows.kv_indices
-    fills = torch.full_like(ids, -1)
-    stored = [kv.clone() for kv in step.far]
-    for b, context in enumerate(step.rows.context_ids.tolist()):
-        for head in range(ids.shape[1]) if context >= 0 else []:
-            key_of = -2 - ids[b, head]
-            spilled = (key_of >= 0).nonzero().flatten()[::2].tolist()  # every other one stays on the host only
-            unread = stored[context][head].isnan().all(-1).all(-1).nonzero().flatten().tolist()
-            for place, slot in zip(spilled, unread, strict=False):
-                fills[b, head, place] = slot
-                stored[context][head, slot] = step.spill[context][head, key_of[place]]
-    assert (fills >= 0).sum() > 50
-    on_device.far_rows = replace(on_device.far_rows, fills=fills.to(DEVICE))
-    on_device.attend()
-    assert torch.equal(on_device.out.cpu(), want)
-    for got, wanted in zip(on_device.kept_far, stored, strict=True):
-        assert torch.equal(got.cpu().view(torch.uint8), wanted.view(torch.uint8))
-
-
 def test_a_rows_bits_do_not_depend_on_where_its_rows_lie() -> None:
     step = make_step(LONG, LONG_CONTEXTS, LONG_BATCH)
     want = attend_on_device(step)

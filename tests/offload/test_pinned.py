@@ -12,9 +12,9 @@ from torch import Tensor
 
 from offload import pinned
 from offload.errors import PinningError
+from offload.gather import RowGather, make_row_lists
 from offload.host_memory import allocate_rows, copy_rows
 from offload.pinned import PinnedRows
-from offload.slot_cache import SlotCache, SlotCacheShape
 from tests.offload.soundness import check
 
 PAGE = 4096
@@ -188,44 +188,32 @@ def test_copies_are_equal_and_elsewhere() -> None:
         assert torch.equal(layer, copy) and layer.data_ptr() != copy.data_ptr() and copy.dtype == layer.dtype
 
 
-def is_read_by_the_device(rows: PinnedRows) -> bool:
+def gathers(rows: PinnedRows) -> bool:
     """Return whether the device reads the same bytes as the host."""
     layer = rows.layers[-1]
-    num_heads, num_rows = layer.shape[:2]
-    cache = SlotCache(
-        SlotCacheShape(
-            num_layers=1,
-            num_contexts=1,
-            num_kv_heads=num_heads,
-            num_index_heads=num_heads,
-            context_capacity=num_rows,
-            num_slots=num_rows,
-            max_top_k=num_rows,
-            max_batch=1,
-            row_bytes=layer[0, 0].nbytes,
-        ),
-        torch.device("cuda"),
-    )
-    cache.load_context(0, rows.addresses[-1:], num_rows)
-    keys = torch.arange(num_rows, dtype=torch.int32, device="cuda").expand(1, num_heads, -1).contiguous()
-    valid_len = torch.full((1, num_heads), num_rows, dtype=torch.int32, device="cuda")
-    ids = cache.fetch(0, keys, valid_len, torch.zeros(1, dtype=torch.int32, device="cuda")).ids
-    heads = torch.arange(num_heads, device="cuda")[:, None]
-    fetched = cache.rows[0, 0][heads, ids[0].long()].view(layer.dtype).view(layer.shape)
+    num_rows, row_bytes = layer[0, :, 0, 0].numel(), layer[0, 0].nbytes
+    lists = make_row_lists(1, num_rows, torch.device("cuda"))
+    target = torch.zeros_like(layer[0], device="cuda")
+    lists.counts.fill_(num_rows)
+    lists.from_addresses.fill_(rows.addresses[-1])
+    lists.to_addresses.fill_(target.data_ptr())
+    lists.from_rows.copy_(torch.arange(num_rows))
+    lists.to_rows.copy_(torch.arange(num_rows))
+    RowGather(row_bytes, 1).launch(lists)
     # copied to separate pages: a copy to memory that shares a page with pinned rows is refused
-    return torch.equal(allocate_rows(1, fetched.shape, fetched.dtype)[0].copy_(fetched), layer)
+    return torch.equal(allocate_rows(1, target.shape, target.dtype)[0].copy_(target), layer[0])
 
 
 @pytest.mark.gpu
 def test_the_device_reads_pinned_rows_and_read_only_maps(tmp_path: Path) -> None:
     rows = PinnedRows(make_layers(3, 5001), chunk_bytes=1 << 18)
     check(rows)
-    assert rows.pinned and is_read_by_the_device(rows)
+    assert rows.pinned and gathers(rows)
     rows.close()
     mapped = read_only_map(tmp_path / "kv", torch.randn(2, 5001, 2, 16))
     rows = PinnedRows([mapped])
     print(rows)
-    assert rows.pinned and is_read_by_the_device(rows)
+    assert rows.pinned and gathers(rows)
     torch.cuda.synchronize()
     rows.close()
 
@@ -235,7 +223,7 @@ def test_a_failed_registration_leaves_no_error_behind() -> None:
     layers = make_layers()
     first = PinnedRows(layers)
     second = PinnedRows(layers)  # registering the same pages again is refused, so they are copied
-    assert first.how == "in place" and second.how.startswith("a copy") and is_read_by_the_device(second)
+    assert first.how == "in place" and second.how.startswith("a copy") and gathers(second)
     torch.zeros(3, device="cuda").add_(1)
     torch.cuda.synchronize()
     first.close()

@@ -21,7 +21,7 @@ def test_every_selected_row_is_in_its_slot_or_named(
     contents = {head: list(keys) for head, keys in cache.key_of_slot.items()}
     for _ in range(60):
         step = make_step(rng, popularity, batch, max_top_k=16)
-        ids, moved = cache.fetch(*step)
+        ids, moved = cache.look_up(*step)
         for head, pairs in moved.items():
             for key, slot in pairs:
                 contents[head][slot] = key
@@ -39,7 +39,7 @@ def test_every_selected_row_is_in_its_slot_or_named(
 
 
 def select(cache: ReferenceSlotCache, *keys: int) -> tuple[list[int], list[tuple[int, int]]]:
-    ids, moved = cache.fetch(
+    ids, moved = cache.look_up(
         np.array([[keys]], np.int32).reshape(1, 1, -1), np.array([[len(keys)]], np.int32), np.zeros(1, np.int32)
     )
     return ids[0, 0].tolist(), moved[0, 0]

@@ -5,10 +5,9 @@ import gc
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from offload import slot_cache
+from offload import gather, slot_cache
 from offload.cuda import host_register, host_unregister
 from offload.errors import OffloadError
 from offload.reference import ReferenceSlotCache
@@ -22,7 +21,7 @@ from tests.offload.soundness import check
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the kernels on the CPU if there is no GPU."""
-    emulator.stand_in(monkeypatch, slot_cache)
+    emulator.stand_in(monkeypatch, slot_cache, gather)
     if DEVICE.type == "cpu":  # emulating each thread of a block takes time
         monkeypatch.setattr(slot_cache, "_THREADS", 128)
 
@@ -110,82 +109,42 @@ def num_steps(shape: SlotCacheShape) -> int:
     return 40 if shape.num_slots < 1000 else 8
 
 
-@pytest.mark.parametrize("reader_fills", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_fetches_agree_with_the_definition(name: str, reader_fills: bool, rng: np.random.Generator) -> None:
-    shape = make_shape(**CASES[name], reader_fills=reader_fills)
+def test_lookups_agree_with_the_definition(name: str, rng: np.random.Generator) -> None:
+    shape = make_shape(**CASES[name])
     cache = SlotCache(shape, DEVICE)
     reference = ReferenceSlotCache(shape.num_contexts, shape.num_kv_heads, shape.num_slots)
     context_lens = [shape.context_capacity, shape.context_capacity - 1][: shape.num_contexts]
-    sources = [random_rows(shape, context_len, rng) for context_len in context_lens]
-    for context, (context_len, rows) in enumerate(zip(context_lens, sources, strict=True)):
-        cache.load_context(context, [0, rows.data_ptr()], context_len)
+    for context, context_len in enumerate(context_lens):
+        cache.load_context(context, [4096 * (context + 1), 64 * (context + 1)], context_len)
     popularity = rng.standard_normal((shape.num_contexts, shape.num_index_heads, min(context_lens)))
-    num_filled = 0
     for step_idx in range(num_steps(shape)):
         step = make_step(rng, popularity, shape.max_batch, shape.max_top_k)
-        want_ids, _ = reference.fetch(*step)
-        ids, fills = cache.fetch(1, *(torch.from_numpy(part).to(DEVICE) for part in step))
-        assert (fills is not None) == reader_fills
-        if fills is not None:
-            num_filled += fill_as_told(cache, ids, fills, step[2], sources)
-        np.testing.assert_array_equal(ids.cpu().numpy(), want_ids, err_msg=f"step {step_idx}")
+        want_ids, want_moved = reference.look_up(*step)
+        lookup = cache.look_up(1, *(torch.from_numpy(part).to(DEVICE) for part in step))
+        np.testing.assert_array_equal(lookup.ids.cpu().numpy(), want_ids, err_msg=f"step {step_idx}")
         check(cache)
-        for (context, head), keys in reference.key_of_slot.items():
-            want_rows = sources[context][head, torch.tensor(keys).clamp(min=0)]
-            want_rows[torch.tensor(keys) < 0] = 0  # an empty slot, which nobody has written
-            assert torch.equal(cache.rows[1, context, head], want_rows), f"step {step_idx}"
-    assert not cache.rows[0].any()
+        moved = lookup.moves
+        counts = moved.counts.view(-1, shape.num_kv_heads).tolist()
+        assert sum(map(sum, counts)) == sum(map(len, want_moved.values()))
+        for (context, head), pairs in want_moved.items():
+            list_idx = int(np.flatnonzero(step[2] == context)[0]) * shape.num_kv_heads + head
+            count = int(moved.counts[list_idx])
+            got = torch.stack([moved.from_rows[list_idx, :count], moved.to_rows[list_idx, :count]], -1)
+            assert got.tolist() == [list(pair) for pair in pairs]
+            source = 64 * (context + 1) + head * context_lens[context] * shape.row_bytes
+            assert int(moved.from_addresses[list_idx]) == source
+            assert int(moved.to_addresses[list_idx]) == cache.rows[1, context, head].data_ptr()
     statistics = cache.statistics()
     assert statistics[0].num_selected == 0
     r, s = reference, statistics[1]
     assert (s.num_selected, s.num_found) == (r.num_selected, r.num_found)
     assert (s.num_moved, s.num_spilled) == (r.num_moved, r.num_spilled)
-    if shape.max_batch == 1 and shape.num_index_heads == shape.num_kv_heads:
-        assert num_filled == reader_fills * s.num_moved
-
-
-def fill_as_told(
-    cache: SlotCache, ids: Tensor, fills: Tensor, context_ids: NDArray[np.int32], sources: list[Tensor]
-) -> int:
-    """Do what a reader of layer 1 does: copy rows from their context's to slots, and call them by these from now on.
-
-    Returns how many rows it has copied. Each is the only list's that selects rows of its context's head.
-    """
-    group = ids.shape[1] // cache.shape.num_kv_heads
-    entries = fills.cpu().numpy().copy()
-    entries[context_ids < 0] = -1  # of idle rows nothing is written
-    filled = np.argwhere(entries >= 0).tolist()
-    for b, index_head, place in filled:
-        context, head = int(context_ids[b]), index_head // group
-        assert group == 1 and (context_ids == context).sum() == 1
-        key, slot = -2 - int(ids[b, index_head, place]), int(fills[b, index_head, place])
-        cache.rows[1, context, head, slot] = sources[context][head, key]
-        ids[b, index_head, place] = slot
-    return len(filled)
 
 
 @pytest.mark.parametrize("name", ["index heads share", "slots of all blocks"])
 def test_one_block_decides_where_there_are_no_clusters(name: str, rng: np.random.Generator, as_ampere: None) -> None:
-    for reader_fills in (False, True):
-        test_fetches_agree_with_the_definition(name, reader_fills, rng)
-
-
-@pytest.mark.parametrize("row_bytes", [16, 48, 128, 384, 512, 528, 1152, 4096])
-def test_rows_of_any_size_are_copied(row_bytes: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CASES, "rows", {"num_slots": 90, "row_bytes": row_bytes})
-    test_fetches_agree_with_the_definition("rows", False, rng)
-
-
-def test_rows_that_no_thread_can_copy_are_refused() -> None:
-    with pytest.raises(OffloadError, match=r"136 bytes cannot be fetched: they have to be a multiple of 16"):
-        make_shape(row_bytes=136)
-
-
-def random_rows(shape: SlotCacheShape, context_len: int, rng: np.random.Generator) -> Tensor:
-    """Return a layer's rows [num_kv_heads, context_len, row_bytes] of bytes that are never 0."""
-    rows = rng.integers(1, 256, (shape.num_kv_heads, context_len, shape.row_bytes), dtype=np.uint8)
-    return torch.from_numpy(rows).to(DEVICE)
+    test_lookups_agree_with_the_definition(name, rng)
 
 
 def numbered_rows(shape: SlotCacheShape, device: torch.device | None = None) -> Tensor:
@@ -222,7 +181,7 @@ def wrong_rows(cache: SlotCache, ids: Tensor, rows: Tensor, keys: Tensor, contex
     ],
 )
 def test_thousands_of_replayed_steps_never_give_a_wrong_row(changes: dict[str, int], num_steps: int) -> None:
-    """One captured graph makes random selections, fetches them from pinned memory, and compares the rows."""
+    """One captured graph makes random selections, looks them up, gathers from pinned memory, and compares the rows."""
     shape = make_shape(num_layers=1, **changes)
     host_rows = numbered_rows(shape)
     rows = host_rows.to(DEVICE)
@@ -245,7 +204,7 @@ def test_thousands_of_replayed_steps_never_give_a_wrong_row(changes: dict[str, i
             selected = torch.arange(top_k, device=DEVICE) < valid_len[..., None]
             keys = torch.where(selected, scores.topk(top_k).indices, shape.context_capacity).sort().values
             keys = torch.where(keys < shape.context_capacity, keys, -1).int()
-            ids = cache.fetch(0, keys, valid_len, context_ids).ids
+            ids = cache.fetch(0, keys, valid_len, context_ids)
             wanted = torch.where((context_ids >= 0)[:, None, None], keys, -1)
             num_wrong.add_(wrong_rows(cache, ids, rows, wanted, context_ids))
 
@@ -280,7 +239,7 @@ def test_a_reloaded_context_is_not_mistaken_for_the_one_before(rng: np.random.Ge
     cache.fetch(0, *selection, context_ids)
     cache.load_context(1, [second[1].data_ptr()], 997)
     check(cache)
-    ids = cache.fetch(0, *selection, context_ids).ids
+    ids = cache.fetch(0, *selection, context_ids)
     now = torch.stack([first[0], second[1]])
     assert int(wrong_rows(cache, ids, now, keys, context_ids)) == 0
     moved = [cache.statistics()[0].num_moved, int(valid_len.sum()) + int(valid_len[0].sum())]

@@ -25,11 +25,14 @@ class FarRows:
         """sources: the rows of each layer."""
         self._sources = sources
 
-    def fetch(self, layer_idx: int, selection: DeviceSelection, context_ids: Tensor) -> DeviceSelection:
-        """Enqueue the copies of the selected rows to the device. Return their ids in `source`, or in `spill`.
-
-        Rows with `fills` are copied by the layer's attention, which must follow.
-        """
+    def fetch(
+        self,
+        layer_idx: int,
+        selection: DeviceSelection,
+        context_ids: Tensor,
+        link: torch.cuda.Stream | None = None,  # for the copies; None: the current stream
+    ) -> DeviceSelection:
+        """Enqueue the copies of the selected rows to the device. Return their ids in `source`, or in `spill`."""
         return selection
 
     def source(self, layer_idx: int) -> RowSource:
@@ -116,9 +119,15 @@ class CachedRows(FarRows):
         self.cache.reset(context_id)
         del self._kv[context_id]
 
-    def fetch(self, layer_idx: int, selection: DeviceSelection, context_ids: Tensor) -> DeviceSelection:
-        fetched = self.cache.fetch(layer_idx, selection.kv_indices, selection.valid_len, context_ids)
-        return DeviceSelection(fetched.ids, selection.valid_len, fetched.fills)
+    def fetch(
+        self,
+        layer_idx: int,
+        selection: DeviceSelection,
+        context_ids: Tensor,
+        link: torch.cuda.Stream | None = None,
+    ) -> DeviceSelection:
+        ids = self.cache.fetch(layer_idx, selection.kv_indices, selection.valid_len, context_ids, link)
+        return DeviceSelection(ids, selection.valid_len)
 
     def spill(self, layer_idx: int) -> RowSource | None:
         return self._spills[layer_idx]
@@ -150,9 +159,6 @@ def cache_shape(shape: EngineShape, num_slots: int) -> SlotCacheShape:
         max_top_k=shape.max_top_k,
         max_batch=max(shape.batch_sizes),
         row_bytes=shape.context_row_bytes,
-        # With lookahead, rows are copied while the layer before is computed. Otherwise attention copies those that a
-        # single group of query heads reads.
-        reader_fills=not shape.search.lookahead and shape.attention_shares == 1,
     )
 
 

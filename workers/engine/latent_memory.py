@@ -174,7 +174,7 @@ class CachedLatents:
         batch_size, top_k = to.places.shape
         contexts, tails = rows.context_ids, rows.tail_ids
         self._count.launch((batch_size, 1, 1), _THREADS, seen.chosen, contexts, lens, to.num_far, top_k)
-        slots = self.cache.fetch(layer_idx, seen.chosen[:, None], to.num_far, contexts).ids
+        slots = self.cache.fetch(layer_idx, seen.chosen[:, None], to.num_far, contexts)
         shape = self._shape
         self._place.launch(
             (-(-top_k // _THREADS), batch_size, 1),

@@ -71,7 +71,7 @@ class SearchOnDevice(AttendChosen):
             for size, search in self._searches.items():
                 assert isinstance(search, DeviceSearch) and isinstance(search.scores, SketchPass)
                 self._passes[size] = search.scores
-        # fetches rows beside attention to the rest by its codes; None: no rows are fetched
+        # copies rows beside attention to the rest by its codes; None: no rows are copied
         self._copy_stream: torch.cuda.Stream | None = None
         if far.cross_link and device.type == "cuda":  # an emulated device runs everything in order
             self._copy_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -136,14 +136,11 @@ class SearchOnDevice(AttendChosen):
         self._attend(layer_idx, q, fetched.rows, rows, out)
 
     def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> "_Fetched":
-        """Enqueue the search on the current stream, and the fetch of the rows that it selects."""
+        """Enqueue the search on the current stream, and the copies of the rows that it selects."""
         selection, search_ids = self.chosen(layer_idx, rows), self._schedule.search_ids(rows)
         self._searches[rows.batch_size].search(q, self.indexes, layer_idx, search_ids, selection, rows.top_ks)
         self._schedule.distribute_choices(layer_idx, selection, rows)
-        if self._copy_stream is not None:
-            self._copy_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copy_stream):  # None changes nothing
-            fetched = self.far.fetch(layer_idx, selection, rows.context_ids)
+        fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._copy_stream)
         copied = self._copy_stream.record_event() if self._copy_stream else None
         return _Fetched(fetched, self._search_stream.record_event() if self._search_stream else None, copied)
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from csattn.attention.device import RowCoding
-from csattn.attention.device_blocks import num_shares
 from csattn.config import RestKind, SearchConfig
 from csattn.errors import ConfigError
 from csattn.models.spec import CompressedSpec, LatentSpec
@@ -99,11 +98,6 @@ class EngineShape:
         """The shape of a context's rows in a search of all keys."""
         group_size = self.num_q_heads // self.num_kv_heads
         return RowsShape(num_index_heads=self.num_kv_heads, group_size=group_size, head_dim=self.head_dim)
-
-    @property
-    def attention_shares(self) -> int:
-        """The number of parts in which attention takes the query heads that share a selection: each reads its rows."""
-        return num_shares(self.num_q_heads // self.num_index_heads, self.head_dim, self.dtype, self.rest)
 
     @property
     def row_bytes(self) -> int:

@@ -7,7 +7,7 @@ import pytest
 from csattn.attention import device as attention
 from csattn.attention import every_row
 from csattn.search.device import compiling
-from offload import slot_cache, step_mail
+from offload import gather, slot_cache, step_mail
 from offload.budget import AvailableMemory
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
@@ -16,7 +16,7 @@ from workers.engine import draws, gpu_engine, latent_memory, placed_model, split
 
 def emulate(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulate a device until the test ends. Does nothing if there is a device."""
-    modules = compiling, attention, every_row, slot_cache, step_mail, latent_memory, draws
+    modules = compiling, attention, every_row, gather, slot_cache, step_mail, latent_memory, draws
     emulator.stand_in(monkeypatch, *modules)
     if DEVICE.type == "cuda":
         return

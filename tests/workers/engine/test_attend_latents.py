@@ -14,7 +14,7 @@ from csattn.lightning.mla.rows import SelectedRows
 from csattn.lightning.topk import device as topk_device
 from csattn.models.latent import LatentQueries, attend_latents, choose_rows
 from csattn.models.spec import IndexerSpec, LatentSpec
-from offload import slot_cache
+from offload import gather, slot_cache
 from offload.host_memory import copy_rows
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
@@ -76,7 +76,7 @@ def test_rows_attend_to_what_the_model_chooses(
     kernels: None, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, model: str, placement: str
 ) -> None:
     """Also over a context loaded where another was unloaded. Memory that no row sees is NaN."""
-    emulator.stand_in(monkeypatch, slot_cache, latent_memory)
+    emulator.stand_in(monkeypatch, gather, slot_cache, latent_memory)
     monkeypatch.setattr(own_choice, "ROWS_AT_ONCE", 2)  # as many rows as see the longer context
     layers, generator = MODELS[model], torch.Generator().manual_seed(3)
     shape = make_shape(len(layers), layers[0])

@@ -12,7 +12,7 @@ from csattn.config import SearchConfig, preset
 from csattn.search import SearchPool
 from csattn.search.device import compiling
 from index_build.pipeline import build_artifact
-from offload import slot_cache, step_mail
+from offload import gather, slot_cache, step_mail
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.search.shapes import shape_of
@@ -26,7 +26,7 @@ CONFIG = SearchConfig(keep=0.1, window_len=16)
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, compiling, attention, slot_cache, step_mail)
+    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail)
 
 
 @pytest.fixture(scope="module")

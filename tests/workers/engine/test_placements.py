@@ -19,7 +19,7 @@ from csattn.search import SearchPool
 from csattn.search.device import compiling, to_device
 from csattn.selectors import resolve_rest
 from index_build.pipeline import build_artifact
-from offload import slot_cache, step_mail
+from offload import gather, slot_cache, step_mail
 from offload.codecs.codec import KvCodec
 from offload.codecs.formats import KvFormat
 from offload.host_memory import copy_rows
@@ -48,7 +48,7 @@ NUM_STEPS = 4
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, compiling, attention, every_row, slot_cache, step_mail)
+    emulator.stand_in(monkeypatch, compiling, attention, every_row, gather, slot_cache, step_mail)
 
 
 @pytest.fixture(scope="module")

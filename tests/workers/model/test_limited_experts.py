@@ -151,7 +151,7 @@ def test_of_experts_with_equal_scores_the_first_are_chosen(run: Run) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by Triton's interpreter
 @KINDS
 def test_rows_choose_only_the_experts_of_their_token_in_the_table(run: Run) -> None:
-    """The memory around the table holds invalid expert ids. An idle row gets the experts of token 0, whatever its logits are."""
+    """Memory around the table holds invalid expert ids. An idle row gets the experts of token 0, for any logits."""
     spec = EXPERTS["by_token"]
     weights, buffer = make_choice(spec, 7), torch.full((9, spec.num_chosen), 10**6, dtype=torch.int32, device=DEVICE)
     assert weights.by_token is not None

@@ -68,7 +68,7 @@ def test_compressed_keys_have_the_same_bits_however_tokens_are_chunked(ratio: in
     assert [len(x) for x in singles] == [int((i + 1) % ratio == 0) for i in range(len(kv))]
 
 
-def test_the_indexers_keys_lie_on_the_fp4_grid() -> None:
+def test_indexer_keys_are_fp4_values() -> None:
     weights = make_weights(4)
     keys = indexer_keys(Compressor(weights).append(*make_tokens(weights, 64)))
     assert keys.dtype == torch.bfloat16

@@ -204,7 +204,7 @@ def test_stages_wait_only_for_stages_that_they_depend_on() -> None:
     assert waits[True] == [0, 1, 1, 1, 1, 1, 0, 0, 0, 1, 0]
 
 
-def test_weights_of_another_dtype_than_the_models_are_read_in_theirs() -> None:
+def test_weights_of_another_dtype_than_the_models_are_read_in_that_dtype() -> None:
     """The weights of an indexer's heads are float32 in bfloat16 models."""
     x, weight, out = torch.randn(3, 70), torch.randn(21, 70), torch.full((3, 21), torch.nan)
     ops = TapeOps("bfloat16", np.array([3]))

@@ -17,7 +17,7 @@ def make(num_heads: int, num_rows: int, head_dim: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("kv_len", [0, 1, 31, 32, 33, 257])
 @pytest.mark.parametrize(("q_len", "head_dim"), [(1, 64), (7, 60), (33, 16)])
-def test_attend_agrees_with_the_definition(kv_len: int, q_len: int, head_dim: int) -> None:
+def test_attend_equals_the_definition(kv_len: int, q_len: int, head_dim: int) -> None:
     q, k, v = make(3, q_len, head_dim, 1), make(3, kv_len, head_dim, 2), make(3, kv_len, head_dim, 3)
     out, lse = attend(q, k, v, SCALE)
     want_out, want_lse = reference.attend(q, k, v, SCALE)
@@ -33,7 +33,7 @@ def test_attend_reads_rows_whose_keys_and_values_interleave() -> None:
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
 
 
-def test_masked_rows_do_not_count() -> None:
+def test_masked_rows_do_not_contribute() -> None:
     q, k, v = make(2, 4, 16, 1), make(2, 40, 16, 2), make(2, 40, 16, 3)
     mask = torch.zeros(4, 40, dtype=torch.bool)
     mask[:, ::3] = True
@@ -70,7 +70,7 @@ def test_a_query_that_sees_no_row_gets_zeros_and_minus_infinity() -> None:
 
 
 @pytest.mark.parametrize("cap", [None, 30.0])
-def test_a_query_that_is_no_number_gets_none(cap: float | None) -> None:
+def test_a_nan_query_gets_nan_and_affects_no_other(cap: float | None) -> None:
     q, k, v = make(2, 4, 16, 1), make(2, 40, 16, 2), make(2, 40, 16, 3)
     q[0, 1, 2, 5] = torch.nan
     for out, lse in (attend(q, k, v, SCALE, logit_cap=cap), reference.attend(q, k, v, SCALE, logit_cap=cap)):
@@ -79,7 +79,7 @@ def test_a_query_that_is_no_number_gets_none(cap: float | None) -> None:
 
 @pytest.mark.parametrize(("past", "chunk_len"), [(0, 1), (0, 17), (1, 1), (40, 1), (40, 9), (3, 64)])
 @pytest.mark.parametrize("group_size", [1, 3])
-def test_a_chunk_attends_to_all_rows_up_to_each_of_its_own(past: int, chunk_len: int, group_size: int) -> None:
+def test_chunked_attention_is_causal_attention_over_all_rows(past: int, chunk_len: int, group_size: int) -> None:
     kv_len = past + chunk_len
     k, v = make(2, kv_len, 16, 2)[0], make(2, kv_len, 16, 3)[0]
     q = make(2 * group_size, chunk_len, 16, 1)[0]
@@ -91,7 +91,7 @@ def test_a_chunk_attends_to_all_rows_up_to_each_of_its_own(past: int, chunk_len:
 
 
 @pytest.mark.parametrize("kv_len", [0, 9])
-def test_a_chunk_of_no_tokens_gives_nothing(kv_len: int) -> None:
+def test_attention_of_an_empty_chunk_is_empty(kv_len: int) -> None:
     rows = torch.randn(2, kv_len, 16)
     assert attend_chunk(torch.randn(4, 0, 16), rows, rows, SCALE).shape == (4, 0, 16)
 

@@ -55,7 +55,7 @@ def rows_of_all_kinds(dtype: torch.dtype, head_dim: int) -> list[Row]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("text", FORMS)
-def test_bits_are_those_of_the_decoded_rows(text: str, dtype: torch.dtype) -> None:
+def test_attention_to_coded_rows_has_the_bits_of_decoded_ones(text: str, dtype: torch.dtype) -> None:
     codec = KvCodec(KvFormat.parse(text), 32)
     coded, plain = zip(*(code(row, codec) for row in rows_of_all_kinds(dtype, 32)), strict=True)
     got = run(list(coded))
@@ -64,13 +64,13 @@ def test_bits_are_those_of_the_decoded_rows(text: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("head_dim", [15, 80, 128])
-def test_any_head_dim_that_the_format_takes(head_dim: int) -> None:
+def test_attention_to_coded_rows_has_the_bits_of_decoded_ones_for_any_head_dim(head_dim: int) -> None:
     codec = KvCodec(KvFormat.parse("fp8"), head_dim)
     coded, plain = zip(*(code(row, codec) for row in rows_of_all_kinds(torch.float32, head_dim)), strict=True)
     assert torch.equal(run(list(coded)), run(list(plain)))
 
 
-def test_bits_do_not_depend_on_what_is_beside_a_row() -> None:
+def test_a_rows_bits_do_not_depend_on_rows_of_other_formats_in_the_step() -> None:
     """A step may have rows over contexts of different formats."""
     rows: list[Row] = []
     for row, text in zip(rows_of_all_kinds(torch.float32, 64), FORMS, strict=False):
@@ -80,7 +80,7 @@ def test_bits_do_not_depend_on_what_is_beside_a_row() -> None:
     assert torch.equal(run(rows[::-1]).flip(0), alone)
 
 
-def test_q8_0_is_near_to_what_was_coded() -> None:
+def test_attention_to_q8_0_rows_is_within_0_02_of_the_original() -> None:
     row = make_row(torch.float32, (6, 2, 2), 64, 500, (4, 400), 90, 5, 8)
     coded, _ = code(row, KvCodec(KvFormat.parse("q8_0"), 64))
     torch.testing.assert_close(run([coded])[0], row.want(), rtol=0, atol=0.02)

@@ -33,7 +33,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
     emulator.stand_in(monkeypatch, device, multiprocessors=5)
 
 
-def test_any_placement_of_a_contexts_rows_is_attention_over_all_of_them() -> None:
+def test_the_definition_for_any_placement_of_rows_is_attention_over_all_of_them() -> None:
     shape = Shape(dtype=torch.float64, max_top_k=50)
     kv, q = make_kv(shape, 90), torch.randn(1, shape.num_q_heads, shape.head_dim).double()
     step = make_step(shape, [(90, 30)], [(0, 10, 50)])
@@ -51,7 +51,7 @@ def test_any_placement_of_a_contexts_rows_is_attention_over_all_of_them() -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [16, 256])
-def test_logits_are_capped_and_sinks_take_their_share(dtype: torch.dtype, head_dim: int) -> None:
+def test_device_attention_applies_logit_cap_and_sinks(dtype: torch.dtype, head_dim: int) -> None:
     step = make_step(Shape(dtype=dtype, head_dim=head_dim), CONTEXTS, MIXED, num_spilled=5)
     step = replace(step, q=4 * step.q, logit_cap=2.5, sinks=4 + torch.randn(8))
     want, got = step.wanted(), attend_on_device(step)
@@ -64,7 +64,7 @@ def test_logits_are_capped_and_sinks_take_their_share(dtype: torch.dtype, head_d
 @pytest.mark.parametrize(
     "reach", [Reach(num_rows=1), Reach(num_rows=23), Reach(num_rows=9, chunked=True), Reach(num_rows=500)]
 )
-def test_rows_within_reach_alone_are_seen(reach: Reach) -> None:
+def test_device_attention_reads_only_rows_within_reach(reach: Reach) -> None:
     """Attention reads the rows of the context and of the tail that are within reach, and no others."""
     lens = [300, 77, 500]
     contexts = [(length, min(length, reach.num_rows)) for length in lens]
@@ -87,12 +87,12 @@ def test_rows_within_reach_alone_are_seen(reach: Reach) -> None:
     assert_close(attend_on_device(step), want)
 
 
-def test_rows_that_attend_to_nothing_are_zero() -> None:
+def test_rows_that_attend_to_nothing_are_zero_in_the_definition() -> None:
     step = make_step(Shape(), [(9, 0)], [(-1, 0, 0), (0, 0, 0)])
     assert not step.wanted().any()
 
 
-def test_a_source_tells_addresses_and_lengths() -> None:
+def test_a_row_source_holds_addresses_and_lengths() -> None:
     contexts = [make_kv(Shape(), num_rows) for num_rows in (7, 3)]
     source = make_row_source(contexts, torch.device("cpu"))
     assert source.addresses.tolist() == [kv.data_ptr() for kv in contexts]
@@ -109,7 +109,9 @@ def test_a_source_tells_addresses_and_lengths() -> None:
         ({"dtype": torch.float64}, "not torch.float64"),
     ],
 )
-def test_a_shape_that_the_kernel_does_not_take_is_refused(changed: dict[str, object], message: str) -> None:
+def test_head_shapes_and_dtypes_that_the_kernel_does_not_support_are_refused(
+    changed: dict[str, object], message: str
+) -> None:
     plan: dict[str, object] = {"num_q_heads": 8, "num_kv_heads": 2, "num_index_heads": 2, "head_dim": 64}
     plan |= {"dtype": torch.float32, "batch_size": 1, "max_top_k": 1, "tail_capacity": 1}
     with pytest.raises(ConfigError, match=message):
@@ -117,7 +119,7 @@ def test_a_shape_that_the_kernel_does_not_take_is_refused(changed: dict[str, obj
 
 
 @pytest.mark.large_gpu
-def test_wide_heads_are_shared_out_where_a_block_has_no_room_for_all() -> None:
+def test_wide_heads_are_split_over_blocks_if_one_has_too_little_shared_memory() -> None:
     assert device_blocks.num_shares(8, 512, torch.float32, "moments") == 2
     for dtype, rest in ((torch.float32, "sketch"), (torch.bfloat16, "moments")):
         assert device_blocks.num_shares(8, 512, dtype, rest) == 1
@@ -125,7 +127,7 @@ def test_wide_heads_are_shared_out_where_a_block_has_no_room_for_all() -> None:
         assert blocks.shared_bytes <= limits().block_bytes and blocks.num_splits >= 3
 
 
-def test_a_small_gpu_shares_more_of_them_out(as_ampere: None) -> None:
+def test_blocks_of_a_small_gpu_take_fewer_heads_to_fit_shared_memory(as_ampere: None) -> None:
     for head_dim, dtype in ((192, torch.bfloat16), (512, torch.bfloat16), (256, torch.float32)):
         for rest in ("none", "moments", "sketch"):
             shares = device_blocks.num_shares(8, head_dim, dtype, rest)
@@ -148,7 +150,7 @@ SHAPES += [(24, 2, 2, 64), (11, 1, 1, 16)]  # groups of several units each
     ("num_q_heads", "num_kv_heads", "num_index_heads", "head_dim", "dtype"),
     crossed(SHAPES, [torch.float32, torch.float16, torch.bfloat16]),
 )
-def test_agrees_with_the_definition(
+def test_device_attention_equals_the_definition(
     num_q_heads: int, num_kv_heads: int, num_index_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     skip_where_refused(head_dim, dtype)
@@ -164,14 +166,14 @@ def test_agrees_with_the_definition(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_agrees_where_rows_are_cut_into_splits(dtype: torch.dtype) -> None:
+def test_device_attention_over_several_splits_equals_the_definition(dtype: torch.dtype) -> None:
     step = make_step(replace(LONG, dtype=dtype), LONG_CONTEXTS, LONG_BATCH, num_spilled=20)
     assert_close(attend_on_device(step), step.wanted())
 
 
 @pytest.mark.large_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_agrees_where_a_block_collects_more_parts_than_it_has_had_tiles(
+def test_merging_more_parts_than_a_block_has_tiles_equals_the_definition(
     dtype: torch.dtype, emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulator.stand_in(monkeypatch, device, multiprocessors=60)
@@ -184,7 +186,7 @@ def test_agrees_where_a_block_collects_more_parts_than_it_has_had_tiles(
 
 @pytest.mark.large_gpu
 @pytest.mark.parametrize("num_segments", [1, 5, 16])
-def test_a_rest_has_a_part_for_each_segment_also_where_heads_are_wide(num_segments: int) -> None:
+def test_each_sketch_segment_has_a_rest_part_even_for_wide_heads(num_segments: int) -> None:
     for heads, head_dim, row_units in ((4, 128, 8), (8, 128, 4), (8, 64, 8), (2, 128, 16), (6, 256, 4), (8, 256, 2)):
         blocks = device_blocks.plan_blocks(
             132, row_units, row_units, heads, head_dim, torch.bfloat16, "sketch", num_segments
@@ -195,21 +197,21 @@ def test_a_rest_has_a_part_for_each_segment_also_where_heads_are_wide(num_segmen
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 255, 256, 257, 2047, 2048, 2049, 4095, 4097])
-def test_agrees_around_the_sizes_of_tiles_and_splits(num_rows: int) -> None:
+def test_device_attention_equals_the_definition_around_tile_and_split_sizes(num_rows: int) -> None:
     shape = Shape(num_q_heads=8, num_kv_heads=8, num_index_heads=8, max_top_k=5000, dtype=torch.float16)
     step = make_step(shape, [(5000, 0)], [(0, 0, num_rows)])
     assert_close(attend_on_device(step), step.wanted())
 
 
 @pytest.mark.parametrize("num_contexts", [32, 33, 70])
-def test_agrees_where_each_row_has_a_context_of_its_own(num_contexts: int) -> None:
+def test_device_attention_with_a_context_per_row_equals_the_definition(num_contexts: int) -> None:
     contexts = [(50 + 3 * i, i % 5) for i in range(num_contexts)]
     batch = [(num_contexts - 1 - i, i % 7, 40 + i % 11) for i in range(num_contexts)]
     step = make_step(Shape(), contexts, batch)
     assert_close(attend_on_device(step), step.wanted())
 
 
-def test_large_scores_do_not_overflow() -> None:
+def test_large_logits_do_not_overflow_on_the_device() -> None:
     step = make_step(Shape(), CONTEXTS, MIXED)
     step = replace(step, q=step.q * 300)
     assert_close(attend_on_device(step), step.wanted())
@@ -217,7 +219,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cap", [None, 30.0])
-def test_what_is_not_finite_is_told_and_reaches_no_other_head(dtype: torch.dtype, cap: float | None) -> None:
+def test_a_nan_query_gives_nan_and_affects_no_other_head(dtype: torch.dtype, cap: float | None) -> None:
     step = replace(make_step(Shape(dtype=dtype), CONTEXTS, MIXED), logit_cap=cap)
     q = step.q.clone()
     q[0, 1, 3] = torch.nan
@@ -227,14 +229,14 @@ def test_what_is_not_finite_is_told_and_reaches_no_other_head(dtype: torch.dtype
     assert torch.equal(out, sound)
 
 
-def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
+def test_a_rows_device_attention_has_the_same_bits_in_any_batch() -> None:
     step = make_step(LONG, LONG_CONTEXTS, LONG_BATCH, num_spilled=20)
     whole = attend_on_device(step)
     for batch_rows in ([0], [3], [4, 1], [2, 2, 0, 0, 1, 3, 4, 0, 1]):
         assert torch.equal(attend_on_device(step.take(batch_rows)), whole[batch_rows])
 
 
-def test_a_rows_bits_do_not_depend_on_where_its_rows_lie() -> None:
+def test_attention_has_the_same_bits_wherever_its_rows_are_stored() -> None:
     step = make_step(LONG, LONG_CONTEXTS, LONG_BATCH)
     want = attend_on_device(step)
     slots = [torch.randperm(kv.shape[1]) for kv in step.far]  # the slot of each row
@@ -281,7 +283,7 @@ def without_first(step: Step, tail_starts: list[int]) -> Step:
 
 
 @pytest.mark.parametrize("reach", [None, Reach(num_rows=9), Reach(num_rows=7, chunked=True)])
-def test_the_first_rows_of_a_tail_may_lie_elsewhere(reach: Reach | None) -> None:
+def test_a_tail_may_lack_first_rows_that_it_does_not_attend_to(reach: Reach | None) -> None:
     """A tail may lack the first rows that are attended to elsewhere, or that are out of reach."""
     step = replace(make_step(Shape(), CONTEXTS, [(context, n, 0) for context, n, _ in MIXED]), reach=reach)
     other, starts = None, [3, 14, 0, 0, 0, 0, 11]
@@ -303,7 +305,7 @@ def test_the_first_rows_of_a_tail_may_lie_elsewhere(reach: Reach | None) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_others_attend_to_of_a_tail_joins(dtype: torch.dtype) -> None:
+def test_attention_from_elsewhere_to_a_tails_first_rows_is_merged(dtype: torch.dtype) -> None:
     """Attention from elsewhere to a tail's first rows, here NaN, is merged, beside tails that are read whole."""
     step = make_step(Shape(dtype=dtype), CONTEXTS, [*MIXED, (0, 24, 30), (2, 20, 0)])
     for b, own_len in enumerate([3, 0, 0, 0, 0, 3, 23, 8]):

@@ -18,7 +18,9 @@ def make(num_rows: int, head_dim: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("q_len", "kv_len", "head_dim"), [(1, 1, 64), (33, 257, 128), (130, 1001, 64), (7, 50, 12)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_agrees_with_the_definition(q_len: int, kv_len: int, head_dim: int, masked: bool, dtype: torch.dtype) -> None:
+def test_attend_on_the_device_equals_the_definition(
+    q_len: int, kv_len: int, head_dim: int, masked: bool, dtype: torch.dtype
+) -> None:
     q, k, v = make(q_len, head_dim, dtype), make(kv_len, head_dim, dtype), make(kv_len, head_dim, dtype)
     mask = torch.rand(q_len, kv_len, device="cuda") < 0.3 if masked else None
     if mask is not None:
@@ -31,7 +33,7 @@ def test_agrees_with_the_definition(q_len: int, kv_len: int, head_dim: int, mask
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("past", "chunk_len"), [(0, 17), (300, 64), (301, 77)])
-def test_a_chunk_attends_to_all_rows_up_to_each_of_its_own(past: int, chunk_len: int) -> None:
+def test_chunked_attention_on_the_device_is_causal_attention_over_all_rows(past: int, chunk_len: int) -> None:
     kv = torch.randn(2, past + chunk_len, 2, 64, device="cuda").half()
     q = torch.randn(6, chunk_len, 64, device="cuda").half()
     out = attend_chunk(q, kv[:, :, 0], kv[:, :, 1], SCALE)

@@ -60,7 +60,9 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("text", "head_dim", "dtype"), crossed(FORMS, [torch.float32, torch.float16, torch.bfloat16]))
-def test_bits_are_those_of_attention_to_the_decoded_rows(text: str, head_dim: int, dtype: torch.dtype) -> None:
+def test_device_attention_to_coded_rows_has_the_bits_of_decoded_ones(
+    text: str, head_dim: int, dtype: torch.dtype
+) -> None:
     skip_where_refused(head_dim, dtype)
     shape = Shape(num_q_heads=6, head_dim=head_dim, dtype=dtype)
     coded, plain = code(make_step(shape, CONTEXTS, MIXED, num_spilled=3), text)
@@ -70,7 +72,7 @@ def test_bits_are_those_of_attention_to_the_decoded_rows(text: str, head_dim: in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_are_estimated_stay_as_they_are(dtype: torch.dtype) -> None:
+def test_estimates_of_rows_are_the_same_for_coded_contexts(dtype: torch.dtype) -> None:
     """Moments of the estimated rows take part in the same attention as rows, but are not coded."""
     shape = Shape(head_dim=32, dtype=dtype)
     step = make_step(shape, CONTEXTS, MIXED)
@@ -80,7 +82,7 @@ def test_rows_that_are_estimated_stay_as_they_are(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("fill", [0.0, 1e-30, 3e38])
-def test_what_is_tiny_or_huge_decodes_as_on_the_cpu(fill: float) -> None:
+def test_tiny_and_huge_fp8_values_decode_as_on_the_cpu(fill: float) -> None:
     """Scales of FP8 span all of float32: codes and products may be subnormal or zero."""
     shape = Shape(num_q_heads=2, head_dim=16, max_top_k=16)
     step = make_step(shape, [(16, 1)], [(0, 1, 16)])
@@ -91,7 +93,7 @@ def test_what_is_tiny_or_huge_decodes_as_on_the_cpu(fill: float) -> None:
     assert torch.equal(attend_on_device(coded), attend_on_device(plain))
 
 
-def test_a_format_of_more_bytes_is_refused() -> None:
+def test_a_coded_format_larger_than_a_plain_row_is_refused() -> None:
     coding = RowCoding(k="float32", v="float32", v_offset=256, row_bytes=512)
     with pytest.raises(ConfigError, match=r"takes 512 bytes and a plain one 256; choose a format with fewer bytes"):
         DeviceAttention(

@@ -56,7 +56,7 @@ SHAPES = [(9, 3, 3, 64), (8, 2, 8, 16), (7, 1, 1, 80), (32, 2, 2, 16), (8, 2, 2,
 @pytest.mark.parametrize(
     ("num_q_heads", "num_kv_heads", "num_index_heads", "head_dim", "dtype"), crossed(SHAPES, DTYPES)
 )
-def test_agrees_with_the_definition(
+def test_device_attention_with_an_estimated_rest_equals_the_definition(
     num_q_heads: int, num_kv_heads: int, num_index_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     skip_where_refused(head_dim, dtype)
@@ -75,13 +75,13 @@ def test_agrees_with_the_definition(
 
 
 @pytest.mark.parametrize(("size", "dtype"), crossed([(0.0,), (1e-3,), (8.0,), (60.0,)], DTYPES))
-def test_agrees_for_queries_of_any_size(size: float, dtype: torch.dtype) -> None:
+def test_an_estimated_rest_equals_the_definition_for_queries_of_any_size(size: float, dtype: torch.dtype) -> None:
     """Their logits range from all equal to a few that are far above the others."""
     step = make_estimated(replace(SMALL, dtype=dtype), size=size)
     assert_close(attend_on_device(step), step.wanted())
 
 
-def test_keys_without_a_spread() -> None:
+def test_an_estimated_rest_of_keys_without_variance_equals_the_definition() -> None:
     step = make_estimated(SMALL)
     moments = [(make_moments(step.shape, seed, num_rows=1), n) for seed, (_, n) in enumerate(step.moments or ())]
     step = replace(step, moments=moments)
@@ -89,7 +89,7 @@ def test_keys_without_a_spread() -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 50, 259, 260])
-def test_alone_the_estimate_is_all_that_is_said(top_k: int) -> None:
+def test_an_estimated_rest_has_the_definitions_weight_if_selected_rows_are_zero(top_k: int) -> None:
     """Selected rows are zeros, so the output has the estimate's direction alone, and any error of its weight shows."""
     shape = replace(SMALL, max_top_k=300)
     step = make_step(shape, [(261, 0)], [(0, 0, top_k)])
@@ -100,7 +100,7 @@ def test_alone_the_estimate_is_all_that_is_said(top_k: int) -> None:
     assert_close(attend_on_device(step), step.wanted())
 
 
-def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
+def test_a_rows_attention_with_a_rest_has_the_same_bits_in_any_batch() -> None:
     step = make_estimated(SMALL)
     whole = attend_on_device(step)
     for batch_rows in ([0], [3], [4, 1], [2, 6, 0, 0, 1, 7]):

@@ -61,7 +61,9 @@ def attend(step: Step) -> Tensor:
     ("num_q_heads", "num_kv_heads", "head_dim", "dtype"),
     crossed([(8, 2, 64), (3, 3, 80), (15, 1, 128), (40, 2, 16), (12, 2, 256)], [torch.bfloat16, torch.float16]),
 )
-def test_agrees_with_the_definition(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_attention_to_every_row_equals_the_definition(
+    num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
     heads = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "num_index_heads": num_kv_heads}
     step = make(replace(HALF, **heads, head_dim=head_dim, dtype=dtype))
     got = attend(step)
@@ -69,7 +71,7 @@ def test_agrees_with_the_definition(num_q_heads: int, num_kv_heads: int, head_di
     assert not got[6].any(), "an idle row"
 
 
-def test_more_rows_of_a_context_than_a_block_takes() -> None:
+def test_more_batch_rows_of_a_context_than_a_block_takes_equal_the_definition() -> None:
     """A thread block takes them in several turns, among rows of other contexts; their order changes no bit."""
     batch = [(1, 1 + i) if i % 9 else (3, 2 * i + 1) for i in range(41)]
     for shape, rows in ((HALF, batch), (replace(HALF, num_q_heads=40, head_dim=16), batch[:14])):
@@ -79,12 +81,12 @@ def test_more_rows_of_a_context_than_a_block_takes() -> None:
         torch.testing.assert_close(attend(step.take(last_first)), got[last_first], rtol=0, atol=0)
 
 
-def test_more_rows_than_a_split_for_each_block() -> None:
+def test_contexts_longer_than_a_split_per_block_equal_the_definition() -> None:
     step = make(replace(HALF, head_dim=16), [(0, 9), (1, 300), (0, 1)], [3000, 1111])
     assert_close(attend(step), step.wanted())
 
 
-def test_logits_are_capped_and_sinks_take_their_share() -> None:
+def test_attention_to_every_row_applies_logit_cap_and_sinks() -> None:
     step = make(HALF)
     step = replace(step, q=4 * step.q, logit_cap=2.5, sinks=4 + torch.randn(8))
     want = step.wanted()
@@ -93,7 +95,7 @@ def test_logits_are_capped_and_sinks_take_their_share() -> None:
         assert not torch.allclose(replace(step, **without).wanted(), want, atol=0.05)
 
 
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it() -> None:
+def test_a_rows_attention_has_the_same_bits_in_any_batch() -> None:
     """Nor do they depend on the number of rows, up to 16: the number of splits of a context is then the same."""
     step = make(replace(HALF, head_dim=16), BATCH, [1, 3000, 64, 257, 0])
     want = attend(step)
@@ -105,12 +107,14 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it() -> None:
     ("heads", "supported"),
     [((8, 2, 64, torch.bfloat16), True), ((8, 2, 64, torch.float32), False), ((8, 2, 512, torch.float16), False)],
 )
-def test_heads_that_there_is_a_kernel_for(heads: tuple[int, int, int, torch.dtype], supported: bool) -> None:
+def test_supports_heads_only_of_half_precision_up_to_the_largest_dim(
+    heads: tuple[int, int, int, torch.dtype], supported: bool
+) -> None:
     assert every_row.supports_heads(*heads) == supported
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_tiles_are_small_where_shared_memory_is(head_dim: int, as_ampere: None) -> None:
+def test_tiles_fit_the_shared_memory_of_small_gpus(head_dim: int, as_ampere: None) -> None:
     for batch_size in (1, 16, 64):
         blocks = every_row.plan_blocks(batch_size, 8, 8, head_dim, 128)
         assert blocks.num_stages >= 2 and blocks.shared_bytes + every_row.OTHER_BYTES <= limits().block_bytes

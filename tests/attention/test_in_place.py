@@ -180,7 +180,7 @@ def rows_of_all_kinds(dtype: torch.dtype = torch.float32, head_dim: int = 16) ->
 
 @pytest.mark.parametrize("head_dim", [2, 15, 16, 24, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_agrees_with_its_definition(dtype: str, head_dim: int) -> None:
+def test_attention_in_place_equals_its_definition(dtype: str, head_dim: int) -> None:
     rows = rows_of_all_kinds(getattr(torch, dtype), head_dim)
     got = run(rows)
     for row, out in zip(rows, got, strict=True):
@@ -188,7 +188,7 @@ def test_it_agrees_with_its_definition(dtype: str, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_are_capped_and_sinks_take_their_share(dtype: str, rng: np.random.Generator) -> None:
+def test_attention_in_place_applies_logit_cap_and_sinks(dtype: str, rng: np.random.Generator) -> None:
     """This holds where a token sees only part of the tail, and together with attention to the rest by its codes."""
     rows, sinks = rows_of_all_kinds(getattr(torch, dtype), 24), 3 * torch.randn(6)
     rows = [replace(row, q=5 * row.q, tail_start=row.tail_len // 2) for row in rows]
@@ -201,7 +201,7 @@ def test_logits_are_capped_and_sinks_take_their_share(dtype: str, rng: np.random
         torch.testing.assert_close(out, row.want(None, sinks), rtol=1e-3, atol=1e-3)
 
 
-def test_an_estimate_of_what_is_not_selected_joins() -> None:
+def test_an_estimate_of_unselected_rows_is_merged() -> None:
     """It joins rows of all kinds, beside rows without one, and changes nothing where all rows are selected."""
     plain = rows_of_all_kinds(head_dim=24)
     rows = [replace(row, moments=moments_of([torch.randn(2, 90, 2, 24)])) for row in plain]
@@ -225,7 +225,7 @@ def with_sketches(rows: list[Row], rng: np.random.Generator) -> list[Row]:
     return sketched
 
 
-def test_what_is_not_selected_is_attended_to_by_its_codes(rng) -> None:
+def test_unselected_rows_are_attended_to_by_their_codes(rng) -> None:
     """This holds for rows of all kinds, beside rows without a sketch; where all is selected, nothing changes."""
     long = RANGE_ROWS + 2000
     plain = [*rows_of_all_kinds(head_dim=24), make_row(torch.float32, (6, 2, 2), 24, long, (5, long - 70), 400, 3, 40)]
@@ -238,7 +238,7 @@ def test_what_is_not_selected_is_attended_to_by_its_codes(rng) -> None:
         assert torch.equal(out, without) == (row.sketch is None or bool((left == 0).all()))
 
 
-def test_a_rest_that_comes_with_the_selection_joins(rng: np.random.Generator) -> None:
+def test_a_rest_computed_by_the_search_equals_one_computed_from_the_sketch(rng: np.random.Generator) -> None:
     """A rest that the search computed counts as one computed here from the same sketch."""
     rows = [row for row in with_sketches(rows_of_all_kinds(head_dim=24), rng) if row.sketch is not None]
     given = []
@@ -274,7 +274,7 @@ def with_own_segments(rows: list[Row], rng: np.random.Generator) -> list[Row]:
     return grown
 
 
-def test_the_first_rows_of_a_tail_are_chosen_from_and_attended_to_by_their_codes(rng: np.random.Generator) -> None:
+def test_coded_rows_of_a_tail_are_selected_from_and_attended_to_by_their_codes(rng: np.random.Generator) -> None:
     """This holds beside rows that attend to their whole tail, with and without a sketch of the context."""
     plain = rows_of_all_kinds(head_dim=24)
     rows = with_own_segments([*plain, *with_sketches(plain, rng)], rng)
@@ -286,7 +286,7 @@ def test_the_first_rows_of_a_tail_are_chosen_from_and_attended_to_by_their_codes
         torch.testing.assert_close(out, row.want(), rtol=1e-3, atol=1e-3)
 
 
-def test_a_rest_of_the_tail_that_comes_with_the_selection_joins(rng: np.random.Generator) -> None:
+def test_a_tail_rest_computed_by_the_search_equals_one_computed_from_the_sketch(rng: np.random.Generator) -> None:
     """A rest that the search computed counts as one computed here from the same sketch."""
     rows = [row for row in with_own_segments(rows_of_all_kinds(head_dim=24), rng) if row.own is not None]
     given = []
@@ -305,7 +305,7 @@ def test_a_rest_of_the_tail_that_comes_with_the_selection_joins(rng: np.random.G
 
 
 @pytest.mark.parametrize("fault", [NAN, float("inf")])
-def test_a_query_that_is_not_finite_harms_no_other(fault: float, rng: np.random.Generator) -> None:
+def test_a_non_finite_query_gives_nan_and_affects_no_other(fault: float, rng: np.random.Generator) -> None:
     row = make_row(torch.float32, (6, 2, 2), 16, 300, (4, 250), 15, 3, 40)
     (row,) = with_sketches([row], rng)
     broken = replace(row, q=row.q.clone())
@@ -318,7 +318,7 @@ def test_a_query_that_is_not_finite_harms_no_other(fault: float, rng: np.random.
 
 @pytest.mark.parametrize("fault", [NAN, float("inf")])
 @pytest.mark.parametrize("cap", [None, 30.0])
-def test_a_key_that_is_not_finite_is_not_passed_over(fault: float, cap: float | None) -> None:
+def test_a_non_finite_key_reaches_the_output_of_its_heads_only(fault: float, cap: float | None) -> None:
     """The heads that attend to it output NaN where the definition does: a cap makes infinity finite. Others do not."""
     row = make_row(torch.float32, (4, 2, 2), 16, 300, (4, 250), 15, 3, 40)
     broken = replace(row, context=row.context.clone())
@@ -329,7 +329,7 @@ def test_a_key_that_is_not_finite_is_not_passed_over(fault: float, cap: float | 
     assert torch.equal(out[2:], run([row], logit_cap=cap)[0, 2:])
 
 
-def test_logits_of_minus_infinity_count_nothing() -> None:
+def test_logits_of_minus_infinity_do_not_contribute() -> None:
     """This holds even where all logits of a range are minus infinity."""
     row = make_row(torch.float32, (2, 1, 1), 16, 700, (300, 700), 0, 3, 4)
     row.q.abs_()
@@ -338,14 +338,14 @@ def test_logits_of_minus_infinity_count_nothing() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_a_rows_bits_do_not_depend_on_what_is_beside_it(num_threads: int, rng: np.random.Generator) -> None:
+def test_a_rows_attention_in_place_has_the_same_bits_in_any_batch(num_threads: int, rng: np.random.Generator) -> None:
     rows = with_sketches(rows_of_all_kinds(), rng)
     alone = torch.cat([run([row]) for row in rows])
     assert torch.equal(run(rows, num_threads), alone)
     assert torch.equal(run(rows[::-1], num_threads).flip(0), alone)
 
 
-def test_it_is_what_gathered_attention_and_a_merge_give() -> None:
+def test_attention_in_place_equals_gathered_attention_and_a_merge() -> None:
     row = make_row(torch.float32, (6, 2, 2), 32, 400, (4, 300), 50, 9, 12)
     scale, q = 32**-0.5, row.q.view(1, 2, 3, 32)
     near = torch.cat([row.context[:, :4], row.context[:, 300:], row.tail[:, :9]], dim=1)[None]
@@ -358,7 +358,7 @@ def test_it_is_what_gathered_attention_and_a_merge_give() -> None:
     torch.testing.assert_close(run([row])[0], torch.cat(outs), rtol=1e-5, atol=1e-6)
 
 
-def test_large_scores_do_not_overflow() -> None:
+def test_large_logits_do_not_overflow_in_place() -> None:
     row = make_row(torch.float32, (2, 1, 1), 16, 600, (4, 500), 300, 3, 4)
     row.q.mul_(200)
     torch.testing.assert_close(run([row])[0], row.want(), rtol=1e-4, atol=1e-4)

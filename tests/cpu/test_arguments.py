@@ -13,12 +13,12 @@ from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
 
 NAMES = ("kept", "width", "rows", "multiplier", "out", "nothing")
-_told_at = words_at(NAMES)
+_arguments_at = words_at(NAMES)
 
 
 def _sums(arguments: int, piece: int, thread: int, like: Any) -> int:
     """out[piece] = multiplier * the sum of row rows[piece] of `kept`"""
-    args, total = _told_at(arguments), np.float32(0)
+    args, total = _arguments_at(arguments), np.float32(0)
     row = array_at(args.kept + word_of(args.rows, piece) * args.width * bytes_of(like), args.width, like)
     for i in range(args.width):
         total += load_float(row, i)
@@ -28,7 +28,7 @@ def _sums(arguments: int, piece: int, thread: int, like: Any) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stage_reads_what_it_is_told_by_name(kind: str) -> None:
+def test_a_stage_reads_its_arguments_by_name(kind: str) -> None:
     kept, rows = torch.arange(15.0, dtype=getattr(torch, kind)).reshape(5, 3), np.array([4, 0])
     out, half = np.zeros((2, 1), np.float32), np.array([0.5])
     values = {"kept": kept, "width": 3, "rows": rows, "multiplier": half, "out": out, "nothing": None}
@@ -39,7 +39,7 @@ def test_a_stage_reads_what_it_is_told_by_name(kind: str) -> None:
     assert out.tolist() == [[0.5 * (12 + 13 + 14)], [0.5 * (0 + 1 + 2)]]
 
 
-def test_a_stage_is_told_all_that_it_wants_and_nothing_else() -> None:
+def test_missing_and_unknown_stage_arguments_are_refused() -> None:
     with pytest.raises(AssertionError, match="wants"):
         words_of(("a", "b"), {"a": 1})
     with pytest.raises(AssertionError, match="wants"):

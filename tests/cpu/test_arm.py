@@ -29,7 +29,7 @@ def _assembly(cpu: str, kind: ir.FunctionType, build: Callable[..., Any]) -> str
 
 @pytest.mark.parametrize("cpu, has_dots", [("", False), ("cortex-a72", False), ("neoverse-n1", True)])
 @pytest.mark.parametrize("sign", ["s", "u"])
-def test_bytes_are_multiplied_by_the_best_that_a_cpu_has(cpu: str, has_dots: bool, sign: str) -> None:
+def test_byte_products_use_dot_instructions_where_the_arm_cpu_has_them(cpu: str, has_dots: bool, sign: str) -> None:
     """The CPU's name decides: the features that LLVM reads off a running machine do not list dot products."""
     lanes, target = I32x16.llvm_type(), (TRIPLE, cpu, "+neon")
     kind = ir.FunctionType(lanes, [lanes] * 3)
@@ -39,6 +39,6 @@ def test_bytes_are_multiplied_by_the_best_that_a_cpu_has(cpu: str, has_dots: boo
     assert found == {"sdot": 0, "udot": 0} | dict.fromkeys(of_four, 4), code
 
 
-def test_a_pause_takes_time() -> None:
+def test_a_pause_on_arm_is_an_isb_instruction() -> None:
     code = _assembly("", ir.FunctionType(ir.VoidType(), []), lambda builder: waiting.add_pause(builder, TRIPLE))
     assert "\tisb\n" in code, code

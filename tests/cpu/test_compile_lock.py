@@ -47,7 +47,7 @@ def halved(x):
     return x / 2
 
 
-def test_of_processes_that_begin_together_one_compiles(tmp_path: Path) -> None:
+def test_of_processes_that_start_together_only_one_compiles(tmp_path: Path) -> None:
     (tmp_path / "kernel.py").write_text(KERNEL)
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(tmp_path / "kernel.py"), str(tmp_path / "go")]
@@ -59,7 +59,9 @@ def test_of_processes_that_begin_together_one_compiles(tmp_path: Path) -> None:
     assert told == ["[0, 0]", "[0, 0]", "[1, 1]"]
 
 
-def test_one_that_does_not_end_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_that_never_finishes_is_waited_for_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_lock, "WAIT_S", 0.5)
     monkeypatch.setattr(compile_lock, "_compile_lock", compile_lock.CompileLock())
@@ -72,7 +74,9 @@ def test_one_that_does_not_end_is_waited_for_once(tmp_path: Path, monkeypatch: p
         assert not compile_lock._compile_lock._waits
 
 
-def test_the_lock_ends_with_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compile_lock_is_released_after_success_and_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     with pytest.raises(TypingError):
         exact_kernel(doubled)(object())
@@ -81,7 +85,7 @@ def test_the_lock_ends_with_the_kernel(tmp_path: Path, monkeypatch: pytest.Monke
         fcntl.flock(source, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_what_cannot_be_locked_is_compiled_all_the_same(tmp_path: Path) -> None:
+def test_a_source_that_cannot_be_locked_does_not_stop_compilation(tmp_path: Path) -> None:
     lock = compile_lock.CompileLock()
     with lock:
         assert not lock.acquire(str(tmp_path / "archive.zip" / "kernel.py"))
@@ -89,7 +93,7 @@ def test_what_cannot_be_locked_is_compiled_all_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_interrupt_that_is_swallowed_comes_when_the_kernel_is_compiled(
+def test_an_interrupt_swallowed_during_compilation_is_raised_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """Otherwise Ctrl-C would be printed and lost while the first answer waits for kernels."""

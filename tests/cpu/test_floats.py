@@ -58,7 +58,7 @@ def test_floats_are_read_and_written_as_torch_does(dtype: str) -> None:
     np.testing.assert_array_equal(at_once, one_by_one)
 
 
-def test_the_exponential_is_right_to_two_units_in_the_last_place() -> None:
+def test_the_exponential_is_accurate_to_two_units_in_the_last_place() -> None:
     x = np.linspace(-87, 88, 160_000, dtype=np.float32)
     got = np.empty_like(x)
     exponentials(x, got)
@@ -71,7 +71,7 @@ def test_the_exponential_is_right_to_two_units_in_the_last_place() -> None:
     assert np.isnan(got[2::4]).all()
 
 
-def test_lanes_are_summed_and_compared(rng: np.random.Generator) -> None:
+def test_sum_and_maximum_over_lanes_are_exact(rng: np.random.Generator) -> None:
     for _ in range(20):
         x = rng.integers(-1000, 1000, LANES).astype(np.float32)  # sums of integers are exact in any order
         assert sum_and_largest(x) == (x.sum(), x.max())

@@ -30,7 +30,7 @@ def refuse(library: CPUCodeLibrary) -> bytes:
     raise RuntimeError(f"no compiled object yet for {library}")
 
 
-def test_a_kernel_may_be_called_by_python_and_by_kernels(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_can_be_called_from_python_and_from_kernels(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds in any order of calls, and where both versions come from the cache."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     (tmp_path / "doubling.py").write_text(KERNELS)
@@ -47,7 +47,7 @@ def test_a_kernel_may_be_called_by_python_and_by_kernels(tmp_path, monkeypatch: 
     assert hits == [1, 1]
 
 
-def test_a_kernel_that_cannot_be_kept_is_called_all_the_same(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_be_cached_still_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(CPUCodeLibrary, "_get_compiled_object", refuse)
     assert exact_kernel(doubled)(21) == 42

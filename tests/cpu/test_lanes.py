@@ -28,7 +28,7 @@ def _shuffles(a, transposed, gathered, fine, coarse):  # type: ignore[no-untyped
     store(coarse, 16, byte_lanes.bits_of_bytes(value, 6, 2))
 
 
-def test_shuffles_of_bytes_and_bits(rng: np.random.Generator) -> None:
+def test_shuffles_of_bytes_and_bits_equal_numpys(rng: np.random.Generator) -> None:
     a = rng.integers(-(2**31), 2**31, 16).astype(np.int32)
     transposed, gathered, fine, coarse = (np.zeros(size, np.int32) for size in (16, 16, 32, 32))
     _shuffles(a, transposed, gathered, fine, coarse)
@@ -94,7 +94,9 @@ def _bytes_and_dots(rng: np.random.Generator, largest: int, least_b: int, larges
 
 
 @pytest.mark.parametrize("ranges", [(15, -127, 127), (255, 0, 15)])
-def test_every_way_to_multiply_bytes_gives_the_same(ranges: tuple[int, int, int], rng: np.random.Generator) -> None:
+def test_every_implementation_of_byte_dot_products_gives_the_same_sums(
+    ranges: tuple[int, int, int], rng: np.random.Generator
+) -> None:
     a, b, begin, want = _bytes_and_dots(rng, *ranges)
     sums = np.tile(begin, 3)
     _dots(sums, a, b)
@@ -102,7 +104,7 @@ def test_every_way_to_multiply_bytes_gives_the_same(ranges: tuple[int, int, int]
 
 
 @pytest.mark.parametrize("vector", [I32x4, I32x16])
-def test_bytes_are_multiplied_as_this_machine_does_it(vector: Vector, rng: np.random.Generator) -> None:
+def test_this_machines_byte_dot_products_equal_numpys(vector: Vector, rng: np.random.Generator) -> None:
     a, b, begin, want = _bytes_and_dots(rng, 255, 0, 15)
     _byte_dots(vector, vector.lanes, begin, a, b)
     np.testing.assert_array_equal(begin, want)
@@ -140,7 +142,7 @@ def _expand(values, bits, expanded, sums):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("bits", [0, 1, 0b1010_0110, 0b1000_0000, 0xFF, 0xFFFF, 0x8001, 0xFF00, 0x1FFFF])
-def test_every_way_to_spread_elements_over_lanes_gives_the_same(bits: int, rng: np.random.Generator) -> None:
+def test_every_implementation_of_lane_expansion_gives_the_same_lanes(bits: int, rng: np.random.Generator) -> None:
     values, sums = rng.standard_normal((2, 19)).astype(np.float32)
     lanes_set = np.array([bits >> lane & 1 for lane in range(16)], np.bool_)
     want = sums[:16].copy()

@@ -63,7 +63,7 @@ def run(package: Path) -> int:
     return int(said.stdout)
 
 
-def test_a_change_in_another_file_is_compiled_in(package: Path) -> None:
+def test_a_change_in_an_imported_file_recompiles_the_kernel(package: Path) -> None:
     assert run(package) == 20
     (package / "helpers.py").write_text(HELPERS.format(factor=3))
     assert run(package) == 30
@@ -71,7 +71,7 @@ def test_a_change_in_another_file_is_compiled_in(package: Path) -> None:
     assert run(package) == 21
 
 
-def test_an_index_that_names_what_has_moved_is_left_alone(package: Path) -> None:
+def test_a_cache_index_that_names_moved_modules_is_ignored(package: Path) -> None:
     """An earlier version of the project may have left it: numba's version, then objects of modules that are gone."""
     run(package)
     indexes = list((package.parent / "cache").rglob("*.nbi"))
@@ -81,7 +81,7 @@ def test_an_index_that_names_what_has_moved_is_left_alone(package: Path) -> None
     assert indexes
 
 
-def test_two_processes_that_compile_at_once_keep_their_code_apart(package: Path) -> None:
+def test_processes_that_compile_at_once_do_not_overwrite_each_others_code(package: Path) -> None:
     """Here, the second process has read the cache index before the first has written it."""
     run(package)
     first = {file: file.read_bytes() for file in (package.parent / "cache").rglob("*scaled-*.nbc")}
@@ -93,7 +93,7 @@ def test_two_processes_that_compile_at_once_keep_their_code_apart(package: Path)
     assert len(list((package.parent / "cache").rglob("*scaled-*.nbc"))) == 2 * len(first)
 
 
-def test_a_stamp_covers_what_is_imported_and_nothing_else(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_stamp_covers_imported_files_only(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = type(sys)("near")
     found.__path__ = [str(package)]
     monkeypatch.setitem(sys.modules, "near", found)
@@ -113,6 +113,6 @@ def test_a_stamp_covers_what_is_imported_and_nothing_else(package: Path, monkeyp
         before = stamp()
 
 
-def test_the_stamp_of_a_search_covers_its_records() -> None:
+def test_the_source_stamp_of_score_covers_plan() -> None:
     files = {file for name in module._imports(str(ROOT / "csattn/search/score.py")) for file in module._files_of(name)}
     assert str(ROOT / "csattn/search/plan.py") in files

@@ -47,7 +47,7 @@ def words(*arrays: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
-def test_every_piece_is_done_once_and_stages_wait(num_threads: int) -> None:
+def test_every_piece_runs_once_and_stages_run_in_order(num_threads: int) -> None:
     tape, counts, totals = Tape(), [np.zeros(n, np.int64) for n in (1, 7, 500)], []
     for counted in counts:
         totals.append(np.zeros(5, np.int64))
@@ -60,7 +60,7 @@ def test_every_piece_is_done_once_and_stages_wait(num_threads: int) -> None:
             assert all((total == run * len(counted)).all() for total, counted in zip(totals, counts, strict=True))
 
 
-def test_pieces_may_change_between_runs(rng: np.random.Generator) -> None:
+def test_the_number_of_pieces_can_change_between_runs(rng: np.random.Generator) -> None:
     tape, counts = Tape(), np.zeros(64, np.int64)
     tape.add(count, words(counts), 0)
     tape.add(count, words(counts), 0, waits=False)
@@ -76,7 +76,7 @@ def test_pieces_may_change_between_runs(rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(counts, want)
 
 
-def test_threads_sleep_wake_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_sleep_when_idle_wake_for_runs_and_end_on_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teams, "SPIN_MS", 0.1)
     monkeypatch.setattr(teams, "NAP_MS", 1.0)
     tape, counts = Tape(), np.zeros(1000, np.int64)
@@ -134,7 +134,7 @@ def test_a_failing_thread_makes_runs_fail(monkeypatch: pytest.MonkeyPatch) -> No
             assert isinstance(caught.value.__cause__, MemoryError)
 
 
-def test_a_thread_that_fails_with_a_piece_in_hand_stops_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_fails_while_holding_a_piece_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = threading.Event()
 
     def take_and_fail(*_: object) -> None:
@@ -157,7 +157,7 @@ def test_a_thread_that_fails_with_a_piece_in_hand_stops_the_wait(monkeypatch: py
     assert taken.is_set()
 
 
-def test_a_forgotten_team_lets_its_threads_go() -> None:
+def test_threads_end_when_their_team_is_garbage_collected() -> None:
     tape, counts = Tape(), np.zeros(10, np.int64)
     tape.add(count, words(counts), 10)
     before = threading.active_count()

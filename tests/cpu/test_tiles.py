@@ -35,7 +35,9 @@ def narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("group_size", [1, 5])
-def test_scores_of_narrow_tiles(group_size: int, narrow: Any, rng: np.random.Generator) -> None:
+def test_sketch_scores_have_the_same_bits_with_narrow_tiles(
+    group_size: int, narrow: Any, rng: np.random.Generator
+) -> None:
     num_fine, num_coarse, num_blocks = 2, 1, 3
     codes = rng.integers(0, 2**32, num_blocks * (num_fine + num_coarse) * 64, np.uint32)
     multipliers = rng.integers(-(2**31), 2**31, group_size * 8).astype(np.int32)
@@ -51,7 +53,7 @@ def test_scores_of_narrow_tiles(group_size: int, narrow: Any, rng: np.random.Gen
 
 
 @pytest.mark.parametrize("group_size", [1, 5])
-def test_sums_of_codes_in_narrow_tiles(group_size: int, narrow: Any, rng: np.random.Generator) -> None:
+def test_code_sums_have_the_same_bits_with_narrow_tiles(group_size: int, narrow: Any, rng: np.random.Generator) -> None:
     num_fine, num_words, num_blocks = 2, 3, 3
     codes = rng.integers(0, 2**32, num_blocks * num_words * 64, np.uint32)
     row_weights = num_blocks * 64 * code_sums.WEIGHT_BYTES // 4
@@ -67,7 +69,7 @@ def test_sums_of_codes_in_narrow_tiles(group_size: int, narrow: Any, rng: np.ran
     np.testing.assert_array_equal(*found)
 
 
-def test_products_in_narrow_tiles(narrow: Any, rng: np.random.Generator) -> None:
+def test_linear_products_have_the_same_bits_with_narrow_tiles(narrow: Any, rng: np.random.Generator) -> None:
     num_rows, num_in, num_out = 3, 37, 5
     x, weight = rng.standard_normal((num_rows, num_in), np.float32), rng.standard_normal((num_out, num_in), np.float32)
     found = []

@@ -62,7 +62,7 @@ def by_transformers(module: DeepseekV4Attention, rotary: DeepseekV4RotaryEmbeddi
 
 @pytest.mark.parametrize("kind", [WINDOW, SPARSE, HEAVY])
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 7, 16, 61, 200])
-def test_a_layer_is_that_of_transformers(kind: int, num_tokens: int) -> None:
+def test_compressed_attention_equals_that_of_transformers(kind: int, num_tokens: int) -> None:
     module, rotary = layer(kind)
     hidden = torch.randn(num_tokens, 48)
     got = CompressedAttention(CompressedWeights.of(module, rotary)).append(hidden)
@@ -70,7 +70,7 @@ def test_a_layer_is_that_of_transformers(kind: int, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [WINDOW, SPARSE, HEAVY])
-def test_the_pieces_that_tokens_come_in_change_nothing(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_do_not_depend_on_how_tokens_are_chunked(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, hidden = CompressedWeights.of(*layer(kind)), torch.randn(150, 48)
     want = CompressedAttention(weights).append(hidden)
     monkeypatch.setattr(compressed, "TOKENS", 32)
@@ -80,7 +80,7 @@ def test_the_pieces_that_tokens_come_in_change_nothing(kind: int, monkeypatch: p
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_in_bfloat16_it_is_as_near() -> None:
+def test_bfloat16_output_is_within_2_percent_of_float32() -> None:
     """csattn sums rows in float32, and transformers in bfloat16."""
     module, rotary = layer(HEAVY, torch.bfloat16)
     hidden = torch.randn(200, 48, dtype=torch.bfloat16)
@@ -89,7 +89,7 @@ def test_in_bfloat16_it_is_as_near() -> None:
     assert (got - exact).norm() < 0.02 * exact.norm()
 
 
-def test_a_sequence_that_has_lost_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_after_a_failed_append_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     attention, hidden = CompressedAttention(CompressedWeights.of(*layer(SPARSE))), torch.randn(20, 48)
     attention.append(hidden)
     with monkeypatch.context() as within:
@@ -100,7 +100,7 @@ def test_a_sequence_that_has_lost_tokens_is_refused(monkeypatch: pytest.MonkeyPa
         attention.append(hidden)
 
 
-def test_what_is_no_such_layer_is_refused() -> None:
+def test_layers_and_inputs_of_wrong_shape_or_scaling_are_refused() -> None:
     module, rotary = layer(SPARSE)
     weights = CompressedWeights.of(module, rotary)
     with pytest.raises(ArrayError, match=r"hidden has shape \[3, 47\]; wanted \[num_tokens, 48\]"):

@@ -84,7 +84,7 @@ def chosen_by_definition(q: Tensor, weights: Tensor, cache: Tensor, tables: Tens
 
 
 @pytest.mark.parametrize("order", ["position", "score"])
-def test_the_indexer_chooses_as_the_definition_does(order: str) -> None:
+def test_the_indexers_choice_equals_the_definitions(order: str) -> None:
     q, weights = make_queries()
     cache, _, _, tables = make_caches(KV_LENS)
     lens = torch.tensor(KV_LENS, dtype=torch.int32)
@@ -92,7 +92,7 @@ def test_the_indexer_chooses_as_the_definition_does(order: str) -> None:
     assert torch.equal(got, chosen_by_definition(q, weights, cache, tables, order))
 
 
-def test_attention_has_the_contests_logarithm() -> None:
+def test_attention_returns_its_log_sum_exp_in_base_2() -> None:
     _, ckv, kpe, tables = make_caches([64])
     ckv, kpe = ckv.contiguous(), kpe.contiguous()
     indices = (tables[:1, :1] * 64 + torch.arange(8)).to(torch.int32)
@@ -116,7 +116,7 @@ def fill(decoder: DsaDecoder, tables: Tensor) -> None:
 
 
 @pytest.mark.parametrize("hisa", [None, HisaConfig(num_blocks=4), HisaConfig(block_size=64, num_blocks=8)])
-def test_steps_choose_and_attend_in_place(hisa: HisaConfig | None) -> None:
+def test_steps_equal_their_definition_and_write_to_fixed_addresses(hisa: HisaConfig | None) -> None:
     """The blocks cover all keys here, so HISA chooses what DSA does."""
     decoder = DsaDecoder(replace(SHAPE, hisa=hisa), torch.device("cpu"))
     places = [x.data_ptr() for x in (decoder.indices, decoder.out, decoder.lse)]
@@ -137,7 +137,7 @@ def test_steps_choose_and_attend_in_place(hisa: HisaConfig | None) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_step_follows_its_inputs() -> None:
+def test_a_captured_step_reads_its_inputs_anew_at_each_replay() -> None:
     decoder = DsaDecoder(SHAPE, DEVICE)
     caches = [x.to(DEVICE) for x in make_caches(KV_LENS)]
     fill(decoder, caches[3])
@@ -161,7 +161,7 @@ def test_a_captured_step_follows_its_inputs() -> None:
     ("max_len", "kv_lens"),
     [(131072, [131072]), (131072, [131011, 65600]), (131072, [2049, 2048]), (65536, [65000]), (32768, [32768, 20001])],
 )
-def test_steps_of_long_contexts_choose_exactly(max_len: int, kv_lens: list[int]) -> None:
+def test_captured_steps_over_long_contexts_choose_the_exact_top_k(max_len: int, kv_lens: list[int]) -> None:
     """The chosen keys are the definition's choice given the scores, with a step that is replayed from a CUDA graph."""
     rows = len(kv_lens)
     shape = replace(SHAPE, batch_size=rows, max_len=max_len, num_index_heads=64, top_k=2048, dtype=torch.bfloat16)
@@ -190,7 +190,7 @@ def test_steps_of_long_contexts_choose_exactly(max_len: int, kv_lens: list[int])
         assert torch.equal(decoder.indices, torch.where(at == max_len, -1, placed).to(torch.int32))
 
 
-def test_caches_that_do_not_fit_are_refused() -> None:
+def test_caches_of_wrong_shape_or_layout_are_refused_with_the_reason() -> None:
     decoder = DsaDecoder(SHAPE, torch.device("cpu"))
     cache, ckv, kpe, _ = make_caches(KV_LENS)
     with pytest.raises(ArrayError, match="key_cache has shape"):
@@ -215,12 +215,12 @@ def test_caches_that_do_not_fit_are_refused() -> None:
         ({"hisa": HisaConfig(block_size=32)}, "block_size is 32; wanted at least 64"),
     ],
 )
-def test_steps_that_could_not_be_are_refused_before_the_first(change: dict[str, Any], says: str) -> None:
+def test_invalid_decoder_shapes_are_refused_at_construction(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         DsaDecoder(replace(SHAPE, **change), torch.device("cpu"))
 
 
-def test_pages_that_the_cache_has_not_are_refused_by_hisa_too() -> None:
+def test_pages_outside_the_cache_are_refused_by_hisa() -> None:
     decoder = DsaDecoder(replace(SHAPE, hisa=HisaConfig(num_blocks=4)), torch.device("cpu"))
     cache, ckv, kpe, tables = make_caches(KV_LENS)
     tables[0, 2] = 30
@@ -231,7 +231,7 @@ def test_pages_that_the_cache_has_not_are_refused_by_hisa_too() -> None:
 
 @pytest.mark.parametrize("page", [-1, 2])
 @pytest.mark.parametrize("num_chosen", [4, 80])
-def test_pages_that_the_cache_has_not_are_refused_where_they_are_a_sequences(page: int, num_chosen: int) -> None:
+def test_pages_outside_the_cache_are_refused_only_within_a_sequence(page: int, num_chosen: int) -> None:
     """Otherwise rows outside the cache would be chosen."""
     arrays = torch.zeros(1, 64, 128).to(FP8), make_key_cache(2), torch.ones(1, 64)
     table = torch.tensor([[1, page]], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's checkpoints as published: FP8, with experts in FP4 or FP8, written here number by number."""
+"""DeepSeek-V4's published checkpoints (FP8, experts in FP4 or FP8), written here number by number, are decoded."""
 
 import json
 import re
@@ -99,7 +99,7 @@ def require_meant(model: Any, meant: dict[str, Tensor], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
-def test_published_files_are_what_their_format_says(expert_dtype: str, tmp_path: Path, rng) -> None:
+def test_published_files_decode_as_their_format_defines(expert_dtype: str, tmp_path: Path, rng) -> None:
     meant = publish(tmp_path / "published", rng, expert_dtype, **INPUTS)
     exact, half = (load_model(tmp_path / "published", dtype).model for dtype in ("float32", "bfloat16"))
     require_meant(exact, meant, tmp_path / "exact")
@@ -111,7 +111,9 @@ def test_published_files_are_what_their_format_says(expert_dtype: str, tmp_path:
 
 
 @pytest.mark.parametrize(("expert_dtype", "format"), [("fp4", "fp4"), ("fp8", "fp8")])
-def test_steps_read_published_weights_in_their_few_bits(expert_dtype: str, format: str, tmp_path: Path, rng) -> None:
+def test_published_weights_are_kept_quantized_for_decode_steps(
+    expert_dtype: str, format: str, tmp_path: Path, rng
+) -> None:
     meant = publish(tmp_path, rng, expert_dtype, **INPUTS)
     model = load_model(tmp_path, "bfloat16").model
     linears = [x for x in model.modules() if isinstance(x, torch.nn.Linear) and hasattr(x, "quantized")]
@@ -130,7 +132,7 @@ def test_steps_read_published_weights_in_their_few_bits(expert_dtype: str, forma
 
 
 @pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
-def test_published_files_are_read_as_transformers_reads_them(expert_dtype: str, tmp_path: Path, rng) -> None:
+def test_published_files_decode_to_the_same_weights_as_in_transformers(expert_dtype: str, tmp_path: Path, rng) -> None:
     from transformers import AutoModelForCausalLM
 
     publish(tmp_path, rng, expert_dtype, **OUTPUTS)
@@ -143,7 +145,7 @@ def test_published_files_are_read_as_transformers_reads_them(expert_dtype: str, 
         assert torch.equal(x, by_transformers[name].to(x.dtype)), name
 
 
-def test_pairs_of_small_floats_are_one_behind_the_other(tmp_path: Path, rng) -> None:
+def test_the_low_nibble_of_an_fp4_byte_is_the_first_value(tmp_path: Path, rng) -> None:
     pairs, stored = rng.integers(0, 256, (5, 48), dtype=np.uint8), rng.integers(0, 255, (5, 3), dtype=np.uint8)
     meant = np.empty((5, 96), np.float32)
     for out, pair in np.ndindex(pairs.shape):
@@ -202,7 +204,7 @@ def copied(published: Path, to: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_published_files_are_a_sentence(damage: str, published: Path, tmp_path: Path) -> None:
+def test_damaged_published_files_are_refused_with_the_reason(damage: str, published: Path, tmp_path: Path) -> None:
     state, (do, match) = copied(published, tmp_path), DAMAGED[damage]
     do(state)
     write_files(tmp_path, state)
@@ -210,14 +212,14 @@ def test_damaged_published_files_are_a_sentence(damage: str, published: Path, tm
         load_model(tmp_path)
 
 
-def test_experts_of_another_dtype_are_refused_by_name(published: Path, tmp_path: Path) -> None:
+def test_an_unknown_expert_dtype_is_refused_with_its_name(published: Path, tmp_path: Path) -> None:
     write_files(tmp_path, copied(published, tmp_path), expert_dtype="nf4")
     with pytest.raises(ModelError, match=r"its experts are in 'nf4' \(expert_dtype\)"):
         load_model(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_transformers_saves_is_loaded_and_saved_again(dtype: str, tmp_path: Path) -> None:
+def test_a_model_saved_by_transformers_is_loaded_and_saved_unchanged(dtype: str, tmp_path: Path) -> None:
     model = make_model("deepseek_v4")
     there = load_model(save(tmp_path / "first", "deepseek_v4"), dtype)
     there.model.save_pretrained(tmp_path / "again")
@@ -229,7 +231,7 @@ def test_what_transformers_saves_is_loaded_and_saved_again(dtype: str, tmp_path:
         assert torch.equal(saved[name], x.to(saved[name].dtype)), name
 
 
-def test_a_config_as_it_is_published_describes_the_same_model(published: Path, tmp_path: Path) -> None:
+def test_a_published_config_describes_the_same_model_as_transformers_config(published: Path, tmp_path: Path) -> None:
     """A published config also has ratios for the layers that predict further tokens."""
     write_files(tmp_path, copied(published, tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
@@ -245,13 +247,13 @@ def test_a_config_as_it_is_published_describes_the_same_model(published: Path, t
     assert there.ropes == wanted.ropes
 
 
-def test_a_dtype_that_a_part_of_the_weights_would_not_have_is_refused(tmp_path: Path) -> None:
+def test_float16_is_refused_because_some_weights_need_float32(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"float32 and the others in float16.*bfloat16 or float32"):
         load_model(save(tmp_path, "deepseek_v4"), dtype="float16")
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "index_topk"])
-def test_a_config_by_which_a_token_would_see_no_row_is_refused(name: str) -> None:
+def test_a_zero_sliding_window_or_index_topk_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match=rf"{name} 0, and csattn needs at least 1"):
         describe(tiny_config("deepseek_v4", **{name: 0}))
     describe(tiny_config("deepseek_v4", **{name: 1}))

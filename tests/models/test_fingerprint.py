@@ -1,4 +1,4 @@
-"""A model's fingerprint tells it apart from other models."""
+"""Models that compute different results have different fingerprints."""
 
 from math import prod
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.tiny import byte_tokenizer, loaded, make_model, save
         ("deepseek_v4", {"index_topk": 30}),
     ],
 )
-def test_what_weights_do_not_tell_changes_the_fingerprint(family, changes) -> None:
+def test_config_fields_that_change_results_change_the_fingerprint(family, changes) -> None:
     """A corrected config.json makes a different model, even if no tensor changes."""
     before, after = make_model(family), make_model(family, **changes)
     after.load_state_dict(before.state_dict())
@@ -32,7 +32,7 @@ def test_what_weights_do_not_tell_changes_the_fingerprint(family, changes) -> No
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe"])
-def test_how_many_positions_there_are_does_not_change_the_fingerprint(family: str) -> None:
+def test_max_positions_do_not_change_the_fingerprint(family: str) -> None:
     """KV does not depend on the number of positions."""
     before, after = make_model(family), make_model(family, max_position_embeddings=2048)
     after.load_state_dict(before.state_dict())
@@ -47,25 +47,25 @@ def test_a_change_of_one_tensor_changes_the_fingerprint() -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 512), (576, 576), (192, 576), (320, 960), (4096, 14336), (8, 128, 96)])
-def test_a_fingerprint_looks_at_every_input_and_few_values(shape: tuple[int, ...]) -> None:
+def test_a_fingerprint_samples_few_values_but_every_input_column(shape: tuple[int, ...]) -> None:
     at = np.arange(0, prod(shape), _step(shape))
     assert len({*(at % shape[-1])}) == shape[-1] and len(at) < 1.2 * max(4096, shape[-1])
 
 
-def test_a_bias_by_which_experts_are_chosen_changes_the_fingerprint() -> None:
+def test_an_expert_routing_bias_changes_the_fingerprint() -> None:
     """In most families this bias is a buffer, not a parameter."""
     model = make_model("minimax_m2")
     model.model.layers[1].mlp.e_score_correction_bias += 0.1
     assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded("minimax_m2").fingerprint
 
 
-def test_which_experts_are_a_tokens_changes_the_fingerprint() -> None:
+def test_the_table_of_experts_per_token_changes_the_fingerprint() -> None:
     model = make_model("deepseek_v4")
     model.model.layers[0].mlp.gate.tid2eid[0] = model.model.layers[0].mlp.gate.tid2eid[0].roll(1)
     assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded("deepseek_v4").fingerprint
 
 
-def test_numbers_that_streams_are_multiplied_by_are_of_a_models_identity(tmp_path: Path) -> None:
+def test_a_layer_scalar_changes_the_fingerprint(tmp_path: Path) -> None:
     first = load_model(str(save(tmp_path, "gemma4_text")))
     assert first.fingerprint == load_model(str(tmp_path)).fingerprint
     first.model.model.layers[1].layer_scalar += 0.1

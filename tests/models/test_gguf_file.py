@@ -102,7 +102,7 @@ def write_gguf(
         ),
     ],
 )
-def test_what_a_gguf_file_says_is_not_passed_over(
+def test_gguf_fields_and_tensors_that_are_not_read_are_refused(
     how: dict[str, Any], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
@@ -110,7 +110,9 @@ def test_what_a_gguf_file_says_is_not_passed_over(
         load_model(write_gguf(tmp_path / "model.gguf", **how))
 
 
-def test_a_gguf_file_of_llama_3s_positions_is_that_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_with_llama_3_rope_factors_gives_the_same_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -127,7 +129,7 @@ def test_a_gguf_file_of_llama_3s_positions_is_that_model(tmp_path: Path, monkeyp
         load_model(write_gguf(tmp_path / "other.gguf", tensors | factors, **its))
 
 
-def test_a_gguf_file_is_converted_for_a_dtype_and_not_for_its_config(
+def test_a_gguf_file_is_converted_per_dtype_but_not_to_read_its_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
@@ -143,7 +145,7 @@ def test_a_gguf_file_is_converted_for_a_dtype_and_not_for_its_config(
     assert len(list(made.iterdir())) == 2, "what is there in float32 serves for all"
 
 
-def test_the_vocabulary_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_opens_the_gguf_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     tensors, its = gguf_of(make_model("llama"))
     file, made = write_gguf(tmp_path / "model.gguf", tensors, **its), []
@@ -158,7 +160,7 @@ def test_the_vocabulary_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert made == [str(file)] and gguf.GGUFReader is Reader
 
 
-def test_a_turn_ends_at_every_token_that_ends_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_models_stop_ids_are_all_tokens_that_end_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     tensors, its = gguf_of(make_model("llama", vocab_size=261))
     file = write_gguf(tmp_path / "model.gguf", tensors, **its, tokenizer__ggml__eos_token_id=259)
@@ -172,7 +174,7 @@ def test_a_turn_ends_at_every_token_that_ends_one(tmp_path: Path, monkeypatch: p
     assert directory.stop_ids == {259}, "a directory has what its author wrote"
 
 
-def test_files_of_one_name_and_time_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_files_of_equal_name_and_mtime_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files in two folders, and two in turn at the same path. Each caller gets its own copy of a config."""
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     for folder, theta, more in (("a", 1e4, "x"), ("b", 5e5, "x"), ("b", 2e4, "x" * 99)):
@@ -186,7 +188,7 @@ def test_files_of_one_name_and_time_are_two(tmp_path: Path, monkeypatch: pytest.
         assert read_config("model.gguf").rope_parameters["rope_theta"] == theta
 
 
-def test_what_a_killed_conversion_left_goes_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_killed_conversion_are_removed_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     for name, when in (("old", 1e9), ("new", time.time())):
         (left := tmp_path / "models" / f".converting-{name}").mkdir(parents=True)
@@ -196,7 +198,9 @@ def test_what_a_killed_conversion_left_goes_after_a_day(tmp_path: Path, monkeypa
     assert [path.name for path in (tmp_path / "models").iterdir()] == [".converting-new"]
 
 
-def test_a_conversion_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_is_flushed_to_disk_before_it_is_renamed_into_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     tensors, its = gguf_of(make_model("llama"))
     file, flushed, flush = write_gguf(tmp_path / "model.gguf", tensors, **its), list[Path](), os.fsync
@@ -240,7 +244,7 @@ def gguf_of(model: Any) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]
     return tensors, its
 
 
-def test_an_older_conversion_goes_when_there_is_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_in_an_older_format_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     monkeypatch.setattr(gguf_file, "_convert", lambda gguf, dtype, target: None)
     file, its = write_gguf(tmp_path / "model.gguf"), tmp_path / "models"
@@ -254,7 +258,7 @@ def test_an_older_conversion_goes_when_there_is_a_new_one(tmp_path: Path, monkey
     ]
 
 
-def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").touch()
     (tmp_path / "file").touch()
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "file"))
@@ -266,7 +270,7 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatc
     ("free_bytes", "match"),
     [(1 << 10, r"0\.00 GiB, and .* CSATTN_CACHE"), (None, r"No space left .*; free some space in .* CSATTN_CACHE")],
 )
-def test_a_cache_without_room_is_a_sentence(
+def test_a_conversion_without_disk_space_is_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, match: str
 ) -> None:
     def save_pretrained(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Models of the hub, with and without a connection to it."""
+"""Models of the Hugging Face hub, with and without a connection to it."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def timeouts_of_hub(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return timeouts
 
 
-def test_without_a_hub_a_model_that_was_not_fetched_is_refused_at_once(
+def test_offline_a_model_that_was_not_downloaded_is_refused_after_one_short_timeout(
     cache: Path, timeouts_of_hub: list[float]
 ) -> None:
     with pytest.raises(
@@ -48,7 +48,7 @@ def test_without_a_hub_a_model_that_was_not_fetched_is_refused_at_once(
     assert len(timeouts_of_hub) == 1 and timeouts_of_hub[0] < 10
 
 
-def test_without_a_hub_what_was_fetched_before_is_loaded(cache: Path, timeouts_of_hub: list[float]) -> None:
+def test_offline_a_model_that_was_downloaded_before_is_loaded(cache: Path, timeouts_of_hub: list[float]) -> None:
     of = cache / "models--some--model"
     save(of / "snapshots" / ("0" * 40))
     (of / "refs").mkdir()
@@ -57,7 +57,7 @@ def test_without_a_hub_what_was_fetched_before_is_loaded(cache: Path, timeouts_o
     assert loaded.name == "some/model" and len(timeouts_of_hub) == 1
 
 
-def test_weights_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_downloaded_in_one_layout_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mistral's repositories hold their weights in two layouts."""
     there = ["config.json", "model-1.safetensors", "consolidated.safetensors", "README.md", "pytorch_model.bin"]
 
@@ -68,7 +68,7 @@ def test_weights_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetched("some/model") == "config.json model-1.safetensors"
 
 
-def test_where_the_hub_answers_it_is_asked_for_what_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_the_hub_answers_even_with_an_error_the_hub_id_is_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: None)
     assert hub_source("some/model") == "some/model"
 

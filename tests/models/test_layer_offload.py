@@ -1,4 +1,4 @@
-"""Offloaded layers compute the same on the device that they are copied to, and are back on the host afterwards."""
+"""Offloaded layers compute the same results on the device that they are copied to, and then return to the host."""
 
 from contextlib import suppress
 from typing import Any
@@ -20,7 +20,7 @@ def addresses(model: Any) -> list[int]:
 @pytest.mark.parametrize(
     "family", ["llama", "gpt_oss", "qwen3_next", "deepseek_v32", "gemma3_text", "gemma4_text", "phi3"]
 )
-def test_a_prefill_by_offloaded_layers_is_the_same(family: str) -> None:
+def test_prefill_with_offloaded_layers_equals_prefill_without(family: str) -> None:
     model, ids = make_model(family), torch.from_numpy(token_ids(70)).long()
     want = [leaving.clone() for _, leaving in prefill(model, ids, chunk_len=32)]
     homes, layers, seen = addresses(model), model.model.layers, []
@@ -33,7 +33,7 @@ def test_a_prefill_by_offloaded_layers_is_the_same(family: str) -> None:
     assert addresses(model) == homes
 
 
-def test_what_was_copied_is_home_after_an_error() -> None:
+def test_an_offloaded_layer_is_back_on_the_host_after_an_error() -> None:
     model = make_model()
     model.layers_are_offloaded = True
     homes = addresses(model)
@@ -43,7 +43,7 @@ def test_what_was_copied_is_home_after_an_error() -> None:
     assert addresses(model) == homes
 
 
-def test_layers_stay_where_a_device_has_no_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_stay_on_the_host_if_the_device_has_no_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_offload, "_has_room", lambda model, device: False)
     model = place(make_model(), "meta")  # a device without any memory
     assert is_offloaded(model) and model.device.type == "meta"
@@ -55,14 +55,14 @@ def test_layers_stay_where_a_device_has_no_room_for_all(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("free_bytes", [1000, 1 << 30])
-def test_room_is_what_is_free_on_the_device(free_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_on_a_device_is_its_free_memory(free_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_offload.torch.cuda, "mem_get_info", lambda device: (free_bytes, 1 << 40))
     assert layer_offload._has_room(make_model(), "cuda") == (free_bytes > 1000) and layer_offload._has_room(
         make_model(), "cpu"
     )
 
 
-def test_parts_of_a_layer_are_copied_alone() -> None:
+def test_parts_of_an_offloaded_layer_can_be_copied_without_the_rest() -> None:
     model = make_model()
     model.layers_are_offloaded = True
     mlp, q = (part.weight for part in (model.model.layers[0].mlp.up_proj, model.model.layers[0].self_attn.q_proj))

@@ -1,4 +1,4 @@
-"""Weights in memory-mapped files without a name: the same numbers, which take no anonymous memory."""
+"""Weights in unlinked memory-mapped files have the same values and take no anonymous memory."""
 
 import errno
 import json
@@ -39,7 +39,9 @@ def is_mapped(tensor: Tensor, cache: Path) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int16])
 @pytest.mark.parametrize("shape", [(5, 7), (1,), (3, 1, 4099)])
-def test_the_numbers_stay_and_may_be_changed(dtype: torch.dtype, shape: tuple[int, ...], cache: Path) -> None:
+def test_a_mapped_tensor_has_equal_values_and_is_writable(
+    dtype: torch.dtype, shape: tuple[int, ...], cache: Path
+) -> None:
     here = torch.randn(shape).mul(100).to(dtype)
     there = to_mapped_file(here.T.contiguous().T if here.ndim == 2 else here)  # also if not contiguous
     assert is_mapped(there, cache) and not is_mapped(here, cache) and not list(cache.iterdir())
@@ -48,7 +50,7 @@ def test_the_numbers_stay_and_may_be_changed(dtype: torch.dtype, shape: tuple[in
     assert torch.equal(there, here + 1)
 
 
-def test_where_there_is_no_file_they_stay_where_they_are(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_stays_in_memory_if_no_file_can_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.arange(40)
     assert is_mapped(to_mapped_file(here), cache)
 
@@ -74,7 +76,7 @@ def test_where_there_is_no_file_they_stay_where_they_are(cache: Path, monkeypatc
     assert to_mapped_file(here) is here
 
 
-def test_a_write_may_be_short(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_continued(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = mapped_files.tempfile.TemporaryFile
 
     def short(**how: Any) -> Any:
@@ -102,12 +104,14 @@ def test_a_write_may_be_short(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("free", "has_room"), [(None, False), (199, False), (200, True)])
-def test_half_of_the_disk_is_left(free: int | None, has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_counts_only_if_half_stays_free(
+    free: int | None, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mapped_files, "available_bytes", lambda path: free)
     assert has_disk_space(100) == has_room
 
 
-def test_where_nothing_can_be_written_is_no_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_has_no_disk_space(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert has_disk_space(1)
     cache.mkdir()
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != cache or not mode & os.W_OK)  # for root, too
@@ -115,14 +119,14 @@ def test_where_nothing_can_be_written_is_no_room(cache: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no file system in memory is known here")
-def test_files_in_memory_are_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_in_tmpfs_has_no_disk_space(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSATTN_CACHE", "/dev/shm/csattn")
     assert has_disk_space(1)
     monkeypatch.setattr(mapped_files, "_IN_MEMORY", {"tmpfs"})
     assert not has_disk_space(1)
 
 
-def test_what_is_cast_meanwhile_is_put_aside(cache: Path) -> None:
+def test_casts_inside_results_to_files_are_mapped(cache: Path) -> None:
     here = torch.randn(6, 8)
     with ResultsToFiles(Tensor.to):
         cast, added, module = here.to(torch.bfloat16), here + 1, torch.nn.Linear(3, 2).to(torch.bfloat16)
@@ -134,7 +138,7 @@ def test_what_is_cast_meanwhile_is_put_aside(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["rounded", "published"])
-def test_decoded_weights_lie_aside_where_products_read_few_bits(
+def test_decoded_weights_are_mapped_if_matrix_products_read_the_quantized_ones(
     how: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     folder, given = tmp_path / "plain", {"weights": "int4"} if how == "rounded" else {}
@@ -160,7 +164,7 @@ def test_decoded_weights_lie_aside_where_products_read_few_bits(
 
 
 @pytest.mark.parametrize(("family", "how"), [("gpt_oss", "mxfp4"), ("mixtral", "awq"), ("mixtral", "int4")])
-def test_decoded_experts_lie_aside_however_they_come(
+def test_decoded_experts_are_mapped_for_every_checkpoint_layout(
     family: str, how: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     """Experts come in one tensor, or as one matrix each: then a layer's matrices share a file until they are joined."""
@@ -191,7 +195,7 @@ def test_decoded_experts_lie_aside_however_they_come(
 
 @pytest.mark.parametrize("part", ["gate_up_proj", "down_proj"])
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
-def test_experts_that_were_changed_are_read_decoded(family: str, part: str) -> None:
+def test_stale_quantized_experts_are_dropped_after_their_weights_change(family: str, part: str) -> None:
     model = make_model(family).bfloat16()
     round_weights(model, "int4")
     (_, module, spec), *_ = experts_of_layers(model)
@@ -207,7 +211,7 @@ def test_experts_that_were_changed_are_read_decoded(family: str, part: str) -> N
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_conversion_puts_aside_what_it_makes(
+def test_a_gguf_conversion_maps_the_tensors_that_it_makes(
     dtype: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors, its = gguf_of(make_model("llama"))

@@ -72,7 +72,7 @@ from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, make_model, 
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "later tokens"),
     ],
 )
-def test_attention_that_would_come_out_wrong_is_refused(family, changes, match) -> None:
+def test_configs_that_csattn_does_not_compute_are_refused_with_the_reason(family, changes, match) -> None:
     config = tiny_config(family, **{name: value for name, value in changes.items() if name != "model_type"})
     if "model_type" in changes:
         config.model_type = changes["model_type"]
@@ -80,13 +80,13 @@ def test_attention_that_would_come_out_wrong_is_refused(family, changes, match) 
         describe(config)
 
 
-def test_a_window_that_is_as_long_as_all_positions_is_none() -> None:
+def test_a_sliding_window_over_all_positions_is_ignored() -> None:
     """Ministral 8B and Phi-3 128K have windows as long as all positions."""
     for family, window in (("mistral", 1024), ("mixtral", 4096), ("phi3", 262144)):
         assert len(describe(tiny_config(family, sliding_window=window)).indexed_layers) == 3
 
 
-def test_a_saved_model_loads_with_its_identity(tmp_path: Path) -> None:
+def test_a_saved_model_loads_with_the_same_fingerprint(tmp_path: Path) -> None:
     first, second = load_model(str(save(tmp_path / "a"))), load_model(str(save(tmp_path / "b", seed=1)))
     again = load_model(str(tmp_path / "a"))
     assert first.fingerprint == again.fingerprint != second.fingerprint
@@ -95,7 +95,7 @@ def test_a_saved_model_loads_with_its_identity(tmp_path: Path) -> None:
     assert load_model(str(tmp_path / "a"), "bfloat16").fingerprint != first.fingerprint
 
 
-def test_bars_of_other_loads_are_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_hides_progress_bars_and_restores_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading shows no progress bars, and then restores the process's setting."""
     shows, had_bars = transformers.utils.logging, transformers.utils.logging.is_progress_bar_enabled()
     resolve, meanwhile = loader._resolve, []
@@ -112,7 +112,7 @@ def test_bars_of_other_loads_are_as_they_were(tmp_path: Path, monkeypatch: pytes
     assert meanwhile == [False, False]
 
 
-def test_a_chat_template_or_a_token_that_comes_after_loading_counts(tmp_path: Path) -> None:
+def test_a_chat_template_or_token_added_after_loading_changes_the_tokenizer_hash(tmp_path: Path) -> None:
     model = load_model(str(save(tmp_path)))
     before = model.tokenizer_hash
     model.tokenizer.chat_template = "<turn>" + CHAT_TEMPLATE
@@ -122,7 +122,7 @@ def test_a_chat_template_or_a_token_that_comes_after_loading_counts(tmp_path: Pa
     assert load_model(str(tmp_path)).tokenizer_hash == before
 
 
-def test_a_tokenizer_that_says_to_strip_spaces_does_not(tmp_path: Path) -> None:
+def test_clean_up_tokenization_spaces_is_turned_off(tmp_path: Path) -> None:
     """transformers ignores this setting as well, but would warn at the first answer."""
     settings = save(tmp_path) / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "clean_up_tokenization_spaces": True}))
@@ -143,7 +143,9 @@ def test_a_tokenizer_that_says_to_strip_spaces_does_not(tmp_path: Path) -> None:
         ("{tmp}/broken", "could not be loaded"),
     ],
 )
-def test_a_model_that_is_not_there_is_named_in_one_sentence(tmp_path: Path, name: str, match: str) -> None:
+def test_a_missing_or_invalid_model_path_is_refused_with_a_one_line_reason(
+    tmp_path: Path, name: str, match: str
+) -> None:
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
     (tmp_path / "short.gguf").write_bytes(b"GGUF")
@@ -154,7 +156,7 @@ def test_a_model_that_is_not_there_is_named_in_one_sentence(tmp_path: Path, name
     assert "\n" not in str(raised.value)
 
 
-def test_a_family_that_an_older_transformers_lacks_is_told_of(tmp_path, monkeypatch) -> None:
+def test_a_family_that_this_transformers_lacks_is_refused_with_the_reason(tmp_path, monkeypatch) -> None:
     save(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "newest"}')
     monkeypatch.setitem(FAMILIES, "newest", FAMILIES["llama"])
@@ -185,7 +187,7 @@ def test_a_family_that_an_older_transformers_lacks_is_told_of(tmp_path, monkeypa
         ),
     ],
 )
-def test_a_damaged_model_is_told_of_in_one_sentence(
+def test_a_damaged_model_is_refused_with_a_one_line_reason(
     tmp_path: Path, file: str, text: str | dict[str, object], match: str
 ) -> None:
     """On damaged files libraries raise errors of any class."""
@@ -206,7 +208,9 @@ def test_a_model_with_an_adapter_in_its_layers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-def test_code_of_a_checkpoint_is_not_asked_for(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_code_of_a_checkpoint_is_refused_without_a_prompt(
+    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, asks_user = save(tmp_path) / file, Mock(return_value="y")
     its = {"auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}}
     its["tokenizer_class" if file == "tokenizer_config.json" else "model_type"] = "Own"
@@ -221,13 +225,13 @@ def test_code_of_a_checkpoint_is_not_asked_for(tmp_path: Path, file: str, monkey
     ("generated", "tokenized", "stops"),
     [(7, "a", {7, 64}), ([7, 9], None, {7, 9}), (None, "a", {64}), ([None, 300, -1], None, set())],
 )
-def test_a_turn_ends_by_the_generation_config_and_by_the_tokenizer(generated, tokenized, stops) -> None:
+def test_stop_ids_come_from_the_generation_config_and_the_tokenizer(generated, tokenized, stops) -> None:
     model, tokenizer = make_model(), byte_tokenizer()
     model.generation_config.eos_token_id, tokenizer.eos_token = generated, tokenized
     assert wrap_model(model, tokenizer, "tiny").stop_ids == stops
 
 
-def test_what_generates_from_python_ends_there_too(tmp_path: Path) -> None:
+def test_a_loaded_models_generation_config_has_the_stop_ids(tmp_path: Path) -> None:
     settings = save(tmp_path) / "generation_config.json"
     settings.write_text(json.dumps({"eos_token_id": [9, 300]}))
     tokenizer = byte_tokenizer()
@@ -236,13 +240,15 @@ def test_what_generates_from_python_ends_there_too(tmp_path: Path) -> None:
     assert load_model(tmp_path).model.generation_config.eos_token_id == [9, 64]
 
 
-def test_a_tokenizer_may_know_no_end() -> None:
+def test_a_tokenizer_without_an_eos_token_is_accepted() -> None:
     model, plain = make_model(), SimpleNamespace(get_vocab=dict, chat_template=None)
     model.generation_config.eos_token_id = 7
     assert wrap_model(model, plain, "tiny").stop_ids == {7}
 
 
-def test_what_is_refused_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_errors_of_libraries_are_reported_as_faults_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """csattn's own errors pass unchanged; those of libraries are reported as faults of the files."""
     path = str(save(tmp_path))
     for error, match in (
@@ -255,13 +261,13 @@ def test_what_is_refused_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["", "  ", 5, b"model"])
-def test_a_name_that_is_none_is_not_the_demo_model(name: Any) -> None:
+def test_an_empty_or_non_string_model_name_is_refused(name: Any) -> None:
     for load in (load_model, read_config, lambda name: BuildOptions(model=name)):
         with pytest.raises(ConfigError, match=f"a .gguf file or a hub id, got {name!r}; give one, or leave it out"):
             load(name)
 
 
-def test_an_artifact_of_a_model_in_a_directory_is_asked_from_others(
+def test_a_model_loaded_by_relative_path_is_named_by_its_absolute_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "model")
@@ -269,7 +275,9 @@ def test_an_artifact_of_a_model_in_a_directory_is_asked_from_others(
     assert load_model("model").name == str(tmp_path / "model")
 
 
-def test_the_demo_model_is_no_directory_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_named_like_the_demo_model_does_not_rename_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path / "model")
     (tmp_path / loader.DEMO_MODEL).mkdir()
     monkeypatch.chdir(tmp_path)
@@ -277,27 +285,27 @@ def test_the_demo_model_is_no_directory_of_its_name(tmp_path: Path, monkeypatch:
     assert load_model().name == loader.DEMO_MODEL
 
 
-def test_a_cache_that_training_left_off_is_on(tmp_path: Path) -> None:
+def test_use_cache_false_in_a_config_is_turned_on(tmp_path: Path) -> None:
     save(tmp_path, use_cache=False)
     (tmp_path / "generation_config.json").unlink()
     assert load_model(tmp_path).model.generation_config.use_cache
 
 
-def test_no_other_cache_is_a_models_default(tmp_path: Path) -> None:
+def test_a_cache_implementation_in_the_generation_config_is_dropped(tmp_path: Path) -> None:
     """With another default, transformers would refuse the cache that holds a session's request."""
     settings = save(tmp_path) / "generation_config.json"
     settings.write_text(json.dumps({"cache_implementation": "static"}))
     assert load_model(tmp_path).model.generation_config.cache_implementation is None
 
 
-def test_a_model_may_be_named_by_its_path(tmp_path: Path) -> None:
+def test_a_model_may_be_given_as_a_path_object(tmp_path: Path) -> None:
     assert load_model(save(tmp_path / "model")).name == str(tmp_path / "model")
 
 
 @pytest.mark.parametrize(
     ("device", "sentence"), [("cuda", "no CUDA device, .*; leave out the device"), ("gpu", "'gpu'")]
 )
-def test_a_device_that_is_not_there_is_refused_before_a_load(
+def test_an_unavailable_or_unknown_device_is_refused_before_loading(
     monkeypatch: pytest.MonkeyPatch, device: str, sentence: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -305,7 +313,7 @@ def test_a_device_that_is_not_there_is_refused_before_a_load(
         load_model("/no/such/dir", device=device)
 
 
-def test_of_some_devices_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_index_beyond_the_last_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="this machine has no cuda:2; the last of its CUDA devices is cuda:1"):
@@ -315,7 +323,7 @@ def test_of_some_devices_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             load_model("/no/such/dir", device=there)
 
 
-def test_a_home_that_nobody_has_is_a_sentence() -> None:
+def test_the_home_directory_of_an_unknown_user_is_refused_with_the_reason() -> None:
     for load in (load_model, read_config):
         with pytest.raises(ModelError, match="there is no model at ~nosuchuser9/x"):
             load("~nosuchuser9/x")
@@ -343,7 +351,7 @@ def test_an_unknown_dtype_is_refused() -> None:
         ("gemma2", {"hidden_act": "relu"}),
     ],
 )
-def test_fields_of_other_families_are_not_heeded(family: str, stray: dict[str, Any]) -> None:
+def test_config_fields_of_other_families_are_ignored(family: str, stray: dict[str, Any]) -> None:
     """A config may carry any field; those that a family's model does not read change nothing."""
     config = tiny_config(family)
     before = describe(config)
@@ -353,12 +361,12 @@ def test_fields_of_other_families_are_not_heeded(family: str, stray: dict[str, A
 
 
 @pytest.mark.parametrize(("family", "width"), [("hy_v3", 96), ("exaone_moe", None)])
-def test_a_model_without_shared_experts_is_that_of_transformers(family: str, width: int | None) -> None:
+def test_without_shared_experts_the_mlp_is_that_of_transformers(family: str, width: int | None) -> None:
     mlp = describe(tiny_config(family, num_shared_experts=0)).layers[1].mlp
     assert (mlp and mlp.intermediate_size) == width
 
 
-def test_a_layer_without_rope_is_described_as_such() -> None:
+def test_a_layer_without_rope_is_described_without_rope() -> None:
     def ropes(family: str, **changes: object) -> list[int | None]:
         return [layer.attention.rope for layer in describe(tiny_config(family, **changes)).layers]
 
@@ -377,7 +385,7 @@ def has_queries(name: str) -> bool:
 
 
 @pytest.mark.parametrize("family", [name for name in ALL_FAMILIES if has_queries(name)])
-def test_queries_of_a_layers_own_input_are_the_captured_ones(family: str) -> None:
+def test_queries_computed_from_a_layers_input_equal_the_captured_ones(family: str) -> None:
     model, ids = make_model(family), torch.from_numpy(token_ids(40)).long()
     num_compared = 0
     for capture, _ in prefill(model, ids):
@@ -392,7 +400,7 @@ def test_queries_of_a_layers_own_input_are_the_captured_ones(family: str) -> Non
     assert num_compared
 
 
-def test_positions_can_be_stretched(tmp_path) -> None:
+def test_stretched_positions_scale_max_positions_and_rope_frequencies(tmp_path) -> None:
     source = str(save(tmp_path / "a"))
     plain, stretched = load_model(source), load_model(source, stretch=4)
     assert stretched.geometry.max_positions == 4 * plain.geometry.max_positions
@@ -408,7 +416,7 @@ def test_positions_can_be_stretched(tmp_path) -> None:
             load_model(source, stretch=factor)
 
 
-def test_positions_that_yarn_was_added_for_are_the_models() -> None:
+def test_max_positions_include_the_yarn_factor() -> None:
     """Qwen 2.5's and 3's model cards add YaRN and leave max_position_embeddings as it is."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
     for most, positions in ((640, 2048), (2048, 2048), (4096, 4096)):
@@ -416,7 +424,7 @@ def test_positions_that_yarn_was_added_for_are_the_models() -> None:
         assert describe(config).max_positions == positions
 
 
-def test_stretched_positions_are_not_stretched_again() -> None:
+def test_positions_that_are_scaled_already_cannot_be_stretched() -> None:
     config = tiny_config("llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(ModelError, match="scaled by 'linear' already"):
         stretch_positions(config, 2.0)

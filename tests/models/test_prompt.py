@@ -1,4 +1,4 @@
-"""Contexts and questions with tokenizers that put a space before words, as older ones of Llama and Mistral do."""
+"""Contexts and questions with tokenizers that put a space before words, as those of older Llamas and Mistrals do."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -44,7 +44,7 @@ def spaced_tokenizer(template: str) -> PreTrainedTokenizerFast:
     ("template", "wrapping"), [(MISTRAL, "user"), (LLAMA_2, "system"), (ZEPHYR, "system")], ids=["1", "2", "3"]
 )
 @pytest.mark.parametrize("text", [TEXT, "A lamp.", "It ends with <s>", "and with </s> again"])
-def test_questions_follow_a_context_as_the_whole_conversation_is_tokenised(template, wrapping, text) -> None:
+def test_context_and_question_tokens_equal_those_of_the_whole_conversation(template, wrapping, text) -> None:
     tokenizer = spaced_tokenizer(template)
     assert choose_wrapping(tokenizer) == wrapping
     prefix = context_ids(tokenizer, text, wrapping)
@@ -58,7 +58,7 @@ def test_questions_follow_a_context_as_the_whole_conversation_is_tokenised(templ
         assert prefix.tolist() + question_ids(tokenizer, prefix, question, wrapping).tolist() == whole
 
 
-def test_special_tokens_of_a_text_are_counted() -> None:
+def test_special_tokens_in_a_text_are_counted() -> None:
     tokenizer = spaced_tokenizer(ZEPHYR)
     assert num_special(tokenizer, TEXT) == 2 and num_special(tokenizer, "A lamp < s>.") == 0
     tokenizer.add_special_tokens({"additional_special_tokens": ["<s>|", "a.c"]})
@@ -67,7 +67,7 @@ def test_special_tokens_of_a_text_are_counted() -> None:
     assert sum(i in tokenizer.all_special_ids and i != tokenizer.unk_token_id for i in ids) == 3
 
 
-def test_a_special_token_that_begins_as_others_do_is_counted() -> None:
+def test_special_tokens_with_a_common_prefix_are_counted() -> None:
     tokenizer = spaced_tokenizer(ZEPHYR)
     reserved = [f"<|r_{number}|>" for number in range(30)]
     tokenizer.add_special_tokens({"additional_special_tokens": [*reserved, "<|r_1", "<|r"]})
@@ -75,14 +75,14 @@ def test_a_special_token_that_begins_as_others_do_is_counted() -> None:
     assert num_special(tokenizer, "<|r_12|>, <|r_12, <|r_2, <|, <|r_") == 4
 
 
-def test_a_conversation_that_begins_with_an_answer_does_not_follow_a_context_in_the_first_question() -> None:
+def test_a_conversation_that_begins_with_an_answer_is_refused_for_user_wrapping() -> None:
     tokenizer = spaced_tokenizer(MISTRAL)
     prefix, ending = context_ids(tokenizer, TEXT, "user"), {"continue_final_message": True}
     with pytest.raises(ArtifactMismatchError, match="these messages have none"):
         conversation_ids(tokenizer, prefix, [{"role": "assistant", "content": "It"}], "user", None, ending)
 
 
-def test_a_context_that_no_question_could_follow_is_refused_before_it_is_prefilled() -> None:
+def test_a_context_that_tokenises_differently_before_a_question_is_refused() -> None:
     """Here the decoder changes L to l, so the decoded context is another text."""
     tokenizer = spaced_tokenizer(ZEPHYR.replace("eos_token", "''"))
     tokenizer.backend_tokenizer.decoder = decoders.Replace("L", "l")

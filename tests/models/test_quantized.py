@@ -1,4 +1,4 @@
-"""Checkpoints as published in 8 and 4 bits, written here number by number."""
+"""Checkpoints published in 8 and 4 bits, written here number by number, are decoded as their formats define."""
 
 import json
 import shutil
@@ -198,7 +198,7 @@ def change(plain: Path, to: Path, state: dict[str, Tensor], **of_config: Any) ->
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_quantized_weights_are_what_their_format_says(form: str, plain: Path, tmp_path: Path, rng) -> None:
+def test_quantized_weights_decode_as_their_format_defines(form: str, plain: Path, tmp_path: Path, rng) -> None:
     meant = quantize(plain, tmp_path / "quantized", form, rng)
     there = load_model(str(tmp_path / "quantized"))
     weights = dict(there.model.named_parameters())
@@ -234,7 +234,7 @@ def kept_of_experts(half: Any) -> list[tuple[Any, Tensor, Tensor]]:
 @pytest.mark.parametrize(
     ("family", "form"), [("qwen3_moe", "fp8 by block"), ("mixtral", "awq"), ("olmoe", "gptq in order")]
 )
-def test_experts_with_a_matrix_each_are_kept_together(family: str, form: str, tmp_path: Path, rng) -> None:
+def test_experts_stored_one_by_one_are_joined_and_kept_quantized(family: str, form: str, tmp_path: Path, rng) -> None:
     sizes = {"moe_intermediate_size": 96} if family == "qwen3_moe" else {}
     meant = quantize(save(tmp_path / "plain", family, **sizes), tmp_path / "quantized", form, rng)
     exact, half = (load_model(str(tmp_path / "quantized"), dtype) for dtype in ("float32", "bfloat16"))
@@ -257,14 +257,14 @@ def require_bytes_of(folder: Path, half: Any, weights: str | None = None) -> Non
     assert (size.decoded, size.on_gpu) == (decoded, device_bytes(half.model))
 
 
-def test_experts_in_order_of_their_groups_alone_are_kept(tmp_path: Path, rng) -> None:
+def test_experts_with_reordered_groups_are_not_kept_quantized(tmp_path: Path, rng) -> None:
     quantize(save(tmp_path / "plain", "olmoe"), tmp_path / "quantized", "gptq", rng)
     half = load_model(str(tmp_path / "quantized"), "bfloat16")
     assert not any(hasattr(layer.mlp.experts, "quantized") for layer in half.model.model.layers)
     require_bytes_of(tmp_path / "quantized", half)
 
 
-def test_experts_of_layers_that_predict_further_tokens_are_not_taken_for_the_first_layers(tmp_path: Path, rng) -> None:
+def test_experts_of_mtp_layers_are_not_mistaken_for_those_of_the_first_layers(tmp_path: Path, rng) -> None:
     quantize(
         save(tmp_path / "plain", "qwen3_next", moe_intermediate_size=96), tmp_path / "quantized", "fp8 by block", rng
     )
@@ -289,7 +289,7 @@ def in_mxfp4(plain: Path, to: Path, rng: np.random.Generator) -> None:
     change(plain, to, state, quantization_config={"quant_method": "mxfp4"})
 
 
-def test_experts_in_four_bits_are_kept_so(tmp_path: Path, rng) -> None:
+def test_mxfp4_experts_are_kept_in_four_bits(tmp_path: Path, rng) -> None:
     in_mxfp4(save(tmp_path / "plain", "gpt_oss", intermediate_size=96), tmp_path / "quantized", rng)
     half = load_model(str(tmp_path / "quantized"), "bfloat16")
     for quantized, gate_up, down in kept_of_experts(half):
@@ -306,7 +306,7 @@ def test_experts_in_four_bits_are_kept_so(tmp_path: Path, rng) -> None:
 
 
 @pytest.mark.parametrize(("family", "rounding"), [("gpt_oss", "int4"), ("qwen3_moe", "fp8")])
-def test_experts_can_be_rounded_as_they_are_loaded(family: str, rounding: str, tmp_path: Path) -> None:
+def test_experts_can_be_rounded_while_loading(family: str, rounding: str, tmp_path: Path) -> None:
     folder = save(tmp_path, family)
     exact, rounded = load_model(str(folder), "bfloat16"), load_model(str(folder), "bfloat16", weights=rounding)
     before = [layer.mlp.experts.gate_up_proj for layer in exact.model.model.layers]
@@ -318,7 +318,7 @@ def test_experts_can_be_rounded_as_they_are_loaded(family: str, rounding: str, t
     require_bytes_of(folder, rounded, rounding)
 
 
-def test_experts_in_four_bits_are_pairs_of_small_floats(tmp_path: Path, rng) -> None:
+def test_mxfp4_experts_decode_to_the_values_of_their_nibbles_and_scales(tmp_path: Path, rng) -> None:
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     blocks = rng.integers(0, 256, (2, 5, 3, 16), dtype=np.uint8)  # experts, outputs, groups of 32 inputs
     scales = rng.integers(120, 134, (2, 5, 3), dtype=np.uint8)
@@ -338,7 +338,7 @@ def test_experts_in_four_bits_are_pairs_of_small_floats(tmp_path: Path, rng) -> 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rounding", ["fp8", "int4"])
 @pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(72, 130), (128, 256)])
-def test_rounded_weights_of_any_width_lie_without_gaps(
+def test_rounded_weights_of_any_width_are_contiguous(
     rounding: str, dtype: str, hidden_size: int, intermediate_size: int, tmp_path: Path
 ) -> None:
     sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "head_dim": 16}
@@ -347,7 +347,7 @@ def test_rounded_weights_of_any_width_lie_without_gaps(
 
 
 @pytest.mark.parametrize(("rounding", "most"), [("fp8", 0.03), ("int4", 0.12)])
-def test_weights_can_be_rounded_as_they_are_loaded(rounding: str, most: float, plain: Path) -> None:
+def test_weights_can_be_rounded_while_loading(rounding: str, most: float, plain: Path) -> None:
     exact, rounded = load_model(str(plain), "bfloat16"), load_model(str(plain), "bfloat16", weights=rounding)
     before, after = dict(exact.model.named_modules()), dict(rounded.model.named_modules())
     names = [name for name, module in after.items() if hasattr(module, "quantized")]
@@ -362,7 +362,7 @@ def test_weights_can_be_rounded_as_they_are_loaded(rounding: str, most: float, p
     assert device_bytes(rounded.model) == device_bytes(exact.model) - saved
 
 
-def test_few_bits_that_a_matrix_is_no_longer_are_forgotten(plain: Path) -> None:
+def test_quantized_forms_of_changed_matrices_are_dropped(plain: Path) -> None:
     """Merging an adapter changes a matrix: prefill and steps must both read its new values."""
     loaded = load_model(str(plain), "bfloat16", weights="int4")
     layers = loaded.model.model.layers
@@ -376,7 +376,7 @@ def test_few_bits_that_a_matrix_is_no_longer_are_forgotten(plain: Path) -> None:
     assert not hasattr(down, "quantized")
 
 
-def test_what_cannot_be_rounded_is_a_sentence(plain: Path, tmp_path: Path, rng) -> None:
+def test_rounding_that_is_unknown_or_not_possible_is_refused_with_the_reason(plain: Path, tmp_path: Path, rng) -> None:
     with pytest.raises(ConfigError, match="rounded to fp8 or int4, not to 'int3'"):
         load_model(str(plain), weights="int3")
     quantize(plain, tmp_path / "quantized", "awq", rng)
@@ -407,7 +407,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_quantized_checkpoint_is_a_sentence(damage: str, in_gptq: Path, tmp_path: Path) -> None:
+def test_a_damaged_quantized_checkpoint_is_refused_with_the_reason(damage: str, in_gptq: Path, tmp_path: Path) -> None:
     state = load_file(in_gptq / "model.safetensors")
     do, match = DAMAGED[damage]
     do(state)
@@ -416,7 +416,7 @@ def test_a_damaged_quantized_checkpoint_is_a_sentence(damage: str, in_gptq: Path
         load_model(str(tmp_path / "quantized"))
 
 
-def test_a_bias_of_zeros_may_be_where_a_model_has_none(in_gptq: Path, tmp_path: Path) -> None:
+def test_an_unexpected_bias_is_accepted_only_if_it_is_zero(in_gptq: Path, tmp_path: Path) -> None:
     """AutoGPTQ writes biases of zeros."""
     shutil.copytree(in_gptq, tmp_path, dirs_exist_ok=True)
     for bias in (torch.zeros(96), torch.ones(96)):
@@ -431,7 +431,9 @@ def test_a_bias_of_zeros_may_be_where_a_model_has_none(in_gptq: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_the_same_weights_in_another_layout_are_left_alone(is_sharded: bool, in_gptq: Path, tmp_path: Path) -> None:
+def test_a_second_copy_of_the_weights_in_another_layout_is_ignored(
+    is_sharded: bool, in_gptq: Path, tmp_path: Path
+) -> None:
     """Mistral publishes its weights in a second layout, consolidated.safetensors."""
     shutil.copytree(in_gptq, tmp_path, dirs_exist_ok=True)
     save_file({"layers.0.attention.wq.weight": torch.ones(2)}, tmp_path / "consolidated.safetensors")
@@ -443,7 +445,7 @@ def test_the_same_weights_in_another_layout_are_left_alone(is_sharded: bool, in_
 
 
 @pytest.mark.parametrize("group_size", [40, 60, 96])
-def test_groups_that_do_not_divide_the_inputs_are_as_long_as_the_config_says(group_size: int, tmp_path, rng) -> None:
+def test_groups_that_do_not_divide_the_inputs_have_the_configs_length(group_size: int, tmp_path, rng) -> None:
     """The last of them is shorter: 64 inputs make two groups of 40, which must not be read as two of 32."""
     q, scales = rng.integers(-8, 8, (24, 64)), torch.from_numpy(rng.uniform(0.001, 0.1, (24, 2))).float()
     parts = {"weight_packed": pack(q + 8, 4), "weight_scale": scales, "weight_shape": torch.tensor(q.shape)}
@@ -458,14 +460,14 @@ def test_groups_that_do_not_divide_the_inputs_are_as_long_as_the_config_says(gro
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.uint8])
-def test_bytes_of_another_kind_are_not_taken_without_their_scales(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_one_byte_dtypes_that_are_not_read_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     state = {"m.weight": torch.ones(8, 64).to(dtype), "m.weight_scale": torch.full((1, 1), 0.01)}
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"m\.weight is in .*, a format that csattn does not read"):
         read_state(tmp_path, {"quant_method": "fp8"}, torch.float32)
 
 
-def test_scales_of_another_block_size_are_a_sentence(plain: Path, tmp_path: Path, rng) -> None:
+def test_scales_of_another_block_size_are_refused(plain: Path, tmp_path: Path, rng) -> None:
     quantize(plain, tmp_path / "quantized", "fp8 by small block", rng)
     config = tmp_path / "quantized" / "config.json"
     config.write_text(config.read_text().replace("24", "32"))
@@ -496,7 +498,9 @@ def test_scales_of_another_block_size_are_a_sentence(plain: Path, tmp_path: Path
         ),
     ],
 )
-def test_what_cannot_be_decoded_is_refused_by_name(config, match, plain: Path, tmp_path: Path) -> None:
+def test_quantization_formats_that_are_not_read_are_refused_with_the_reason(
+    config, match, plain: Path, tmp_path: Path
+) -> None:
     change(plain, tmp_path / "other", load_file(plain / "model.safetensors"), quantization_config=config)
     with pytest.raises(ModelError, match=match):
         load_model(str(tmp_path / "other"))
@@ -516,7 +520,9 @@ def test_what_cannot_be_decoded_is_refused_by_name(config, match, plain: Path, t
         ),
     ],
 )
-def test_a_checkpoint_that_is_not_whole_is_a_sentence(damage, match: str, plain: Path, tmp_path: Path, capfd) -> None:
+def test_missing_unexpected_or_misshapen_weights_are_refused_with_the_reason(
+    damage, match: str, plain: Path, tmp_path: Path, capfd
+) -> None:
     """Without the error the model would have randomly initialised weights."""
     state = load_file(plain / "model.safetensors")
     damage(state)
@@ -526,7 +532,7 @@ def test_a_checkpoint_that_is_not_whole_is_a_sentence(damage, match: str, plain:
     assert capfd.readouterr().err == ""
 
 
-def test_a_file_that_is_cut_short_is_a_sentence(plain: Path, tmp_path: Path) -> None:
+def test_a_truncated_weights_file_is_refused(plain: Path, tmp_path: Path) -> None:
     change(plain, tmp_path / "cut", load_file(plain / "model.safetensors"))
     whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])

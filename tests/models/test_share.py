@@ -66,7 +66,7 @@ def experts_out(weights: ExpertWeights, spec: ExpertsSpec, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", SPLIT)
-def test_the_shares_of_a_layer_make_the_whole(family: str) -> None:
+def test_outputs_of_a_layers_shares_add_up_to_the_whole_layers(family: str) -> None:
     weights, num = weights_of(loaded(family).model), 2
     spec, own = weights.spec, share_of_spec(weights.spec, num)
     require_shares(spec, num)
@@ -101,7 +101,7 @@ def test_the_shares_of_a_layer_make_the_whole(family: str) -> None:
     torch.testing.assert_close(head, outputs((weights.head,), x))
 
 
-def test_groups_of_heads_over_compressed_rows_make_the_whole() -> None:
+def test_shares_of_compressed_attention_add_up_to_the_whole_layer() -> None:
     weights = weights_of(loaded("deepseek_v4").model)
     for layer, of in zip(weights.layers, weights.spec.layers, strict=True):
         parts = [share_of_layer(layer, weights.spec.heads, of, Share(rank, 2)).compressed for rank in range(2)]
@@ -119,7 +119,7 @@ def test_groups_of_heads_over_compressed_rows_make_the_whole() -> None:
         assert parts[0].inputs is whole.inputs and parts[1].rows is whole.rows
 
 
-def test_gates_of_heads_go_with_their_heads() -> None:
+def test_attention_gates_are_split_with_their_heads() -> None:
     """This model has other layers, which cannot be split."""
     weights = weights_of(loaded("qwen3_next").model)
     spec, number = weights.spec, weights.spec.indexed_layers[0]
@@ -129,7 +129,7 @@ def test_gates_of_heads_go_with_their_heads() -> None:
     assert torch.equal(torch.cat([outputs(part.gates, x) for part in parts], dim=1), outputs(layer.gates, x))
 
 
-def test_sinks_of_heads_go_with_their_heads() -> None:
+def test_attention_sinks_are_split_with_their_heads() -> None:
     weights = weights_of(loaded("gpt_oss").model)
     layer, of = weights.layers[0], weights.spec.layers[0]
     parts = [share_of_layer(layer, weights.spec.heads_of(0), of, Share(rank, 2)) for rank in range(2)]
@@ -139,7 +139,9 @@ def test_sinks_of_heads_go_with_their_heads() -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_shares_of_few_bits_decode_to_those_of_the_matrix(kind: tuple[WeightFormat, int, bool], on_gpu: bool) -> None:
+def test_shares_of_a_quantized_matrix_decode_to_slices_of_the_whole(
+    kind: tuple[WeightFormat, int, bool], on_gpu: bool
+) -> None:
     """on_gpu: only the quantized words are kept, without decoded weights."""
     spec = describe(tiny_config("llama", head_dim=128, intermediate_size=512))
     quantized = make_quantized(70, 512, *kind).to("cpu")
@@ -156,7 +158,7 @@ def test_shares_of_few_bits_decode_to_those_of_the_matrix(kind: tuple[WeightForm
 
 
 @pytest.mark.parametrize("kind", [*KINDS, ("fp4", 32, False)], ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
-def test_any_groups_of_inputs_are_a_matrix_of_their_own(kind: tuple[WeightFormat, int, bool]) -> None:
+def test_any_range_of_input_groups_is_a_quantized_matrix(kind: tuple[WeightFormat, int, bool]) -> None:
     quantized = make_quantized(5, 608, *kind).to("cpu")
     plain, unit = quantized.decoded(torch.float32), max(RUN // CODES[quantized.format], quantized.group_size)
     for first, stop in combinations([*range(0, 608, unit), 608], 2):
@@ -166,7 +168,7 @@ def test_any_groups_of_inputs_are_a_matrix_of_their_own(kind: tuple[WeightFormat
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_EXPERTS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
-def test_shares_of_experts_in_few_bits_decode_to_those_of_the_matrices(
+def test_shares_of_quantized_experts_decode_to_slices_of_the_whole(
     kind: tuple[str, WeightFormat, int, bool],
 ) -> None:
     experts = replace(EXPERTS[kind[0]], intermediate_size=512)
@@ -192,7 +194,7 @@ def test_shares_of_experts_in_few_bits_decode_to_those_of_the_matrices(
             assert torch.equal(both, getattr(plain, name))
 
 
-def test_few_bits_that_cannot_be_shared_out_are_told_what_can() -> None:
+def test_quantized_weights_that_cannot_be_split_are_refused_with_possible_counts() -> None:
     """Each device takes whole groups, and the inputs must be in the order of their groups."""
     weights = weights_of(loaded("llama").model)
     spec = replace(weights.spec, num_kv_heads=8, num_q_heads=8)
@@ -222,7 +224,7 @@ def test_few_bits_that_cannot_be_shared_out_are_told_what_can() -> None:
         require_shares_of_quantized(of(matrix(1024, 128), experts=(experts,)), 2)
 
 
-def test_a_vocabulary_that_cannot_be_shared_out_is_on_all_devices() -> None:
+def test_a_head_whose_vocabulary_does_not_divide_is_replicated() -> None:
     head = Linear(torch.randn(7, 4))
     assert share_of_head(head, Share(1, 2)) is head
 
@@ -230,14 +232,14 @@ def test_a_vocabulary_that_cannot_be_shared_out_is_on_all_devices() -> None:
 @pytest.mark.parametrize(
     ("fault", "family"), [(fault, name) for fault, names in REFUSED.items() for name in sorted(names)]
 )
-def test_what_is_not_shared_out_is_named(fault: str, family: str) -> None:
+def test_models_that_cannot_be_split_over_devices_are_refused_with_the_reason(fault: str, family: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"{fault}, which csattn cannot split over several devices; choose one device"
     ):
         require_shares(describe(tiny_config(family)), 2)
 
 
-def test_a_number_of_devices_that_does_not_fit_is_told_those_that_do() -> None:
+def test_a_device_count_that_does_not_divide_the_model_is_refused_with_those_that_do() -> None:
     spec = describe(tiny_config("llama", hidden_size=192, num_attention_heads=24, num_key_value_heads=12))
     with pytest.raises(ConfigError, match=r"5 devices cannot split 12 KV heads .*; 1 or 2 or 3 or 4 or 6 or 12 can"):
         require_shares(spec, 5)

@@ -1,4 +1,4 @@
-"""From the checkpoint of a model that also sees images, its text model is loaded."""
+"""The text model is loaded from the checkpoint of a model that also takes images."""
 
 import re
 import shutil
@@ -58,7 +58,7 @@ def save(directory: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_says_what_the_whole_says_of_text(kind: str, tmp_path: Path) -> None:
+def test_a_text_model_gives_the_logits_of_the_whole_image_model(kind: str, tmp_path: Path) -> None:
     whole, ids = save(tmp_path, kind), torch.arange(5, 45)[None]
     if kind == "llama4":
         whole = whole.language_model  # in transformers 5.24.0 the whole model reads what this one does not return
@@ -69,7 +69,7 @@ def test_it_says_what_the_whole_says_of_text(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_tensor_that_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
+def test_an_unexpected_text_tensor_in_an_image_models_checkpoint_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "gemma3")
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | {"language_model.model.layers.7.more": torch.zeros(1)}, file, {"format": "pt"})
@@ -78,7 +78,7 @@ def test_a_tensor_that_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_bits_are_read_as_those_of_a_text_model(kind: str, tmp_path: Path) -> None:
+def test_quantized_weights_of_an_image_models_text_part_are_read_and_kept(kind: str, tmp_path: Path) -> None:
     """All weights equal those of the decoded checkpoint; the text model's linear layers keep their quantized form."""
     whole = save(plain := tmp_path / "plain", kind)
     state = load_file(plain / "model.safetensors")
@@ -103,7 +103,7 @@ def test_few_bits_are_read_as_those_of_a_text_model(kind: str, tmp_path: Path) -
     assert len(kept) == len([name for name in linears if "in_proj" not in name or "qkv" in name])
 
 
-def test_what_is_left_in_16_bits_is_named_as_in_the_whole(tmp_path: Path) -> None:
+def test_modules_to_not_convert_are_named_as_in_the_whole_image_model(tmp_path: Path) -> None:
     whole = save(tmp_path, "qwen3_5")
     sizes = []
     for left_out in ([], ["model.language_model.layers.1.self_attn.q_proj", "model.visual"]):

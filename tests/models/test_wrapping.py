@@ -21,7 +21,7 @@ QUESTION_FIRST = "{{ messages[-1].content[-1] }}{% for m in messages %}<{{ m.con
 @pytest.mark.parametrize(
     ("template", "wrapping"), [(None, "none"), (USER_ONLY, "user")], ids=["no template", "no system role"]
 )
-def test_the_wrapping_follows_the_template(template: str | None, wrapping: str) -> None:
+def test_the_chosen_wrapping_is_one_that_the_chat_template_accepts(template: str | None, wrapping: str) -> None:
     tokenizer = byte_tokenizer(template)
     assert choose_wrapping(tokenizer) == wrapping
     prefix = context_ids(tokenizer, "a long text", wrapping)
@@ -31,14 +31,14 @@ def test_the_wrapping_follows_the_template(template: str | None, wrapping: str) 
     assert tokenizer.decode(np.concatenate([prefix, rest])).count("why?") == 1
 
 
-def test_no_chat_leaves_the_text_alone() -> None:
+def test_without_chat_the_text_is_unchanged() -> None:
     tokenizer = byte_tokenizer()
     assert choose_wrapping(tokenizer) == "system"
     assert choose_wrapping(tokenizer, chat=False) == "none"
     assert tokenizer.decode(context_ids(tokenizer, " as it is ", "none")) == " as it is "
 
 
-def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_context() -> None:
+def test_an_eos_token_that_the_tokenizer_appends_is_removed_from_a_context() -> None:
     tokenizer = byte_tokenizer(None)
     tokenizer.eos_token = "a"
     end = tokenizer.eos_token_id
@@ -62,12 +62,12 @@ def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_context() -> None:
         ("{{ raise_exception('never') }}", r"cannot be used \(never\)"),
     ],
 )
-def test_a_template_that_no_context_can_stand_in_is_refused(template: str, match: str) -> None:
+def test_a_chat_template_that_cannot_hold_a_context_is_refused(template: str, match: str) -> None:
     with pytest.raises(ModelError, match=f"template {match}.*--no-chat"):
         choose_wrapping(byte_tokenizer(template))
 
 
-def test_a_template_that_wants_a_question_has_the_context_as_its_system_message() -> None:
+def test_a_chat_template_that_requires_a_question_takes_the_context_as_system_message() -> None:
     """Qwen 3.5's template raises an error without a question."""
     wanted = "{% if messages[-1].role == 'system' %}{{ raise_exception('No user query found') }}{% endif %}"
     tokenizer, plain = byte_tokenizer(wanted + CHAT_TEMPLATE), byte_tokenizer()
@@ -99,6 +99,6 @@ def test_a_question_that_changes_the_contexts_tokens_is_refused() -> None:
         question_ids(Merging(), np.array([1, 2, 3], dtype=np.int32), "why?", "system")
 
 
-def test_an_empty_continuation_is_refused() -> None:
+def test_an_empty_question_without_chat_is_refused() -> None:
     with pytest.raises(ModelError, match="empty"):
         question_ids(byte_tokenizer(None), np.array([1], dtype=np.int32), "", "none")

@@ -54,7 +54,7 @@ def same(got: Selection, want: Selection) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("context_len", "group_size"), [(1, 3), (11, 1), (12, 3), (70, 3)])
 @pytest.mark.parametrize("name", CHOOSING)
-def test_selections_are_valid_and_leave_resident_rows_alone(name, context_len, group_size, dtype) -> None:
+def test_selections_are_valid_and_contain_no_resident_rows(name, context_len, group_size, dtype) -> None:
     layer, view = make_layer(context_len, group_size, dtype=dtype), make_view(context_len)
     num_middle = view.middle.stop - view.middle.start
     for step in decode(prepare(name, layer).selector(view), view, make_tail(20, group_size)):
@@ -66,7 +66,7 @@ def test_selections_are_valid_and_leave_resident_rows_alone(name, context_len, g
 
 
 @pytest.mark.parametrize("name", CHOOSING)
-def test_two_requests_of_a_context_do_not_see_each_other(name) -> None:
+def test_two_requests_over_one_context_are_independent(name) -> None:
     layer, view = make_layer(70), make_view(70)
     prepared, again = prepare(name, layer), prepare(name, layer)
     tails = make_tail(20, seed=1), make_tail(20, seed=2)
@@ -111,7 +111,7 @@ def test_rows_with_scores_of_minus_infinity_are_chosen_before_resident_ones() ->
     assert chosen.tolist() == sorted([view.middle.start + 5, *first[: view.top_k - 1]])
 
 
-def test_of_rows_that_received_the_same_the_latest_goes() -> None:
+def test_h2o_evicts_the_latest_of_rows_with_equal_attention() -> None:
     layer, view = make_layer(70), make_view(70)
     nothing = ContextLayer(layer.keys, layer.values, layer.num_q_heads, lambda: torch.zeros(layer.num_q_heads, 70))
     selector = prepare("h2o", nothing).selector(view)
@@ -127,7 +127,7 @@ def everything(name: str, layer: ContextLayer):
 
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("name", CHOOSING)
-def test_where_everything_is_kept_it_is_full_attention(name, group_size) -> None:
+def test_a_selector_that_keeps_all_rows_equals_full_attention(name, group_size) -> None:
     """This includes rows that have left the tail's window, while there is room. MagicPIG's weights are nearly 1."""
     context_len, num_tokens = 50, 19  # 39 middle rows and 11 rows of the tail: context_len in all
     layer = make_layer(context_len, group_size)
@@ -164,12 +164,12 @@ def attend_to(step: Step, kv: torch.Tensor, near: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("keep", [0.01, 1.0])
 @pytest.mark.parametrize("name", SELECTOR_NAMES)
-def test_everything_kept_is_full_attention_by_name(name, keep) -> None:
+def test_keep_of_1_selects_full_attention_by_name(name, keep) -> None:
     view = make_view(100, keep=keep)
     assert selector_for(name, view) == ("full" if keep == 1.0 and ABOUT[name].keeps_top_k else name)
 
 
-def test_an_unknown_name_is_refused() -> None:
+def test_an_unknown_selector_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown selector 'best'; choose one of csattn, exact"):
         selector_for("best", make_view(10))
 
@@ -185,7 +185,7 @@ def test_an_unknown_name_is_refused() -> None:
         ("h2o", 2 * 64 * 4, 0),
     ],
 )
-def test_bytes_are_counted_as_the_papers_would_hold_them(name, held, read) -> None:
+def test_index_and_search_bytes_equal_those_of_the_papers_layouts(name, held, read) -> None:
     layer, view = make_layer(64, dtype=torch.bfloat16), make_view(64)
     prepared = prepare(name, layer)
     selector = prepared.selector(view)
@@ -194,13 +194,13 @@ def test_bytes_are_counted_as_the_papers_would_hold_them(name, held, read) -> No
     assert selector.search_bytes == read
 
 
-def test_a_search_of_a_sketch_reads_its_codes_and_less_than_all_of_it(rng) -> None:
+def test_a_sketch_search_reads_at_least_its_codes_and_less_than_the_index(rng) -> None:
     index = make_sketch(*make_heads(rng, NUM_KV_HEADS, 3, 300, HEAD_DIM), num_fine=1, num_coarse=0)
     assert index_bytes(index) == index.num_bytes and predictor_bytes(index) == 0
     assert index.codes.nbytes < search_bytes(index, 6) < index.num_bytes
 
 
-def test_a_search_of_lists_reads_one_for_each_query_head_and_subspace() -> None:
+def test_a_list_search_reads_one_list_per_query_head_and_subspace() -> None:
     spec = IndexSpec(context_len=1000, layout="lists")
     index = make_index(spec)
     read = search_bytes(index, 6) - index.codebooks.nbytes

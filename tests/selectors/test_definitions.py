@@ -33,7 +33,7 @@ def chosen_rows(step, head: int) -> list[int]:
     return step.chosen.kv_indices[head, : step.chosen.valid_len[head]].tolist()
 
 
-def test_exact(context_len, group_size) -> None:
+def test_exact_selection_equals_its_definition(context_len, group_size) -> None:
     layer, view = make_layer(context_len, group_size), make_view(context_len)
     for head, q, keys, step in steps(ExactSelector(layer, view), layer, view, group_size):
         group_scores = definitions.exact_group_scores(q, keys)
@@ -41,7 +41,7 @@ def test_exact(context_len, group_size) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16])
-def test_quest(context_len, group_size, page_size) -> None:
+def test_quest_selection_equals_its_definition(context_len, group_size, page_size) -> None:
     layer, view = make_layer(context_len, group_size), make_view(context_len)
     selector = PreparedQuest(layer, page_size).selector(view)
     for head, q, keys, step in steps(selector, layer, view, group_size):
@@ -52,7 +52,7 @@ def test_quest(context_len, group_size, page_size) -> None:
 
 
 @pytest.mark.parametrize("num_components", [1, 4, 16])
-def test_sparq(context_len, group_size, num_components) -> None:
+def test_sparq_selection_and_rest_equal_their_definition(context_len, group_size, num_components) -> None:
     layer, view = make_layer(context_len, group_size), make_view(context_len)
     selector = PreparedSparq(layer, num_components).selector(view)
     tail = make_tail(NUM_STEPS, group_size)
@@ -72,7 +72,7 @@ def test_sparq(context_len, group_size, num_components) -> None:
 
 
 @pytest.mark.parametrize(("num_subspaces", "num_centroids"), [(1, 2), (2, 16), (4, 256)])
-def test_pqcache(context_len, group_size, num_subspaces, num_centroids) -> None:
+def test_pqcache_selection_equals_its_definition(context_len, group_size, num_subspaces, num_centroids) -> None:
     layer, view = make_layer(context_len, group_size), make_view(context_len)
     prepared = PreparedPqcache(layer, num_subspaces, num_centroids)
     for head, q, keys, step in steps(prepared.selector(view), layer, view, group_size):
@@ -82,7 +82,7 @@ def test_pqcache(context_len, group_size, num_subspaces, num_centroids) -> None:
 
 
 @pytest.mark.parametrize(("num_bits", "num_tables"), [(1, 2), (4, 10), (10, 150)])
-def test_magicpig(context_len, group_size, num_bits, num_tables) -> None:
+def test_magicpig_selection_and_weights_equal_their_definition(context_len, group_size, num_bits, num_tables) -> None:
     layer, view = make_layer(context_len, group_size), make_view(context_len)
     prepared = PreparedMagicpig(layer, num_bits, num_tables)
     projections = prepared.projections.double().numpy()
@@ -97,7 +97,7 @@ def test_magicpig(context_len, group_size, num_bits, num_tables) -> None:
             np.testing.assert_allclose(got, -np.log(list(want.values())), rtol=1e-3, atol=1e-4)
 
 
-def test_h2o(context_len, group_size) -> None:
+def test_h2o_selection_equals_its_definition(context_len, group_size) -> None:
     layer, view = make_layer(context_len, group_size), make_view(context_len)
     received = layer.attention_received().view(NUM_KV_HEADS, group_size, -1).double().sum(1).numpy()
     books = [

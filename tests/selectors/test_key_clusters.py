@@ -24,7 +24,7 @@ def test_each_iteration_moves_centroids_to_the_mean_of_their_points(num_clusters
         assert spread(points[0], after) <= spread(points[0], before) + 1e-6
 
 
-def test_seeds_are_points_far_from_one_another() -> None:
+def test_seeds_are_points_of_different_clusters() -> None:
     """Of three tight groups, k-means++ puts a seed into each."""
     centres = torch.tensor([[0.0, 0.0], [100.0, 0.0], [0.0, 100.0]])
     points = (centres[:, None] + 0.01 * torch.randn(3, 20, 2)).view(1, 60, 2)
@@ -33,7 +33,7 @@ def test_seeds_are_points_far_from_one_another() -> None:
     assert (torch.cdist(seeds, points[0]).amin(1) == 0).all()
 
 
-def test_sets_do_not_depend_on_how_much_they_are_alike() -> None:
+def test_degenerate_points_give_finite_deterministic_centroids() -> None:
     points = torch.randn(3, 30, 4)
     points[1] = points[1, :1]  # all the same point
     points[2, 5:] = points[2, :1]  # fewer distinct points than clusters
@@ -44,6 +44,6 @@ def test_sets_do_not_depend_on_how_much_they_are_alike() -> None:
     assert torch.equal(centroids, kmeans(points, 8, 10, seed=3))
 
 
-def test_of_equally_near_centroids_the_first_is_taken() -> None:
+def test_of_equally_near_centroids_the_first_is_chosen() -> None:
     centroids = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
     assert nearest_centroids(torch.tensor([[2.0, 1.0], [-3.0, 0.0]]), centroids).tolist() == [0, 2]

@@ -9,7 +9,7 @@ from tests.selectors.requests import SCALE, make_layer, make_tail, make_view
 
 
 @pytest.mark.parametrize(("num_bits", "num_tables"), [(1, 2), (4, 10), (10, 150), (14, 300)])
-def test_the_probability_is_that_of_two_meetings(num_bits, num_tables) -> None:
+def test_the_sampling_probability_is_that_of_at_least_two_collisions(num_bits, num_tables) -> None:
     cosines = torch.linspace(-1, 1, 101)
     meets = (1 - np.arccos(cosines.double().numpy()) / np.pi) ** num_bits
     none, one = (1 - meets) ** num_tables, num_tables * meets * (1 - meets) ** (num_tables - 1)
@@ -19,7 +19,7 @@ def test_the_probability_is_that_of_two_meetings(num_bits, num_tables) -> None:
     assert (np.diff(got) >= 0).all()
 
 
-def test_rare_meetings_keep_their_digits() -> None:
+def test_small_sampling_probabilities_keep_their_precision() -> None:
     """Small P keeps its precision where 1 - P rounds to 1: to first order P = L (L - 1) / 2 p², p for one table."""
     cosines = torch.cos(torch.pi * (1 - torch.tensor([1e-3, 1e-2, 0.03], dtype=torch.float64)))
     got = sampling_probability(cosines, 4, 50)
@@ -27,7 +27,7 @@ def test_rare_meetings_keep_their_digits() -> None:
     torch.testing.assert_close(got, first_order, rtol=1e-3, atol=0)
 
 
-def test_weighed_samples_estimate_the_softmax_without_bias() -> None:
+def test_weighted_samples_estimate_the_softmax_without_bias() -> None:
     """Over many draws of the projections, the sums of weights and of weighted values are right for every query head."""
     num_draws, context_len, group_size = 500, 60, 2
     layer, view = make_layer(context_len, group_size), make_view(context_len)
@@ -54,7 +54,7 @@ def test_weighed_samples_estimate_the_softmax_without_bias() -> None:
     assert (draws.std(0) > 0.02 * draws.mean(0).abs()).all(), "samples that vary: the test can fail"
 
 
-def test_what_was_read_is_counted_in_buckets() -> None:
+def test_search_bytes_count_the_rows_in_the_queries_buckets() -> None:
     """A step reads 4 bytes per row number in the buckets that the query heads fall into, and the projections."""
     layer, view = make_layer(70), make_view(70)
     prepared = PreparedMagicpig(layer, 4, 10)

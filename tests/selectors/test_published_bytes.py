@@ -56,20 +56,20 @@ def bytes_of_a_step(prepared: Prepared, keep: float) -> tuple[int, int]:
         ("exact", 1 / 16, Fraction(0), Fraction(1, 2) + Fraction(1, 16)),
     ],
 )
-def test_bytes_are_within_a_tenth_of_what_the_method_must_hold_and_read(name, keep, held, read) -> None:
+def test_reported_bytes_are_within_10_percent_of_the_papers(name, keep, held, read) -> None:
     prepared = prepare(name, make_layer())
     assert prepared.index_bytes / KV == pytest.approx(float(held), rel=0.1)
     assert sum(bytes_of_a_step(prepared, keep)) / KV == pytest.approx(float(read), rel=0.1)
 
 
 @pytest.mark.parametrize("ratio", [2, 4, 8])
-def test_sparq_moves_the_share_that_its_authors_set_it_to(ratio) -> None:
+def test_sparq_reads_the_share_of_bytes_that_its_authors_configure(ratio) -> None:
     """The authors' code takes r = d / ratio and k = S / (2 ratio) to move 1 / ratio of the bytes."""
     read = bytes_of_a_step(PreparedSparq(make_layer(), num_components=D // ratio), 1 / (2 * ratio))
     assert sum(read) / KV == pytest.approx(1 / ratio, rel=0.1)
 
 
-def test_magicpig_holds_a_row_number_per_table_and_key() -> None:
+def test_magicpig_index_holds_four_bytes_per_table_and_key() -> None:
     """In arXiv:2410.16179, K = 10 and L = 150: four bytes per table and key, plus bucket starts and norms."""
     num_tokens = 16384
     prepared = PreparedMagicpig(make_layer(num_tokens), num_bits=10, num_tables=150)

@@ -12,12 +12,12 @@ PUBLISHED = [name for name in SELECTOR_NAMES if name not in ("csattn", "exact", 
 
 @pytest.mark.parametrize(("layout", "by_csattn"), [("sketch", "sketch"), ("lists", "none")])
 @pytest.mark.parametrize("name", SELECTOR_NAMES)
-def test_unless_it_is_said_only_a_sketch_that_chooses_stands_in(name, layout, by_csattn) -> None:
+def test_by_default_only_csattn_with_a_sketch_index_has_a_rest(name, layout, by_csattn) -> None:
     assert resolve_rest(SearchConfig(), name, layout) == (by_csattn if name == "csattn" else "none")
 
 
 @pytest.mark.parametrize("name", ["csattn", "exact"])
-def test_what_goes_together_is_done(name) -> None:
+def test_csattn_and_exact_accept_every_rest_that_their_index_supports(name) -> None:
     for rest in ("sketch", "moments", "none"):
         assert resolve_rest(SearchConfig(rest=rest), name, "sketch") == rest
     for rest in ("moments", "none"):
@@ -28,7 +28,7 @@ def test_what_goes_together_is_done(name) -> None:
 
 @pytest.mark.parametrize("rest", ["sketch", "moments"])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_selectors_work_as_they_were_published(name, rest) -> None:
+def test_published_selectors_accept_no_rest(name, rest) -> None:
     with pytest.raises(
         ConfigError, match=f"rest {rest} works only with the selectors csattn and exact, and {name} works"
     ):
@@ -37,10 +37,10 @@ def test_published_selectors_work_as_they_were_published(name, rest) -> None:
 
 
 @pytest.mark.parametrize("rest", ["sketch", "moments", "none", None])
-def test_full_attention_leaves_nothing_out(rest) -> None:
+def test_full_attention_has_no_rest(rest) -> None:
     assert resolve_rest(SearchConfig(rest=rest), "full", "lists") == "none"
 
 
-def test_an_unknown_one_is_refused() -> None:
+def test_an_unknown_rest_is_refused() -> None:
     with pytest.raises(ConfigError, match="rest must be one of sketch, moments, none"):
         SearchConfig(rest="codes")

@@ -48,7 +48,7 @@ def listed_candidates(
     ("num_queries", "num_keys", "num_heads", "dtype", "block_size"),
     [(37, 140, 64, FP8, 128), (35, 150, 32, FP8, 64), (3, 129, 16, torch.bfloat16, 128)],
 )
-def test_scores_are_those_of_all_keys(
+def test_candidate_scores_have_the_bits_of_scoring_all_keys(
     num_queries: int, num_keys: int, num_heads: int, dtype: torch.dtype, block_size: int
 ) -> None:
     made = make_operands("random", num_queries, num_keys, num_heads, 128, key_scale=True)
@@ -71,7 +71,7 @@ def test_scores_are_those_of_all_keys(
 
 
 @pytest.mark.usefixtures("kernels")
-def test_scores_of_blocks_are_those_of_their_tiles_queries() -> None:
+def test_block_scores_have_the_bits_of_scoring_all_block_keys() -> None:
     operands = make_operands("random", 6, 70, 64, 128, torch.float16, key_scale=True)
     kv_lens = torch.tensor([70 * 16, 5, 0, 1, 64 * 16, 0], dtype=torch.int32)
     assert operands.key_scale is not None
@@ -86,7 +86,7 @@ def test_scores_of_blocks_are_those_of_their_tiles_queries() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_each_block_has_its_queries_once() -> None:
+def test_each_block_lists_every_query_that_chose_it_once() -> None:
     num_queries, num_blocks, parts_each = 70, 9, 3
     kv_lens = torch.randint(0, num_blocks * 16 + 1, (num_queries,), dtype=torch.int32)
     candidates, _, lists = listed_candidates(kv_lens, 16, num_blocks, 20)
@@ -100,7 +100,7 @@ def test_each_block_has_its_queries_once() -> None:
 
 @pytest.mark.skipif(NVCC is None, reason="this machine has no CUDA compiler")
 @pytest.mark.parametrize(("num_heads", "block_size"), [(64, 128), (16, 64)])
-def test_compiles_without_spills(num_heads: int, block_size: int, tmp_path: Path) -> None:
+def test_the_candidate_kernel_compiles_without_register_spills(num_heads: int, block_size: int, tmp_path: Path) -> None:
     defines = score.defines_for(FP8, num_heads, 128, block_size)
     options = [f"-D{name}={value}" for name, value in defines.items()]
     target = ["-std=c++17", "-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-o", tmp_path / "kernel"]

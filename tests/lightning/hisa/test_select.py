@@ -74,7 +74,7 @@ def by_definition(operands: Operands, kv_lens: Tensor, k: int, config: HisaConfi
 
 @pytest.mark.parametrize("num_keys", [5, 64, 200])
 @pytest.mark.parametrize(("first_blocks", "last_blocks"), [(1, 2), (1, 1), (0, 1)])
-def test_agrees_with_the_definition(num_keys: int, first_blocks: int, last_blocks: int) -> None:
+def test_hisa_choice_equals_the_definition(num_keys: int, first_blocks: int, last_blocks: int) -> None:
     operands = make_operands(6, num_keys)
     kv_lens = torch.tensor([num_keys, 0, 1, num_keys // 2, min(num_keys, 17), num_keys - 1], dtype=torch.int32)
     config = replace(CONFIG, first_blocks=first_blocks, last_blocks=last_blocks)
@@ -86,7 +86,7 @@ def test_agrees_with_the_definition(num_keys: int, first_blocks: int, last_block
     assert torch.equal(ascending, torch.where(want == 2**31 - 1, -1, want))
 
 
-def test_is_dsa_where_the_candidates_are_all_blocks() -> None:
+def test_hisa_equals_dsa_if_all_blocks_are_candidates() -> None:
     operands = make_operands(9, 64)
     kv_lens = torch.tensor([64, 63, 48, 33, 16, 15, 2, 1, 0], dtype=torch.int32)
     blocked = BlockedKeys.of_operands(operands, CONFIG.block_size)
@@ -95,7 +95,7 @@ def test_is_dsa_where_the_candidates_are_all_blocks() -> None:
 
 
 @pytest.mark.parametrize(("order", "block_size"), [("score", 128), ("position", 64)])
-def test_on_a_device_is_dsa_of_the_same_scores(order: Order, block_size: int) -> None:
+def test_hisa_on_a_device_equals_top_k_of_the_same_scores(order: Order, block_size: int) -> None:
     config = HisaConfig(block_size=block_size, num_blocks=1024 // block_size)
     q, q_scale = quantise_fp8(torch.randn(40, 64, 128, device=DEVICE))
     k, k_scale = quantise_fp8(torch.randn(5000, 128, device=DEVICE))
@@ -111,7 +111,7 @@ def test_on_a_device_is_dsa_of_the_same_scores(order: Order, block_size: int) ->
             assert torch.equal(got, top_k(scores, 512, kv_lens, order=order))
 
 
-def test_on_a_device_no_queries_choose_nothing() -> None:
+def test_hisa_on_a_device_accepts_no_queries() -> None:
     (q, q_scale), (k, k_scale) = (quantise_fp8(torch.randn(*n, 128, device=DEVICE)) for n in ((0, 64), (300,)))
     operands = Operands(q, k, q_scale[..., 0].contiguous(), k_scale[:, 0].contiguous())
     blocked = BlockedKeys.of_operands(operands, 128)
@@ -119,7 +119,7 @@ def test_on_a_device_no_queries_choose_nothing() -> None:
     assert hisa_top_k(q, operands.weights, blocked, lens, 16, HisaConfig(num_blocks=2)).shape == (0, 16)
 
 
-def test_of_paged_keys_of_many_sequences() -> None:
+def test_hisa_over_paged_keys_of_many_sequences_equals_the_definition() -> None:
     """HISA handles blocks of two pages, positions and physical slots, and pooled keys in pages of their own."""
     config = HisaConfig(block_size=128, num_blocks=3)
     kv_lens = [700, 300, 129]
@@ -149,7 +149,7 @@ def test_of_paged_keys_of_many_sequences() -> None:
 
 
 @pytest.mark.parametrize("num_keys", [1, 15, 16, 49])
-def test_block_keys_kept_token_by_token_are_those_made_from_scratch(num_keys: int) -> None:
+def test_block_keys_updated_token_by_token_equal_those_pooled_at_once(num_keys: int) -> None:
     k, scale = quantise_fp8(torch.randn(2, 50, 32) * torch.rand(2, 50, 1) * 100, block=32)
     kept = PooledKeys(2, 50, 16, 32, torch.device("cpu"))
     kept.load(0, k[0, :7], scale[0, :7, 0])
@@ -163,7 +163,7 @@ def test_block_keys_kept_token_by_token_are_those_made_from_scratch(num_keys: in
         assert torch.equal(kept.keys.scales[row, : len(scales)], scales)
 
 
-def test_the_kernel_keeps_block_keys_to_the_bit() -> None:
+def test_the_kernel_updates_block_keys_to_the_same_bits_as_the_definition() -> None:
     """Two states get the same keys, one from the kernel and one from the definition, until past their capacity."""
     k, scale = quantise_fp8(torch.randn(3, 40, 32) * torch.rand(3, 40, 1) * 100, block=32)
     k[1] = 0.0
@@ -179,7 +179,7 @@ def test_the_kernel_keeps_block_keys_to_the_bit() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # from Triton's interpreter (numpy)
-def test_the_kernel_makes_no_number_of_what_is_none() -> None:
+def test_the_kernel_keeps_nan_and_infinite_block_keys() -> None:
     """A block with a NaN or infinite key ranks last, as the key does."""
     k, scale = torch.randn(3, 4, 32), torch.ones(3)
     k[0, 1, 5], k[1, 1, 5] = torch.nan, torch.inf
@@ -195,7 +195,7 @@ def test_the_kernel_makes_no_number_of_what_is_none() -> None:
             torch.testing.assert_close(values, want, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_key_without_room_changes_nothing() -> None:
+def test_a_key_beyond_capacity_changes_no_block_key() -> None:
     kept = PooledKeys(1, 16, 16, 32, torch.device("cpu"))
     k, scale = quantise_fp8(torch.randn(18, 32), block=32)
     kept.load(0, k[:16], scale[:16, 0])
@@ -206,7 +206,7 @@ def test_a_key_without_room_changes_nothing() -> None:
 
 @pytest.mark.parametrize("scores", ["random", "few values", "nan and inf", "of many blocks"])
 @pytest.mark.parametrize(("first_blocks", "last_blocks"), [(1, 2), (0, 1), (2, 0)])
-def test_the_kernel_chooses_blocks_by_definition(
+def test_the_kernels_choice_of_blocks_equals_the_definition(
     first_blocks: int, last_blocks: int, scores: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulator.stand_in(monkeypatch, choice)
@@ -229,7 +229,7 @@ def test_the_kernel_chooses_blocks_by_definition(
         assert {*range(num_blocks)[:first_blocks], *range(num_blocks)[num_blocks - last_blocks :]} <= {*chosen}
 
 
-def test_the_kernel_counts_more_equal_blocks_than_16_bits_do(
+def test_the_kernel_counts_more_than_65536_blocks_of_equal_score(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulator.stand_in(monkeypatch, choice)
@@ -240,7 +240,7 @@ def test_the_kernel_counts_more_equal_blocks_than_16_bits_do(
     assert got[0].tolist() == [want] and got[1].tolist() == [368]
 
 
-def test_the_kernel_finds_the_pages_of_candidates() -> None:
+def test_the_kernels_pages_of_candidates_equal_the_definition() -> None:
     candidates = torch.tensor([[-1] * 5, [0, -1, -1, -1, -1], [0, 1, -1, -1, -1], [0, 2, 5, 7, 8]], dtype=torch.int32)
     kv_lens = torch.tensor([0, 9, 33, 280], dtype=torch.int32)
     pages = torch.randperm(40).view(4, 10)[:, :18].to(torch.int32).repeat(1, 2)
@@ -249,7 +249,7 @@ def test_the_kernel_finds_the_pages_of_candidates() -> None:
     assert torch.equal(own.cpu(), candidate_pages_reference(candidates, pages, kv_lens, 16, 32))
 
 
-def test_structured_keys_are_found_and_random_ones_are_not() -> None:
+def test_hisa_recalls_structured_keys_and_beats_block_sparse_selection() -> None:
     config, k = HisaConfig(block_size=32, num_blocks=12), 128
     kv_lens = torch.full((8,), 2048, dtype=torch.int32)
     mean = {}
@@ -265,7 +265,7 @@ def test_structured_keys_are_found_and_random_ones_are_not() -> None:
     assert mean["random"] < 0.6
 
 
-def test_block_sparse_selection_is_whole_blocks() -> None:
+def test_block_sparse_selection_chooses_whole_blocks() -> None:
     operands = make_operands(2, 200)
     kv_lens = torch.tensor([200, 20], dtype=torch.int32)
     blocked = BlockedKeys.of_operands(operands, 16)
@@ -276,7 +276,7 @@ def test_block_sparse_selection_is_whole_blocks() -> None:
     assert got[0, -8:].tolist() == [-1] * 8, "the last block is forced, and has 8 keys"
 
 
-def test_no_keys_are_chosen_of_none() -> None:
+def test_empty_sequences_choose_no_keys() -> None:
     operands, none = make_operands(2, 64), torch.zeros(2, 0, dtype=torch.int32)
     blocked = replace(BlockedKeys.of_operands(operands, 16), in_order=False, pages=none, block_pages=none)
     got = hisa_top_k(operands.q, operands.weights, blocked, torch.zeros(2, dtype=torch.int32), 8, CONFIG)
@@ -284,18 +284,18 @@ def test_no_keys_are_chosen_of_none() -> None:
 
 
 @pytest.mark.parametrize("row", [-1, 2])
-def test_keys_of_a_sequence_that_is_not_there_are_refused(row: int) -> None:
+def test_keys_of_a_row_outside_the_batch_are_refused(row: int) -> None:
     kept = PooledKeys(2, 50, 16, 32, torch.device("cpu"))
     with pytest.raises(ConfigError, match=f"row is {row}; wanted at"):
         kept.load(row, torch.zeros(3, 32), torch.ones(3))
 
 
-def test_candidates_grow_with_the_prefix() -> None:
+def test_the_number_of_candidate_blocks_grows_with_the_prefix() -> None:
     assert HisaConfig.for_prefix(1) == HisaConfig.for_prefix(32768) == HisaConfig()
     assert [HisaConfig.for_prefix(n << 10).num_blocks for n in (33, 64, 128, 512)] == [72, 96, 128, 256]
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_invalid_hisa_configs_and_arrays_are_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="power of two"):
         HisaConfig(block_size=100)
     with pytest.raises(ConfigError, match="raise num_blocks"):

@@ -61,14 +61,14 @@ def agree(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], tolerance: fl
 
 @pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize(("num_heads", "top_k", "num_splits"), [(16, 40, 1), (3, 65, 3), (20, 100, 4), (1, 1, 2)])
-def test_the_kernel_agrees_with_the_definition(num_heads: int, top_k: int, with_sink: bool, num_splits: int) -> None:
+def test_the_kernel_equals_the_definition(num_heads: int, top_k: int, with_sink: bool, num_splits: int) -> None:
     case = make_case(3, num_heads, top_k)
     sink = torch.randn(num_heads) if with_sink else None
     got = by_kernel(case, AttendShape(16, 16, num_splits, 4, 2), sink)
     agree(got, sparse_mla_reference(**case, softmax_scale=SCALE, attn_sink=sink), 1e-5)  # type: ignore[arg-type]
 
 
-def test_rows_without_other_channels_and_half_precision() -> None:
+def test_float16_rows_without_rope_channels_equal_the_definition() -> None:
     case = make_case(4, 16, 64, dims=(64, 0), dtype=torch.float16)
     sink = torch.randn(16)
     want = sparse_mla_reference(**case, softmax_scale=SCALE, attn_sink=sink)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_rows_without_other_channels_and_half_precision() -> None:
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_queries_go_in_launches_of_so_many(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_are_split_into_launches_of_limited_size(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case, shape = make_case(5, 3, 65), AttendShape(16, 16, num_splits, 4, 2)
     at_once, grids = by_kernel(case, shape, torch.ones(3)), list[tuple[int, ...]]()
     kernel = triton_kernels._attend_kernel
@@ -87,7 +87,7 @@ def test_queries_go_in_launches_of_so_many(num_splits: int, monkeypatch: pytest.
     assert [grid[2] for grid in grids] == [2, 2, 1]
 
 
-def test_the_shapes_of_the_models() -> None:
+def test_the_kernel_equals_the_definition_at_deepseek_v32_sizes() -> None:
     """DeepSeek-V3.2's rows have 512 + 64 channels. Launch shapes are those chosen for a device."""
     case = make_case(2, 16, 96, dims=(512, 64), dtype=torch.float16)
     want = sparse_mla_reference(**case, softmax_scale=0.13523378)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def test_the_shapes_of_the_models() -> None:
     agree((out.cpu(), lse.cpu()), want, 5e-3)
 
 
-def test_in_chunks_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_attention_on_the_cpu_equals_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(7, 3, 20)
     monkeypatch.setattr("csattn.lightning.mla.attend.CHUNK_BYTES", 8 * 20 * 32 * 2)
     got = sparse_mla(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_the_definition_is_attention_over_the_selected_rows() -> None:
     torch.testing.assert_close(lse[1], want_lse[0, 0])
 
 
-def test_a_sink_takes_its_share() -> None:
+def test_a_sink_takes_its_share_of_the_softmax() -> None:
     case = make_case(2, 2, 10)
     plain, lse = sparse_mla(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
     sink = torch.stack((lse[1, 0], torch.tensor(-torch.inf)))
@@ -129,7 +129,7 @@ def test_a_sink_takes_its_share() -> None:
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_a_query_without_rows_gets_nothing_whatever_the_sink(num_splits: int) -> None:
+def test_a_query_without_rows_gets_zeros_for_any_sink(num_splits: int) -> None:
     case = make_case(2, 16, 65)
     sink = torch.randn(16)
     sink[3], sink[4] = -torch.inf, torch.inf
@@ -137,14 +137,14 @@ def test_a_query_without_rows_gets_nothing_whatever_the_sink(num_splits: int) ->
     agree(by_kernel(case, AttendShape(16, 16, num_splits, 4, 2), sink), want, 1e-5)
 
 
-def test_a_whole_number_is_a_scale() -> None:
+def test_an_integer_softmax_scale_is_accepted() -> None:
     case = make_case(2, 2, 8)
     assert torch.equal(sparse_mla(**case, softmax_scale=1)[0], sparse_mla(**case, softmax_scale=1.0)[0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("of", ["q_nope", "kpe"])
-def test_what_is_no_number_comes_out(of: str, value: float) -> None:
+def test_nan_and_infinity_in_the_inputs_make_the_output_nan(of: str, value: float) -> None:
     """NaN and infinity reach the output: zeros would look like an answer."""
     case = make_case(3, 2, 8)
     case[of][case["indices"][1, 0] if of == "kpe" else 1] = value  # type: ignore[index]
@@ -156,7 +156,7 @@ def test_what_is_no_number_comes_out(of: str, value: float) -> None:
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # from Triton's interpreter (numpy)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_the_kernel_has_the_logarithm_of_what_is_no_number(num_splits: int, value: float) -> None:
+def test_the_kernels_log_sum_exp_is_not_finite_for_nan_or_infinite_inputs(num_splits: int, value: float) -> None:
     """Its log-sum-exp is not finite either: a finite one, or that of no rows, would look like an answer."""
     case = make_case(4, 16, 65)
     case["q_nope"][1], case["kpe"][case["indices"][2, 40], 3] = value, value  # type: ignore[index]
@@ -168,7 +168,7 @@ def test_the_kernel_has_the_logarithm_of_what_is_no_number(num_splits: int, valu
     torch.testing.assert_close(out, want, equal_nan=True)
 
 
-def test_programs_fill_the_device() -> None:
+def test_launch_shapes_split_rows_to_fill_the_device() -> None:
     assert AttendShape.choose(1, 16, 2048) == AttendShape(16, 32, 64, 4, 1)
     assert AttendShape.choose(8, 16, 2048) == AttendShape(16, 32, 16, 4, 5)
     assert AttendShape.choose(8, 128, 2048).num_splits == 8
@@ -195,14 +195,16 @@ def test_programs_fill_the_device() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, object], error: type[Exception], says: str) -> None:
+def test_invalid_arguments_of_sparse_mla_are_refused_with_the_reason(
+    change: dict[str, object], error: type[Exception], says: str
+) -> None:
     arguments: dict[str, object] = {**make_case(2, 4, 8), "softmax_scale": SCALE, **change}
     with pytest.raises(error, match=says):
         sparse_mla(**arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("room", "num_stages"), [(16 * 5, [5, 5]), (16, [5, 5, 1]), (0, [5, 5, 1])])
-def test_shapes_without_room_give_way_to_smaller_ones(
+def test_launch_shapes_beyond_shared_memory_are_replaced_by_smaller_ones(
     room: int, num_stages: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For instance, 64 heads in float32 on Hopper would take 304,128 bytes of shared memory, of 232,448."""
@@ -226,6 +228,6 @@ def test_shapes_without_room_give_way_to_smaller_ones(
     assert asked == num_stages
 
 
-def test_widths_that_the_kernel_does_not_take_are_refused() -> None:
+def test_latent_widths_that_the_kernel_does_not_support_are_refused() -> None:
     with pytest.raises(ArrayError, match="24 latent channels"):
         by_kernel(make_case(2, 4, 8, dims=(24, 16)), AttendShape(16, 16, 1, 4, 2), None)

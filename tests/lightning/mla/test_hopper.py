@@ -48,7 +48,9 @@ def make_case(
     ("num_heads", "rope_dim", "with_sink", "dtype"),
     [(64, 64, False, torch.bfloat16), (64, 0, True, torch.bfloat16), (40, 64, True, torch.float16)],
 )
-def test_agrees_with_the_definition(num_heads: int, rope_dim: int, with_sink: bool, dtype: torch.dtype) -> None:
+def test_the_hopper_kernel_equals_the_definition(
+    num_heads: int, rope_dim: int, with_sink: bool, dtype: torch.dtype
+) -> None:
     case = make_case(num_heads, [0, 1, 64, 65, 200], 203, rope_dim, dtype)
     sink = torch.randn(num_heads).to(DEVICE) if with_sink else None
     if sink is not None:
@@ -63,7 +65,7 @@ def test_agrees_with_the_definition(num_heads: int, rope_dim: int, with_sink: bo
     assert (lse[0] == -torch.inf).all()
 
 
-def test_logits_that_grow_from_row_to_row() -> None:
+def test_growing_logits_are_rescaled_in_the_online_softmax() -> None:
     """Each tile's logits far exceed those of earlier tiles, so the online softmax rescales its sums every time."""
     case = make_case(64, [200], 200, 64, torch.float16)
     growing = torch.linspace(0, 60, NUM_ROWS, device=DEVICE)[:, None]
@@ -77,7 +79,7 @@ def test_logits_that_grow_from_row_to_row() -> None:
 
 
 @pytest.mark.parametrize("with_sink", [False, True])
-def test_the_logarithm_of_what_is_no_number_is_none(with_sink: bool) -> None:
+def test_log_sum_exp_of_nan_or_infinite_inputs_equals_the_definitions(with_sink: bool) -> None:
     case = make_case(64, [200, 200], 200, 64, torch.bfloat16)
     case["q_nope"][0, 5] = torch.nan  # type: ignore[index]
     case["q_pe"][0, 7] = torch.inf  # type: ignore[index]
@@ -90,7 +92,9 @@ def test_the_logarithm_of_what_is_no_number_is_none(with_sink: bool) -> None:
     assert torch.equal(out.isnan(), want.isnan())
 
 
-def test_takes_what_it_was_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hopper_kernel_supports_only_many_heads_and_queries_in_half_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(hopper, "has_warpgroup_products", lambda device: True)
     case = make_case(64, [1], 1, 64, torch.bfloat16)
     ckv, kpe, indices = case["ckv"], case["kpe"], case["indices"]

@@ -47,7 +47,7 @@ def by_definition(weights: CompressorWeights, kv: Tensor, gate: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize(("ratio", "num_tokens"), [(4, 4), (4, 43), (1, 9), (128, 300)])
-def test_keys_are_their_definition(ratio: int, num_tokens: int) -> None:
+def test_compressed_keys_equal_their_definition(ratio: int, num_tokens: int) -> None:
     weights = make_weights(ratio)
     kv, gate = make_tokens(weights, num_tokens)
     got = Compressor(weights).append(kv, gate)
@@ -56,7 +56,7 @@ def test_keys_are_their_definition(ratio: int, num_tokens: int) -> None:
 
 @settings(max_examples=25)
 @given(st.sampled_from([1, 3, 4, 128]), st.lists(st.integers(0, 90), min_size=1, max_size=5))
-def test_the_pieces_that_tokens_come_in_change_no_bit(ratio: int, pieces: list[int]) -> None:
+def test_compressed_keys_have_the_same_bits_however_tokens_are_chunked(ratio: int, pieces: list[int]) -> None:
     weights = make_weights(ratio)
     kv, gate = make_tokens(weights, sum(pieces))
     together = Compressor(weights).append(kv, gate)
@@ -68,7 +68,7 @@ def test_the_pieces_that_tokens_come_in_change_no_bit(ratio: int, pieces: list[i
     assert [len(x) for x in singles] == [int((i + 1) % ratio == 0) for i in range(len(kv))]
 
 
-def test_the_indexers_keys_lie_on_the_fp4_grid() -> None:
+def test_indexer_keys_are_fp4_values() -> None:
     weights = make_weights(4)
     keys = indexer_keys(Compressor(weights).append(*make_tokens(weights, 64)))
     assert keys.dtype == torch.bfloat16
@@ -78,14 +78,14 @@ def test_the_indexers_keys_lie_on_the_fp4_grid() -> None:
     assert all(len(row.abs().unique()) <= 8 for block in steps for row in block)
 
 
-def test_it_says_where_it_stands() -> None:
+def test_repr_reports_keys_and_pending_tokens() -> None:
     weights = make_weights(4)
     compressor = Compressor(weights)
     compressor.append(*make_tokens(weights, 7))
     assert repr(compressor) == "<Compressor 1 keys, 3 of 4 tokens of the next>"
 
 
-def test_tokens_of_another_width_are_refused() -> None:
+def test_tokens_of_wrong_width_and_weights_of_wrong_dtype_are_refused() -> None:
     weights = make_weights(4)
     with pytest.raises(ArrayError, match=r"kv has shape \[5, 128\]; wanted \[num_tokens, 256\]"):
         Compressor(weights).append(torch.zeros(5, 128), torch.zeros(5, 128))

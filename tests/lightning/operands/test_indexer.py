@@ -18,14 +18,14 @@ from csattn.lightning import causal_lens, v4_operands, v32_operands
         ((3, 2, 32), (5, 32), (2, 3), r"projected has shape \[2, 3\]; wanted \[3, 2\]"),
     ],
 )
-def test_projections_that_do_not_fit_are_refused(
+def test_projections_of_wrong_shape_are_refused_with_the_reason(
     make: type[object], q: tuple[int, ...], k: tuple[int, ...], projected: tuple[int, ...], says: str
 ) -> None:
     with pytest.raises(ArrayError, match=says):
         make(torch.zeros(q), torch.zeros(k), torch.zeros(projected))  # type: ignore[call-arg]
 
 
-def test_lengths_that_int32_does_not_hold_are_refused() -> None:
+def test_lengths_beyond_int32_are_refused() -> None:
     most = 2**31 - 1
     assert causal_lens(2, most, first_position=most - 2).tolist() == [most - 1, most]
     with pytest.raises(ConfigError, match="num_keys is 2147483648; wanted at most 2147483647"):

@@ -28,14 +28,14 @@ def nearest_on_the_grid(value: float) -> float:
 
 
 @given(st.lists(st.integers(-48, 48), min_size=1, max_size=31), st.integers(-20, 20))
-def test_fp4_takes_the_nearest_value_and_ties_to_even(eighths: list[int], exponent: int) -> None:
+def test_fp4_rounds_to_the_nearest_value_and_ties_to_even(eighths: list[int], exponent: int) -> None:
     values = [x / 8 for x in eighths] + [6.0]
     block = torch.tensor(values + [0.0] * (32 - len(values))) * 2.0**exponent
     got = round_to_fp4(block) / 2.0**exponent
     assert got.tolist() == [nearest_on_the_grid(x) for x in values] + [0.0] * (32 - len(values))
 
 
-def test_fp4_scales_are_rounded_up_so_that_nothing_is_cut_off() -> None:
+def test_fp4_scales_are_rounded_up_so_that_no_value_is_clipped() -> None:
     x = torch.zeros(3, 32)
     x[:, 0] = torch.tensor([6.0, 6.25, 11.9])
     assert round_to_fp4(x)[:, 0].tolist() == [6.0, 6.0, 12.0]
@@ -43,7 +43,7 @@ def test_fp4_scales_are_rounded_up_so_that_nothing_is_cut_off() -> None:
     assert round_to_fp4(x.bfloat16()).dtype == torch.bfloat16
 
 
-def test_blocks_have_scales_of_their_own(rng: np.random.Generator) -> None:
+def test_fp4_blocks_have_separate_scales(rng: np.random.Generator) -> None:
     x = torch.from_numpy(rng.standard_normal((5, 3, 128)).astype(np.float32))
     x[..., 32:64] *= 1000
     for block in range(4):
@@ -52,7 +52,9 @@ def test_blocks_have_scales_of_their_own(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("power_of_two_scales", [False, True])
-def test_fp8_is_near_and_its_scale_just_large_enough(power_of_two_scales: bool, rng: np.random.Generator) -> None:
+def test_fp8_error_is_within_rounding_and_its_scale_is_minimal(
+    power_of_two_scales: bool, rng: np.random.Generator
+) -> None:
     x = torch.from_numpy(rng.standard_normal((7, 256)).astype(np.float32)) * 3
     values, scales = quantise_fp8(x, power_of_two_scales=power_of_two_scales)
     assert values.dtype == torch.float8_e4m3fn and scales.shape == (7, 2)
@@ -71,7 +73,7 @@ def test_fp8_of_zeros_is_zero() -> None:
 
 
 @pytest.mark.parametrize("power_of_two_scales", [False, True])
-def test_what_is_infinite_does_not_come_back_as_a_number(power_of_two_scales: bool) -> None:
+def test_a_block_with_infinity_dequantises_to_nan(power_of_two_scales: bool) -> None:
     x = torch.ones(2, 128)
     x[0, 5] = torch.inf
     values, scales = quantise_fp8(x, power_of_two_scales=power_of_two_scales)
@@ -81,7 +83,7 @@ def test_what_is_infinite_does_not_come_back_as_a_number(power_of_two_scales: bo
     assert torch.equal(round_to_fp4(x)[1], x[1])
 
 
-def test_blocks_and_scales_that_do_not_fit_are_refused() -> None:
+def test_invalid_block_sizes_and_scale_shapes_are_refused() -> None:
     with pytest.raises(ArrayError, match="blocks of 0"):
         quantise_fp8(torch.zeros(2, 128), block=0)
     for shape in ((1, 1), (2, 0), (2,), ()):
@@ -92,14 +94,14 @@ def test_blocks_and_scales_that_do_not_fit_are_refused() -> None:
 
 
 @given(st.integers(-126, 126), st.floats(1.0, 2.0, width=32, exclude_max=True))
-def test_powers_of_two_are_rounded_up(exponent: int, mantissa: float) -> None:
+def test_scales_are_rounded_up_to_powers_of_two(exponent: int, mantissa: float) -> None:
     got = float(round_up_to_power_of_two(torch.tensor([mantissa * 2.0**exponent]))[0])
     assert got == 2.0 ** (exponent + (mantissa > 1))
     assert float(power_of_two(torch.tensor([exponent]))[0]) == 2.0**exponent
 
 
 @given(st.lists(st.integers(-7, 7), min_size=4, max_size=4), st.integers(-60, 60), st.integers(0, 2**32 - 1))
-def test_fp4_rows_are_fp8_rows_value_for_value(spread: list[int], exponent: int, seed: int) -> None:
+def test_fp4_rows_convert_to_fp8_exactly(spread: list[int], exponent: int, seed: int) -> None:
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(seed))
     scales = torch.tensor([2.0 ** (exponent + s) for s in spread])
     grid = round_to_fp4(x / x.view(3, 4, 32).abs().amax(-1).repeat_interleave(32, 1))
@@ -110,14 +112,14 @@ def test_fp4_rows_are_fp8_rows_value_for_value(spread: list[int], exponent: int,
     assert (factors.frexp().mantissa == 0.5).all()
 
 
-def test_rows_whose_blocks_spread_too_far_are_told() -> None:
+def test_fp4_rows_whose_scales_exceed_the_fp8_range_are_marked() -> None:
     rows = torch.zeros(3, 128)
     rows[:, 0] = 6.0
     rows[:, 40] = torch.tensor([0.5 * 2.0**-14, 0.5 * 2.0**-15, 0.0])
     assert fp4_rows_as_fp8(rows)[2].tolist() == [True, False, True]
 
 
-def test_hadamard_is_the_matrix_of_that_name(rng: np.random.Generator) -> None:
+def test_hadamard_equals_the_product_with_the_hadamard_matrix(rng: np.random.Generator) -> None:
     matrix = np.array([[1.0]])
     for _ in range(7):
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -128,7 +130,7 @@ def test_hadamard_is_the_matrix_of_that_name(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_rope_turns_pairs_by_their_angle(interleaved: bool, rng: np.random.Generator) -> None:
+def test_rope_rotates_pairs_by_their_angle(interleaved: bool, rng: np.random.Generator) -> None:
     x, positions = torch.from_numpy(rng.standard_normal((5, 3, 8)).astype(np.float32)), torch.tensor([0, 1, 7, 100, 3])
     inv_freq = torch.tensor([1.0, 0.1, 0.01, 0.001])
     got = rope(x, positions, inv_freq, interleaved=interleaved)
@@ -139,12 +141,12 @@ def test_rope_turns_pairs_by_their_angle(interleaved: bool, rng: np.random.Gener
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 8, 100])
-def test_tree_sum(width: int) -> None:
+def test_tree_sum_equals_the_sum(width: int) -> None:
     x = torch.randn(4, width)
     torch.testing.assert_close(tree_sum(x), x.sum(-1))
 
 
-def test_widths_that_cannot_be_are_refused() -> None:
+def test_widths_without_fp4_blocks_or_hadamard_transform_are_refused() -> None:
     with pytest.raises(ArrayError, match=r"\[3, 100\] does not divide into blocks of 32"):
         round_to_fp4(torch.zeros(3, 100))
     with pytest.raises(ArrayError, match="rows of 96 values have no Hadamard transform"):

@@ -12,7 +12,7 @@ from csattn.lightning.paged.triton_kernels import write_on_device
 from tests.cuda_on_cpu.emulated import DEVICE
 
 
-def test_bytes_of_a_page() -> None:
+def test_a_written_key_has_the_documented_bytes_in_its_page() -> None:
     """In its page, token 5 has its values from byte 5 * 128 on and its scale at byte 64 * 128 + 5 * 4."""
     cache, key = make_key_cache(3), torch.randn(1, 128)
     write_keys(cache, key, torch.tensor([2 * 64 + 5]))
@@ -28,7 +28,7 @@ def test_bytes_of_a_page() -> None:
 
 @pytest.mark.parametrize("kv_len", [0, 1, 63, 64, 65, 200])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
-def test_what_is_written_is_read(kv_len: int, dtype: torch.dtype) -> None:
+def test_written_keys_are_read_back_quantised(kv_len: int, dtype: torch.dtype) -> None:
     keys, block_table = torch.randn(kv_len, 128), torch.tensor([6, 0, 3, 1])
     cache = make_key_cache(7).view(dtype)
     cache.random_(0, 100)
@@ -43,7 +43,7 @@ def test_what_is_written_is_read(kv_len: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_kernel_writes_the_same_bytes(dtype: torch.dtype, power_of_two: bool) -> None:
+def test_the_write_kernel_writes_the_bytes_of_the_definition(dtype: torch.dtype, power_of_two: bool) -> None:
     """Keys have all sizes; one is zero, and one has a power of two as scale. Keys without a slot are not written."""
     keys = (torch.randn(9, 128) * torch.logspace(-3, 3, 9)[:, None]).to(dtype)
     keys[3] = 0
@@ -59,7 +59,7 @@ def test_the_kernel_writes_the_same_bytes(dtype: torch.dtype, power_of_two: bool
 
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # from Triton's interpreter (numpy)
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_the_kernel_writes_what_is_no_number(power_of_two: bool) -> None:
+def test_the_write_kernel_keeps_nan_and_infinity(power_of_two: bool) -> None:
     """NaN and infinity are kept: zeros would look like a key."""
     keys, slots = torch.randn(4, 128), torch.arange(4)
     keys[1, 5], keys[2, 7], keys[3] = torch.nan, torch.inf, torch.nan
@@ -73,7 +73,7 @@ def test_the_kernel_writes_what_is_no_number(power_of_two: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_write_follows_its_inputs() -> None:
+def test_a_captured_write_reads_its_inputs_anew_at_each_replay() -> None:
     cache, keys = make_key_cache(4, DEVICE), torch.randn(3, 128, device=DEVICE)
     slots = torch.tensor([1, 70, -1], device=DEVICE)
     write_keys(cache, keys, slots)
@@ -95,7 +95,7 @@ def test_a_token_without_a_slot_is_not_written() -> None:
     assert not cache.any()
 
 
-def test_views_lie_in_the_cache() -> None:
+def test_page_views_share_the_caches_memory() -> None:
     cache = make_key_cache(2)
     values, scales = page_views(cache)
     scales[1, 63] = 1.0
@@ -103,7 +103,7 @@ def test_views_lie_in_the_cache() -> None:
     assert values.shape == (2, 64, 128)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_slots_pages_and_caches_out_of_range_are_refused_with_the_reason() -> None:
     cache = make_key_cache(2)
     with pytest.raises(ArrayError, match="slot_mapping holds numbers from 128 to 128; wanted -1 to 127"):
         write_keys(cache, torch.zeros(1, 128), torch.tensor([128]))

@@ -41,7 +41,7 @@ def want(operands: Operands, keys: range, lens: Tensor) -> Tensor:
     [(1, 1, 1, 32), (5, 70, 4, 32), (3, 33, 3, 20), (9, 64, 16, 64), (2, 17, 40, 16)],
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_scores_are_their_definition(
+def test_contiguous_scores_equal_their_definition(
     num_queries: int, num_keys: int, num_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     operands = make_operands("random", num_queries, num_keys, num_heads, head_dim, dtype, key_scale=num_heads > 3)
@@ -53,7 +53,7 @@ def test_scores_are_their_definition(
         )
 
 
-def test_scores_of_fp8() -> None:
+def test_contiguous_scores_of_fp8_operands_equal_their_definition() -> None:
     plain = make_operands("random", 3, 20, 4, 32, key_scale=True)
     operands = Operands(plain.q.to(FP8), plain.k.to(FP8), plain.weights, plain.key_scale)
     lens = torch.full((3,), 20, dtype=torch.int32)
@@ -63,14 +63,14 @@ def test_scores_of_fp8() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from Triton's interpreter (numpy)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "random"])
-def test_exact_scores_are_exact(kind: str) -> None:
+def test_scores_of_exactly_representable_operands_are_exact(kind: str) -> None:
     operands = make_operands(kind, 3, 40, dtype=torch.float16, head_dim=32)
     lens = causal_lens(3, 40, first_position=30)
     keys = range(5, 40)
     torch.testing.assert_close(scored(operands, keys, lens), want(operands, keys, lens), rtol=0, atol=0, equal_nan=True)
 
 
-def test_keys_beyond_what_is_legal_are_not_read() -> None:
+def test_keys_past_the_legal_length_are_not_read() -> None:
     operands = make_operands("random", 4, 100, dtype=torch.float16, head_dim=32)
     poisoned = Operands(operands.q, operands.k.clone(), operands.weights)
     poisoned.k[48:] = torch.nan
@@ -81,7 +81,7 @@ def test_keys_beyond_what_is_legal_are_not_read() -> None:
 
 
 @pytest.mark.gpu  # the interpreter multiplies with numpy, whose bits may depend on a row's place
-def test_where_a_key_lies_in_a_tile_changes_no_bit() -> None:
+def test_a_keys_score_has_the_same_bits_at_any_place_in_a_tile() -> None:
     operands, lens = make_operands("random", 5, 60, dtype=torch.float16, head_dim=32), torch.full((5,), 60)
     lens = lens.to(torch.int32)
     whole = scored(operands, range(60), lens)
@@ -93,7 +93,7 @@ def test_where_a_key_lies_in_a_tile_changes_no_bit() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ratio", [1, 4])
-def test_choices_on_the_gpu(dtype: torch.dtype, kind: str, ratio: int) -> None:
+def test_choices_and_scores_on_the_gpu_equal_their_definitions(dtype: torch.dtype, kind: str, ratio: int) -> None:
     plain = make_operands(kind, 1000, 3001, 64, 128, key_scale=True)
     operands = to_device(Operands(plain.q.to(dtype), plain.k.to(dtype), plain.weights, plain.key_scale))
     lens = causal_lens(1000, 3001, ratio=ratio, first_position=2500).to(DEVICE)

@@ -63,7 +63,7 @@ def score_by(how: str, q: Tensor, weights: Tensor, keys: KeyPages, pages: Tensor
 
 
 @pytest.mark.parametrize("how", ["kernel", "public"])
-def test_of_a_cache_agree_with_the_definition(how: str) -> None:
+def test_scores_of_a_paged_cache_equal_the_definition(how: str) -> None:
     kv_lens = [300, 0, 64, 1, 129, 100]
     cache, tables = make_cache(kv_lens, max_pages=5)
     q, weights = make_queries(len(kv_lens))
@@ -82,7 +82,7 @@ def test_of_a_cache_agree_with_the_definition(how: str) -> None:
 @pytest.mark.parametrize("how", ["kernel", "public"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("num_keys", [1, 130, 512])
-def test_of_keys_side_by_side(how: str, dtype: torch.dtype, num_keys: int) -> None:
+def test_scores_of_contiguous_keys_as_pages_equal_the_definition(how: str, dtype: torch.dtype, num_keys: int) -> None:
     q, k, weights = torch.randn(3, HEADS, 32).to(dtype), torch.randn(num_keys, 32).to(dtype), torch.randn(3, HEADS)
     operands = Operands(q, k, weights, torch.rand(num_keys))
     keys = KeyPages.of_keys(operands, 128)
@@ -109,7 +109,7 @@ def make_group_maxima(rows: int, max_pages: int, group_keys: int = 16) -> GroupM
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_of_a_cache_on_hopper_agree_with_the_definition() -> None:
+def test_scores_of_a_paged_cache_on_hopper_equal_the_definition() -> None:
     kv_lens = [300, 0, 64, 1, 129, 100, 1100]  # the last one's pages span several thread blocks
     cache, tables = make_cache(kv_lens, max_pages=18)
     tables[6, 3] = -1
@@ -135,7 +135,7 @@ def test_of_a_cache_on_hopper_agree_with_the_definition() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("group_keys", [8, 16, 32])
-def test_groups_best_are_those_of_the_scores(group_keys: int) -> None:
+def test_group_maxima_on_hopper_equal_those_of_the_scores(group_keys: int) -> None:
     kv_lens = [64 * 17 + 3, 64 * 18, 130, 100]
     cache, tables = make_cache(kv_lens, max_pages=18)
     tables[0, 4:9] = -1
@@ -158,7 +158,7 @@ def test_groups_best_are_those_of_the_scores(group_keys: int) -> None:
 
 
 @pytest.mark.gpu
-def test_only_what_lies_as_in_a_cache_is_scored_by_hopper() -> None:
+def test_the_hopper_kernel_supports_only_the_cache_layout() -> None:
     cache, _ = make_cache([64], max_pages=1)
     q = make_queries(1, paged_hopper.HEADS)[0].to(DEVICE)
     keys, pages = KeyPages.of_cache(cache.to(DEVICE)), torch.zeros(1, 512, dtype=torch.int32, device=DEVICE)
@@ -168,7 +168,7 @@ def test_only_what_lies_as_in_a_cache_is_scored_by_hopper() -> None:
     assert not paged_hopper.supports(q, keys.values, keys.scales.clone(), pages)
 
 
-def test_of_several_tiles_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_do_not_depend_on_the_number_of_tiles_per_program(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, tables = make_cache([700, 500], max_pages=11)
     q, weights = make_queries(2)
     arrays = q, weights, KeyPages.of_cache(cache), tables, torch.tensor([700, 500], dtype=torch.int32), 0
@@ -177,7 +177,7 @@ def test_of_several_tiles_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(score_by("kernel", *arrays), each)
 
 
-def test_queries_go_in_launches_of_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_are_split_into_launches_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, tables = make_cache([70, 3, 64, 1, 130], max_pages=3)
     q, weights = make_queries(5)
     arrays = q, weights, KeyPages.of_cache(cache), tables, torch.tensor([70, 3, 64, 1, 130], dtype=torch.int32), 0
@@ -190,7 +190,7 @@ def test_queries_go_in_launches_of_so_many(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("how", ["kernel", "public"])
-def test_pages_that_do_not_exist_are_worth_nothing(how: str) -> None:
+def test_keys_of_pages_that_do_not_exist_score_minus_infinity(how: str) -> None:
     q, weights = make_queries(1)
     cache, tables = make_cache([128], max_pages=2)
     tables[0, 0] = -1
@@ -199,7 +199,7 @@ def test_pages_that_do_not_exist_are_worth_nothing(how: str) -> None:
     assert got[0, 64:].isfinite().all()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_of_score_pages_are_refused_with_the_reason() -> None:
     q, weights = make_queries(2)
     cache, tables = make_cache([64, 64], max_pages=1)
     keys, lens = KeyPages.of_cache(cache), torch.tensor([64, 64], dtype=torch.int32)

@@ -64,7 +64,7 @@ def all_scores(operands: Operands, lens: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from Triton's interpreter (numpy)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", [2, 4])
-def test_choices_are_those_of_all_scores(kind: str, step: int) -> None:
+def test_choices_from_contenders_equal_those_from_all_scores(kind: str, step: int) -> None:
     operands = made_operands(kind, 4, key_scale=kind == "random")
     lens = torch.tensor([0, 139, 430, 600], dtype=torch.int32)
     indices, marked = choose(operands, 10, lens, Sampling(step, 6 if step == 4 else 9, 240))
@@ -75,7 +75,7 @@ def test_choices_are_those_of_all_scores(kind: str, step: int) -> None:
     assert not marked.any() or kind in ("random", "one bin", "nan and inf")
 
 
-def test_lists_that_overflow_mark_their_query_and_no_other() -> None:
+def test_an_overflowing_list_marks_only_its_query() -> None:
     """The keys outside the sample score above those in it, and they exceed the lists' capacity."""
     operands = made_operands("equal", 3)
     operands.k[1::2, 0] = 2
@@ -85,7 +85,7 @@ def test_lists_that_overflow_mark_their_query_and_no_other() -> None:
     assert torch.equal(indices[1:2], top_k_reference(score_keys(operands), 10, lens)[1:2])
 
 
-def test_bars_that_too_few_reach_mark_their_query() -> None:
+def test_a_threshold_that_too_few_keys_reach_marks_its_query() -> None:
     """The sample scores above all other keys, and the threshold is its fourth best score, but ten keys are wanted."""
     operands = made_operands("equal", 1)
     operands.k[::2, 0] = 2
@@ -94,7 +94,7 @@ def test_bars_that_too_few_reach_mark_their_query() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from Triton's interpreter (numpy)
-def test_nan_is_not_counted_as_reaching_a_bar() -> None:
+def test_nan_scores_do_not_reach_a_threshold() -> None:
     operands = made_operands("ascending", 1)
     operands.k[1:100:2, 0] = torch.nan
     lens = torch.tensor([600], dtype=torch.int32)
@@ -104,7 +104,7 @@ def test_nan_is_not_counted_as_reaching_a_bar() -> None:
 
 
 @pytest.mark.parametrize("k", [10, 100])
-def test_numbers_of_keys_around_k(k: int) -> None:
+def test_choices_are_exact_for_numbers_of_keys_around_k(k: int) -> None:
     operands = made_operands("few values", 4, 300)
     lens = torch.tensor([1, k, k + 1, 300], dtype=torch.int32)
     indices, marked = choose(operands, k, lens, Sampling(2, 60, 280))
@@ -126,7 +126,7 @@ def test_memory_of_earlier_queries_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_keys_below_the_bar_are_not_written(step: int) -> None:
+def test_keys_below_the_threshold_are_not_listed(step: int) -> None:
     """Ties after the threshold's index are below it. In whole blocks, every step-th key, the sample, is left out."""
     operands = made_operands("few values", 2, 200)
     scores, lens = score_keys(operands), torch.tensor([200, 150], dtype=torch.int32)
@@ -150,7 +150,7 @@ def test_keys_below_the_bar_are_not_written(step: int) -> None:
 
 
 @pytest.mark.parametrize(("sample_len", "wanted"), [(96, 9), (96, 70), (1500, 100)])
-def test_a_bar_is_reached_by_about_as_many_as_are_wanted(sample_len: int, wanted: int) -> None:
+def test_a_threshold_is_reached_by_the_wanted_number_plus_an_eighth_at_most(sample_len: int, wanted: int) -> None:
     """At most an eighth more reach it, and they begin the list. Where the threshold would be NaN, no key reaches it."""
     values = torch.randn(6, sample_len)
     values[1] = values[1].round()
@@ -183,7 +183,7 @@ def test_a_bar_is_reached_by_about_as_many_as_are_wanted(sample_len: int, wanted
 
 
 @given(st.integers(1, stream._MOST_KEYS), st.sampled_from([1, 64, 512, 1024, 2048]))
-def test_lists_hold_what_is_to_be_expected(num_keys: int, k: int) -> None:
+def test_list_capacities_hold_the_expected_number_of_contenders(num_keys: int, k: int) -> None:
     sampling = Sampling.of(num_keys, k)
     assert sampling.wanted >= k / sampling.step + 5 * math.sqrt(k / sampling.step)
     assert sampling.capacity >= 1.125 * sampling.wanted * sampling.step + 64 * sampling.step
@@ -193,7 +193,7 @@ def test_lists_hold_what_is_to_be_expected(num_keys: int, k: int) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU, all of it is tested below")
-def test_queries_that_are_marked_are_chosen_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marked_queries_are_chosen_again_from_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries are processed four at a time, except for the first tile."""
     monkeypatch.setattr(Sampling, "of", lambda *arguments: SAMPLING)
     monkeypatch.setattr(contenders, "num_multiprocessors", lambda device: 1)
@@ -208,7 +208,7 @@ def test_queries_that_are_marked_are_chosen_for_again(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("workspace_bytes", "queries"), [(256 << 20, 16368), (64 << 20, 3696), (1 << 20, 60), (1, 4)])
-def test_there_is_room_for_whole_fillings_of_the_device_or_for_a_query_tile(
+def test_queries_at_a_time_fill_the_device_in_whole_multiples_or_are_one_tile(
     workspace_bytes: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contenders, "num_multiprocessors", lambda device: 132)
@@ -221,7 +221,9 @@ def test_there_is_room_for_whole_fillings_of_the_device_or_for_a_query_tile(
 
 
 @given(st.integers(0, 40_000), st.sampled_from([1, 4, 16]), st.integers(1, 140), st.integers(1, 30))
-def test_tiles_of_queries_cover_all_and_fit(num_queries: int, query_tile: int, tiles: int, fillings: int) -> None:
+def test_query_tiles_cover_all_queries_and_fit_the_workspace(
+    num_queries: int, query_tile: int, tiles: int, fillings: int
+) -> None:
     """Every tile but that of the first queries fills the device a whole number of times."""
     filling = tiles * query_tile
     cut = stream._cut_queries(num_queries, query_tile, filling, fillings * filling)
@@ -235,7 +237,9 @@ def test_tiles_of_queries_cover_all_and_fit(num_queries: int, query_tile: int, t
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 512, 1024, 2048])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_contenders_on_the_gpu(kind: str, k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_from_contenders_on_the_gpu_equal_those_from_all_scores(
+    kind: str, k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     made = make_operands(kind, 700, 20_001, 64, 128, key_scale=True)
     operands = to_device(Operands(made.q.to(dtype), made.k.to(dtype), made.weights, made.key_scale))

@@ -30,7 +30,7 @@ def all_scores(operands: Operands) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=20)
 @given(data=st.data())
-def test_any_tiles_give_the_definitions_choice(kind: str, data: st.DataObject) -> None:
+def test_choices_for_any_tiling_equal_the_definition(kind: str, data: st.DataObject) -> None:
     num_queries, num_keys = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 300))
     operands = make_operands(kind, num_queries, num_keys, key_scale=data.draw(st.booleans()))
     ratio = data.draw(st.sampled_from([1, 4, 128]))
@@ -48,13 +48,13 @@ def test_any_tiles_give_the_definitions_choice(kind: str, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_cpus_scores_are_the_definitions(kind: str) -> None:
+def test_scores_on_the_cpu_equal_the_definition(kind: str) -> None:
     operands = make_operands(kind, 9, 131, num_heads=3, head_dim=20, key_scale=True)
     torch.testing.assert_close(all_scores(operands), score_keys(operands), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("version", ["v3.2", "v4"])
-def test_operands_as_models_have_them(version: str) -> None:
+def test_choices_for_v32_and_v4_operands_equal_the_definition(version: str) -> None:
     q, k, projected = torch.randn(40, 4, 128), torch.randn(40, 128), torch.randn(40, 4)
     if version == "v4":
         operands, lens = v4_operands(q.bfloat16(), k[:10].bfloat16(), projected), causal_lens(40, 10, ratio=4)
@@ -65,7 +65,7 @@ def test_operands_as_models_have_them(version: str) -> None:
     torch.testing.assert_close(all_scores(operands), score_keys(operands), rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_not_legal_is_not_read() -> None:
+def test_keys_past_the_legal_length_are_not_read() -> None:
     operands = make_operands("random", 5, 200)
     operands.k[100:] = torch.nan
     lens = torch.tensor([100, 0, 63, 64, -5], dtype=torch.int32)
@@ -74,7 +74,7 @@ def test_what_is_not_legal_is_not_read() -> None:
     assert (got >= 0).sum(1).tolist() == [100, 0, 63, 64, 0]
 
 
-def test_a_query_does_not_depend_on_the_others() -> None:
+def test_a_querys_choice_does_not_depend_on_other_queries() -> None:
     operands, lens = make_operands("random", 33, 170), causal_lens(33, 170, first_position=120)
     together = choose_keys(operands, 20, lens)
     for row in range(33):
@@ -87,7 +87,9 @@ def test_a_query_does_not_depend_on_the_others() -> None:
     st.integers(1, 1 << 22),
     st.sampled_from(["cpu", "cuda"]),
 )
-def test_tiles_cover_all_and_fit(lens: list[int], workspace_bytes: int, device: str) -> None:
+def test_tiles_cover_all_queries_and_keys_and_fit_the_workspace(
+    lens: list[int], workspace_bytes: int, device: str
+) -> None:
     tiles = list(cut(torch.tensor(lens, dtype=torch.int32), workspace_bytes, torch.device(device)))
     assert tiles[0].queries.start == 0 and tiles[-1].queries.stop == len(lens)
     for before, after in pairwise(tiles):
@@ -99,7 +101,7 @@ def test_tiles_cover_all_and_fit(lens: list[int], workspace_bytes: int, device: 
         assert 4 * tile.num_scores <= max(workspace_bytes, min(len(queries), 64) * 4 * 128)
 
 
-def test_all_of_a_long_sequence_takes_a_bounded_workspace() -> None:
+def test_tiles_of_a_million_queries_fit_a_bounded_workspace() -> None:
     """For a million queries, tiles take at most 256 MiB and hold whole rows of up to 256K keys."""
     lens = causal_lens(1 << 20, 1 << 18, ratio=4)
     tiles = list(cut(lens, 256 << 20, torch.device("cuda")))
@@ -122,7 +124,9 @@ def test_all_of_a_long_sequence_takes_a_bounded_workspace() -> None:
         ({"operands": Operands(torch.zeros(3, 8), torch.zeros(5, 8), torch.zeros(3, 2))}, ArrayError, "q has shape"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: dict[str, object], error: type[Exception], complaint: str) -> None:
+def test_invalid_arguments_of_choose_keys_are_refused_with_the_reason(
+    arguments: dict[str, object], error: type[Exception], complaint: str
+) -> None:
     usual = {"operands": make_operands("random", 3, 5), "k": 2, "legal_len": torch.ones(3, dtype=torch.int32)}
     with pytest.raises(error, match=complaint):
         choose_keys(**{**usual, **arguments})  # type: ignore[arg-type]
@@ -138,7 +142,7 @@ def test_what_does_not_fit_is_refused(arguments: dict[str, object], error: type[
         ({"legal_len": torch.ones(3, dtype=torch.int64)}, "legal_len is int64; wanted int32"),
     ],
 )
-def test_scores_of_what_does_not_fit_are_refused(change: dict[str, Tensor], complaint: str) -> None:
+def test_operands_of_wrong_shape_or_dtype_are_not_scored(change: dict[str, Tensor], complaint: str) -> None:
     """Otherwise compiled loops would read out of bounds."""
     arrays = {"q": torch.zeros(3, 2, 8), "k": torch.zeros(5, 8), "weights": torch.zeros(3, 2), **change}
     legal_len = arrays.pop("legal_len", torch.full((3,), 5, dtype=torch.int32))
@@ -146,7 +150,7 @@ def test_scores_of_what_does_not_fit_are_refused(change: dict[str, Tensor], comp
         score_all(Operands(**arrays), legal_len)
 
 
-def test_what_has_a_gradient_is_chosen_from_as_well() -> None:
+def test_operands_that_require_a_gradient_are_accepted() -> None:
     plain = make_operands("random", 3, 50, key_scale=True)
     arrays = (plain.q, plain.k, plain.weights, plain.key_scale)
     learned = Operands(*(array.clone().requires_grad_() for array in arrays if array is not None))
@@ -154,7 +158,7 @@ def test_what_has_a_gradient_is_chosen_from_as_well() -> None:
     assert torch.equal(choose_keys(learned, 7, lens), choose_keys(plain, 7, lens))
 
 
-def test_nothing_to_choose_from_is_padding() -> None:
+def test_without_keys_or_queries_the_choice_is_padding_or_empty() -> None:
     operands = make_operands("random", 3, 5)
     none = Operands(operands.q, operands.k[:0], operands.weights)
     for empty in (none, operands):

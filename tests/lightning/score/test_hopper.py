@@ -55,7 +55,9 @@ def scored(operands: Operands, keys: range, lens: Tensor) -> Tensor:
     ("num_queries", "num_keys", "num_heads", "dtype"),
     [(5, 150, 64, torch.float16), (13, 70, 32, torch.bfloat16), (17, 1, 16, torch.float16), (9, 200, 64, FP8)],
 )
-def test_scores_are_their_definition(num_queries: int, num_keys: int, num_heads: int, dtype: torch.dtype) -> None:
+def test_hopper_scores_equal_their_definition(
+    num_queries: int, num_keys: int, num_heads: int, dtype: torch.dtype
+) -> None:
     operands = made_operands("random", num_queries, num_keys, num_heads, dtype)
     keys = range(num_keys // 3, num_keys)
     got = scored(operands, keys, torch.full((num_queries,), num_keys, dtype=torch.int32))[:, : len(keys)]
@@ -64,7 +66,7 @@ def test_scores_are_their_definition(num_queries: int, num_keys: int, num_heads:
     torch.testing.assert_close(got, want, rtol=0, atol=(1e-3 if DEVICE.type == "cuda" else 1e-6) * largest)
 
 
-def test_infinite_products_below_zero_count_for_nothing_and_nan_stays() -> None:
+def test_products_of_minus_infinity_score_zero_and_nan_stays_nan() -> None:
     operands = made_operands("equal", 4, 64, 64, torch.float16)
     operands.k[:3, 0] = torch.tensor([-torch.inf, torch.inf, torch.nan])
     got = scored(operands, range(64), torch.full((4,), 64, dtype=torch.int32))
@@ -72,7 +74,7 @@ def test_infinite_products_below_zero_count_for_nothing_and_nan_stays() -> None:
     torch.testing.assert_close(got, score_keys(operands), rtol=0, atol=0, equal_nan=True)
 
 
-def test_tiles_that_no_query_may_see_are_not_scored() -> None:
+def test_tiles_that_no_query_sees_are_not_scored() -> None:
     operands = made_operands("random", 9, 200, 64, torch.float16)
     lens = torch.tensor([0, 0, 0, 0, 64, 0, 0, 1, 65], dtype=torch.int32)
     missing = scored(operands, range(200), lens).isnan()
@@ -82,7 +84,7 @@ def test_tiles_that_no_query_may_see_are_not_scored() -> None:
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 70), (3, 0), (0, 0)])
-def test_of_no_queries_or_no_keys_there_are_no_scores(num_queries: int, num_keys: int) -> None:
+def test_scores_without_queries_or_keys_are_empty(num_queries: int, num_keys: int) -> None:
     made = made_operands("random", 3, 70, 32, torch.bfloat16)
     operands = replace(made.of_queries(slice(num_queries)), k=made.k[:num_keys], key_scale=None)
     lens = torch.full((num_queries,), num_keys, dtype=torch.int32)
@@ -90,7 +92,7 @@ def test_of_no_queries_or_no_keys_there_are_no_scores(num_queries: int, num_keys
     assert score_all(operands, lens).shape == (num_queries, num_keys)
 
 
-def test_scores_of_every_second_key_are_those_of_all() -> None:
+def test_scores_of_every_second_key_have_the_bits_of_scoring_all() -> None:
     """Only whole blocks of 128 scores are written."""
     operands = made_operands("random", 4, 300, 32, torch.bfloat16)
     lens = torch.full((4,), 300, dtype=torch.int32)
@@ -100,7 +102,7 @@ def test_scores_of_every_second_key_are_those_of_all() -> None:
 
 
 @pytest.mark.parametrize("kind", ["equal", "ascending", "few values", "nan and inf"])
-def test_choices_are_those_of_all_scores(kind: str) -> None:
+def test_hopper_choices_from_contenders_equal_those_from_all_scores(kind: str) -> None:
     operands, k = made_operands(kind, 6, 330, 64, torch.float16), 10
     lens = torch.tensor([0, 39, 143, 330, 200, 7], dtype=torch.int32).to(DEVICE)
     made = Contenders(6, 330, Sampling(step=2, wanted=9, capacity=100), DEVICE)
@@ -113,14 +115,14 @@ def test_choices_are_those_of_all_scores(kind: str) -> None:
     assert not marked[lens < 100].any(), "their lists hold all that they may see"
 
 
-def test_what_does_not_suit_is_scored_in_triton() -> None:
+def test_operands_that_hopper_kernels_do_not_support_are_left_to_triton() -> None:
     for num_heads, dtype in ((63, torch.float16), (64, torch.float32)):
         assert not hopper.supports(make_operands("random", 1, 1, num_heads, 128, dtype))
 
 
 @pytest.mark.skipif(NVCC is None, reason="this machine has no CUDA compiler")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
-def test_compiles_without_spills(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_hopper_kernels_compile_without_register_spills(dtype: torch.dtype, tmp_path: Path) -> None:
     options = [f"-D{name}={value}" for name, value in hopper.defines_for(dtype, 64, 128).items()]
     target = ["-std=c++17", "-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-o", tmp_path / "kernel"]
     command = [str(NVCC), *options, *target, hopper.SOURCE]
@@ -132,7 +134,9 @@ def test_compiles_without_spills(dtype: torch.dtype, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_heads", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8])
-def test_choices_on_the_gpu(kind: str, num_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_on_the_gpu_equal_those_from_all_scores(
+    kind: str, num_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(contenders, "THREADS", 256)
     operands = made_operands(kind, 701, 9001, num_heads, dtype)
     lens = torch.randint(0, 9002, (701,), dtype=torch.int32)

@@ -25,7 +25,7 @@ def by_loops(operands: Operands) -> np.ndarray:
 
 
 @pytest.mark.parametrize("version", ["v3.2", "v3.2 ue8m0", "v4", "v4 fp8"])
-def test_the_score_is_its_formula(version: str) -> None:
+def test_scores_equal_their_formula(version: str) -> None:
     q, k, projected = torch.randn(5, 8, 128), torch.randn(7, 128), torch.randn(5, 8)
     if version.startswith("v3.2"):
         operands = v32_operands(q, k, projected, power_of_two_scales="ue8m0" in version)
@@ -38,7 +38,7 @@ def test_the_score_is_its_formula(version: str) -> None:
     np.testing.assert_allclose(score_keys(operands).numpy(), want, atol=1e-5 * np.abs(want).max())
 
 
-def test_scales_come_out_of_the_score_of_v32() -> None:
+def test_v32_scores_of_quantised_operands_are_close_to_unquantised_ones() -> None:
     """The score of quantised queries and keys, with their scales, is that of the plain ones up to rounding."""
     q, k, projected = torch.randn(4, 8, 128), torch.randn(9, 128), torch.randn(4, 8)
     operands = v32_operands(q, k, projected)
@@ -49,7 +49,7 @@ def test_scales_come_out_of_the_score_of_v32() -> None:
     assert error < 0.05 * score_keys(plain).abs().max()
 
 
-def test_fp4_values_score_the_same_in_fp8() -> None:
+def test_fp4_operands_held_in_fp8_give_the_same_scores() -> None:
     operands = v4_operands(torch.randn(6, 64, 128).bfloat16(), torch.zeros(50, 128).bfloat16(), torch.randn(6, 64))
     keys = v4_operands(torch.randn(50, 1, 128).bfloat16(), operands.k, torch.ones(50, 1)).q[:, 0].contiguous()
     operands = Operands(operands.q, keys, operands.weights)
@@ -58,7 +58,7 @@ def test_fp4_values_score_the_same_in_fp8() -> None:
     torch.testing.assert_close(score_keys(packed), score_keys(operands), rtol=1e-6, atol=1e-6)
 
 
-def test_a_key_that_fp8_cannot_hold_keeps_all_in_bf16() -> None:
+def test_operands_stay_in_bfloat16_if_fp8_cannot_hold_a_key() -> None:
     q, k = torch.ones(2, 4, 128).bfloat16(), torch.ones(3, 128).bfloat16()
     k[1, 0] = 2.0**-20
     operands = Operands(q, k, torch.ones(2, 4))
@@ -67,7 +67,7 @@ def test_a_key_that_fp8_cannot_hold_keeps_all_in_bf16() -> None:
 
 @pytest.mark.parametrize("ratio", [1, 4, 128])
 @pytest.mark.parametrize("first_position", [0, 1, 127, 1000])
-def test_a_key_is_seen_once_all_of_its_tokens_are(ratio: int, first_position: int) -> None:
+def test_a_compressed_key_is_visible_once_all_of_its_tokens_are(ratio: int, first_position: int) -> None:
     lens = causal_lens(300, 50, ratio=ratio, first_position=first_position)
     for query, length in enumerate(lens.tolist()):
         position = first_position + query
@@ -88,14 +88,16 @@ def test_a_key_is_seen_once_all_of_its_tokens_are(ratio: int, first_position: in
         ({"key_scale": torch.zeros(5, device="meta")}, "key_scale is on meta, the other arrays are on cpu"),
     ],
 )
-def test_operands_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], complaint: str) -> None:
+def test_operands_of_wrong_shape_or_dtype_are_refused_with_the_reason(
+    change: dict[str, torch.Tensor], complaint: str
+) -> None:
     arrays = {"q": torch.zeros(3, 2, 8), "k": torch.zeros(5, 8), "weights": torch.zeros(3, 2)}
     Operands(**arrays).check()
     with pytest.raises(ArrayError, match=complaint):
         Operands(**{**arrays, **change}).check()
 
 
-def test_illegal_ratios_are_refused() -> None:
+def test_invalid_ratios_and_negative_counts_are_refused() -> None:
     with pytest.raises(ConfigError, match="ratio is 0; wanted at least 1"):
         causal_lens(1, 1, ratio=0)
     with pytest.raises(ConfigError, match="num_queries is -1; wanted at least 0"):
@@ -105,6 +107,6 @@ def test_illegal_ratios_are_refused() -> None:
 
 
 @pytest.mark.parametrize("make", [v32_operands, v4_operands])
-def test_weights_of_other_heads_are_refused(make: Callable[..., Operands]) -> None:
+def test_weights_for_another_number_of_heads_are_refused(make: Callable[..., Operands]) -> None:
     with pytest.raises(ArrayError, match=r"projected has shape \[3, 1\]; wanted \[3, 4\]"):
         make(torch.zeros(3, 4, 128), torch.zeros(5, 128), torch.zeros(3, 1))

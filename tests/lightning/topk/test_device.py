@@ -93,14 +93,14 @@ KINDS = [
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("rows", [FEW, MANY])
 @pytest.mark.parametrize("kind", KINDS)
-def test_adversarial_scores(kind: str, rows: int) -> None:
+def test_top_k_of_adversarial_scores_equals_the_definition(kind: str, rows: int) -> None:
     agree(make_scores(kind, rows, LENGTH), K, [LENGTH, 1100, 257, *range(K + 6, K, -1)][:rows])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 20, 64, 140])
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_rows_again_and_again(kind: str, rows: int) -> None:
+def test_top_k_of_long_rows_equals_the_definition_every_time(kind: str, rows: int) -> None:
     scores = make_scores(kind, rows, 131075).to(DEVICE)
     legal = torch.tensor([131075 - 9973 * (row % 14) for row in range(rows)], dtype=torch.int32, device=DEVICE)
     want = top_k_reference(scores, 2048, legal)
@@ -113,14 +113,14 @@ def test_long_rows_again_and_again(kind: str, rows: int) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("rows", [1, 5, 8, 17])  # 1, 5, 8 rows: clusters of eight, two and one; 17: of one
-def test_of_rows_by_clusters(rows: int) -> None:
+def test_top_k_equals_the_definition_for_every_cluster_size(rows: int) -> None:
     scores = make_scores("sawtooth", rows, LENGTH) + torch.randint(0, 3, (rows, LENGTH))
     agree(scores, K, [max(0, LENGTH - 130 * row) for row in range(rows)])
 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kind", ["random", "ascending", "all equal", "any bits"])
-def test_rows_that_do_not_fit_registers(kind: str) -> None:
+def test_top_k_of_rows_that_exceed_registers_equals_the_definition(kind: str) -> None:
     agree(make_scores(kind, 8, 6001), K, [6001, 6000, 2049, 2050, 1300, K, K + 1, 0])
 
 
@@ -128,11 +128,11 @@ def test_rows_that_do_not_fit_registers(kind: str) -> None:
 @pytest.mark.parametrize("k", [1, 63, 127])
 @pytest.mark.parametrize("length", [1, 64, 255, 257])
 @pytest.mark.parametrize("rows", [5, 20])
-def test_short_rows(rows: int, length: int, k: int) -> None:
+def test_top_k_of_short_rows_equals_the_definition(rows: int, length: int, k: int) -> None:
     agree(make_scores("random", rows, length), k, [0, 1, length // 2, length - 1, length] * (rows // 5))
 
 
-def test_tiles_as_on_the_device() -> None:
+def test_top_k_with_the_devices_tile_sizes_equals_the_definition() -> None:
     """Run the device's real sizes once."""
     for rows, length in ((1, 33000), (9, 17000)):
         scores = make_scores("random", rows, length)
@@ -143,7 +143,7 @@ def test_tiles_as_on_the_device() -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_more_scores_of_a_block_than_it_marks_by_position() -> None:
+def test_top_k_of_more_scores_than_a_block_can_mark_equals_the_definition() -> None:
     length = 2 * 2048 * 32 + 700
     scores = torch.randn(1, length).repeat(17, 1)
     agree(scores, K, [length, length - 1, *range(15)])
@@ -152,7 +152,7 @@ def test_more_scores_of_a_block_than_it_marks_by_position() -> None:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("first", [0, 1, 4])
 @pytest.mark.parametrize("width", [1000, 1001])
-def test_rows_may_lie_apart_and_start_anywhere(first: int, width: int) -> None:
+def test_top_k_takes_strided_rows_at_any_offset(first: int, width: int) -> None:
     wide = torch.randn(3, width)
     scores = wide[:, first : first + 700]
     got = run(scores, K, None)
@@ -161,7 +161,7 @@ def test_rows_may_lie_apart_and_start_anywhere(first: int, width: int) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("by_position", [False, True])
-def test_positions_are_looked_up_in_pages(by_position: bool) -> None:
+def test_top_k_maps_positions_through_pages(by_position: bool) -> None:
     scores = torch.randn(3, 640)
     legal = torch.tensor([640, 611, 30], dtype=torch.int32)
     pages = torch.randperm(60).to(torch.int32).view(3, 20)[:, :10]
@@ -172,7 +172,7 @@ def test_positions_are_looked_up_in_pages(by_position: bool) -> None:
     assert torch.equal(paged, torch.where(plain < 0, -1, want))
 
 
-def test_clusters_fill_the_device_and_no_more() -> None:
+def test_cluster_sizes_fill_the_device_without_exceeding_it() -> None:
     chosen = [device._choose_blocks(rows, 131072, 132) for rows in (1, 12, 13, 29, 30, 66, 67, 132, 133, 2048)]
     assert [cluster for _, cluster in chosen] == [8, 8, 4, 4, 2, 2, 2, 2, 1, 1]
     assert [shape == FEW_ROWS for shape, _ in chosen] == [True] * 6 + [False] * 4
@@ -183,7 +183,7 @@ def test_clusters_fill_the_device_and_no_more() -> None:
     assert MANY_ROWS.per_sm * (MANY_ROWS.shared_bytes + 1024) <= 228 << 10, "blocks share a multiprocessor's memory"
 
 
-def test_blocks_of_small_gpus_keep_less(as_ampere: None) -> None:
+def test_blocks_of_small_gpus_fit_their_shared_memory(as_ampere: None) -> None:
     shapes = [device._choose_blocks(rows, 131072, 170)[0] for rows in (1, 200, 2048)]
     assert all(shape.shared_bytes <= limits().block_bytes for shape in shapes if isinstance(shape, device.BlockShape))
     assert shapes[1] == device.MANY_ROWS_OF_SMALL and shapes[1].capacity - shapes[1].tile_len > device.MAX_K

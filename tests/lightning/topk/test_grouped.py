@@ -67,7 +67,7 @@ def ascending(scores: Tensor, k: int, legal_len: Tensor) -> Tensor:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("group_keys", [8, 16, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_adversarial_scores(kind: str, group_keys: int) -> None:
+def test_selection_from_groups_of_adversarial_scores_equals_the_definition(kind: str, group_keys: int) -> None:
     scores, lens = make_scores(kind, len(LENGTHS), 64 * MAX_PAGES), torch.tensor(LENGTHS, dtype=torch.int32)
     poison = torch.where(torch.arange(scores.shape[1]) % 2 == 0, torch.nan, -torch.nan)
     poisoned = torch.where(torch.arange(scores.shape[1]) < lens[:, None], scores, poison)
@@ -76,7 +76,7 @@ def test_adversarial_scores(kind: str, group_keys: int) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_places_are_looked_up_in_pages() -> None:
+def test_selection_from_groups_maps_positions_through_pages() -> None:
     scores, lens = torch.randn(2, 640), torch.tensor([611, 30], dtype=torch.int32)
     pages = torch.randperm(20).to(torch.int32).view(2, 10)
     group_maxima = group_maxima_by_definition(scores, lens, 16)
@@ -86,7 +86,7 @@ def test_places_are_looked_up_in_pages() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_only_rows_that_exist_are_asked_for() -> None:
+def test_prefetching_ignores_pages_that_do_not_exist() -> None:
     scores, lens = torch.randn(1, 640), torch.tensor([640], dtype=torch.int32)
     pages = torch.tensor([[3, -1, 1, 2**24, 0, 4, 2, -7, 6, 5]], dtype=torch.int32)
     rows = torch.zeros(7 * 64, 48, device=DEVICE)
@@ -97,7 +97,7 @@ def test_only_rows_that_exist_are_asked_for() -> None:
     assert torch.equal(choose(scores, lens, group_maxima, K, pages, (rows[:, 1:],)), want), "rows that begin anywhere"
 
 
-def test_groups_are_neither_few_nor_many() -> None:
+def test_the_number_of_groups_is_between_4096_and_8192() -> None:
     for max_pages in (512, 1023, 1024, 2047, 2048, 3000, 4096):
         group_maxima = GroupMaxima.make(torch.zeros(2, max_pages), 2048)
         assert group_maxima is not None

@@ -25,14 +25,14 @@ def rank(score: float) -> tuple[int, float]:
 
 
 @given(SCORES)
-def test_keys_compare_as_keys_are_chosen(scores: list[float]) -> None:
+def test_order_keys_sort_by_score_then_index(scores: list[float]) -> None:
     keys = order_keys(torch.tensor(scores), torch.arange(len(scores)))
     got = keys.sort(descending=True).indices.tolist()
     assert got == sorted(range(len(scores)), key=lambda i: (*(-part for part in rank(scores[i])), i))
 
 
 @given(SCORES, st.integers(0, 2**31 - 1))
-def test_keys_give_back_the_indices_they_were_made_of(scores: list[float], first: int) -> None:
+def test_order_keys_decode_to_their_indices(scores: list[float], first: int) -> None:
     indices = (first + torch.arange(len(scores))) % 2**31
     assert indices_of(order_keys(torch.tensor(scores), indices)).tolist() == indices.tolist()
 
@@ -45,7 +45,7 @@ def test_orderable_covers_all_floats() -> None:
     assert payloads.isnan().all() and orderable(payloads).unique().numel() == 1
 
 
-def test_legality_is_told_by_the_index_alone() -> None:
+def test_legality_depends_on_the_index_and_not_on_the_score() -> None:
     scores = torch.tensor([[-INF, NAN, -INF, 5.0, 9.0]] * 4)
     legal_len = torch.tensor([0, 2, 4, 5], dtype=torch.int32)
     got = top_k_reference(scores, 3, legal_len)
@@ -54,6 +54,6 @@ def test_legality_is_told_by_the_index_alone() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 7, 8, 12])
-def test_more_places_than_keys_are_padded(k: int) -> None:
+def test_a_k_beyond_the_number_of_keys_is_padded(k: int) -> None:
     got = top_k_reference(torch.arange(7.0)[None], k, torch.tensor([7], dtype=torch.int32))
     assert got.tolist() == [([6, 5, 4, 3, 2, 1, 0] + [-1] * 5)[:k]]

@@ -28,7 +28,7 @@ def agree(scores: Tensor, k: int, legal_len: list[int] | None = None) -> None:
 
 @pytest.mark.parametrize("k", [1, 7, 300])
 @pytest.mark.parametrize("length", [1, 2, 63, 300, 1001])
-def test_agrees_with_the_definition(length: int, k: int) -> None:
+def test_top_k_equals_the_definition(length: int, k: int) -> None:
     scores = torch.randn(5, length)
     agree(scores, k)
     agree(scores, k, [0, length, length // 2, 1, length - 1])
@@ -38,23 +38,23 @@ SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-45, 1e-38, 3.
 
 
 @given(st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=40), st.integers(1, 45), st.integers(0, 40))
-def test_ties_zeros_infinities_and_nan(values: list[float], k: int, legal: int) -> None:
+def test_top_k_of_ties_zeros_infinities_and_nan_equals_the_definition(values: list[float], k: int, legal: int) -> None:
     agree(torch.tensor([values]), k, [min(legal, len(values))])
 
 
-def test_without_rows_or_keys() -> None:
+def test_top_k_without_rows_or_keys_is_padding() -> None:
     assert top_k(torch.zeros(0, 5), 3).shape == (0, 3)
     assert top_k(torch.zeros(2, 0), 3).tolist() == [[-1] * 3] * 2
     no_pages = torch.zeros(2, 0, dtype=torch.int32)
     assert top_k(torch.zeros(2, 0), 3, pages=no_pages, page_size=64).tolist() == [[-1] * 3] * 2
 
 
-def test_rows_may_lie_apart(rng: np.random.Generator) -> None:
+def test_top_k_takes_strided_rows(rng: np.random.Generator) -> None:
     wide = torch.from_numpy(rng.standard_normal((4, 100), dtype=np.float32))
     assert torch.equal(top_k(wide[:, 3:60], 9), top_k(wide[:, 3:60].contiguous(), 9))
 
 
-def test_legal_lengths_outside_a_row_count_as_its_ends() -> None:
+def test_legal_lengths_outside_a_row_are_clamped() -> None:
     scores = torch.randn(2, 20)
     got = top_k(scores, 30, torch.tensor([-5, 99], dtype=torch.int32))
     assert (got[0] == -1).all()
@@ -77,7 +77,9 @@ def test_legal_lengths_outside_a_row_count_as_its_ends() -> None:
         ({"out": torch.zeros(2, 5, dtype=torch.int32)}, ArrayError, r"out has shape \[2, 5\]; wanted \[2, 4\]"),
     ],
 )
-def test_what_cannot_be_selected_is_refused(change: dict[str, object], error: type[Exception], says: str) -> None:
+def test_invalid_arguments_of_top_k_are_refused_with_the_reason(
+    change: dict[str, object], error: type[Exception], says: str
+) -> None:
     arguments = {"scores": torch.zeros(2, 8), "k": 4} | change
     with pytest.raises(error, match=says):
         top_k(**arguments)  # type: ignore[arg-type]

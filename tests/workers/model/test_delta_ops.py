@@ -22,7 +22,7 @@ DELTAS = [
 @pytest.mark.parametrize("versions", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spec", DELTAS)
-def test_delta(spec: DeltaSpec, dtype: torch.dtype, versions: int) -> None:
+def test_triton_linear_attention_equals_torch(spec: DeltaSpec, dtype: torch.dtype, versions: int) -> None:
     """One request has several tokens in a step, beside others and idle rows. States of no active row stay untouched."""
     rows = make_rows([0, 0, 1, 0, -1, 1], [3, 0, 2, 3, 5, 2], [1, 0, 5, 2, 1, 6])
     inputs = randn(6, spec.in_width, dtype=dtype)

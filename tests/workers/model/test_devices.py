@@ -43,14 +43,14 @@ with ends_within(0.5, "another device has not reached"):
 
 
 @pytest.mark.parametrize("code", [ALONE, LOCKED])
-def test_a_process_ends_that_waits_for_others(tmp_path: Path, code: str) -> None:
+def test_a_process_that_waits_too_long_for_others_kills_itself_with_a_message(tmp_path: Path, code: str) -> None:
     command = [sys.executable, "-c", code.format(meeting=str(tmp_path / "meeting"))]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=100)
     assert done.returncode == -signal.SIGKILL
     assert "another device has not reached" in done.stderr and "ends: start it again" in done.stderr
 
 
-def test_tensors_that_share_memory_are_sent_once_and_share_it_there() -> None:
+def test_tensors_that_share_memory_are_sent_once_and_still_share_it_when_received() -> None:
     both = torch.arange(24, dtype=torch.bfloat16).view(2, 6, 2)
     sent = Linear(both[0], torch.ones(3)), *both.chunk(2, dim=1), both, torch.empty(0), None
     file = io.BytesIO()
@@ -68,9 +68,9 @@ def test_tensors_that_share_memory_are_sent_once_and_share_it_there() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe", "glm4_moe", "gpt_oss", "granite"])
 @pytest.mark.parametrize(("num_devices", "vocab_size"), [(2, 256), (4, 513)])
-def test_a_share_takes_no_more_memory_than_is_said(family: str, num_devices: int, vocab_size: int) -> None:
+def test_a_share_takes_no_more_memory_than_predicted(family: str, num_devices: int, vocab_size: int) -> None:
     sizes = {"vocab_size": vocab_size, "num_key_value_heads": 4}
-    require_as_said(wrap_model(make_model(family, **sizes), byte_tokenizer(), family), num_devices)
+    require_predicted_bytes(wrap_model(make_model(family, **sizes), byte_tokenizer(), family), num_devices)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,15 @@ def test_a_share_takes_no_more_memory_than_is_said(family: str, num_devices: int
         ("llama", "fp8", {"intermediate_size": 640}),
     ],
 )
-def test_nor_do_weights_of_few_bits(family: str, rounding: Rounding, sizes: dict[str, int]) -> None:
+def test_a_share_of_quantized_weights_takes_no_more_memory_than_predicted(
+    family: str, rounding: Rounding, sizes: dict[str, int]
+) -> None:
     whole = make_model(family, head_dim=64, initializer_range=0.1, dtype=torch.bfloat16, **sizes)
     round_weights(whole, rounding)
-    require_as_said(wrap_model(whole, byte_tokenizer(), family), 2)
+    require_predicted_bytes(wrap_model(whole, byte_tokenizer(), family), 2)
 
 
-def require_as_said(model: LoadedModel, num_devices: int) -> None:
+def require_predicted_bytes(model: LoadedModel, num_devices: int) -> None:
     """Check that a share takes at most the predicted bytes, and at most one float32 vocabulary matrix less."""
     said, config = handed_share(model, num_devices).num_bytes, model.model.config
     for rank in range(num_devices):
@@ -97,7 +99,7 @@ def require_as_said(model: LoadedModel, num_devices: int) -> None:
         assert held <= said <= held + 4 * config.vocab_size * config.hidden_size
 
 
-def test_devices_share_the_hosts_memory_also_before_they_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_divided_among_devices_before_and_after_they_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     have = AvailableMemory(device_bytes=70, host_bytes=90)
     monkeypatch.setattr(step_model, "available_memory", lambda device: have)
     share = handed_share(loaded("llama"), 3)
@@ -107,7 +109,7 @@ def test_devices_share_the_hosts_memory_also_before_they_have_met(monkeypatch: p
     assert met.available(torch.device("cpu")) == AvailableMemory(device_bytes=10, host_bytes=10)
 
 
-def test_what_ends_in_time_is_left_alone() -> None:
+def test_a_deadline_does_nothing_to_work_that_finishes_in_time() -> None:
     with ends_within(0.3, "too late"):
         pass
     with pytest.raises(ValueError, match="as it was"), ends_within(0.3, "too late"):
@@ -115,7 +117,7 @@ def test_what_ends_in_time_is_left_alone() -> None:
     time.sleep(0.5)
 
 
-def test_a_process_begins_with_several_gpus_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_with_several_gpus_in_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     require_devices(2)
     monkeypatch.setattr(Devices, "_have_met", True)
@@ -131,7 +133,7 @@ def test_a_process_begins_with_several_gpus_once(monkeypatch: pytest.MonkeyPatch
         ((12, 0), None),
     ],
 )
-def test_a_gpu_that_kernels_do_not_run_on_is_refused(
+def test_a_gpu_below_compute_capability_8_is_refused(
     capability: tuple[int, int], says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     major, minor = capability

@@ -77,7 +77,9 @@ def in_order(parts: list[tuple[Tensor, Linear | None, Tensor]]) -> Tensor:
 @pytest.mark.parametrize(("way", "is_normed"), [("rows", False), ("rows", True), ("tiles", False)])
 @pytest.mark.parametrize(("num_devices", "rank"), [(2, 0), (2, 1), (3, 1), (8, 7)])
 @pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 63), (3, 100)])
-def test_a_device_adds_in_the_order_of_ranks(batch_size, hidden_size, num_devices, rank, way, is_normed) -> None:
+def test_a_device_adds_partial_sums_in_the_order_of_ranks(
+    batch_size, hidden_size, num_devices, rank, way, is_normed
+) -> None:
     """Make two sums; the other devices' words are already in the inbox."""
     exchanges = make_exchanges(num_devices, batch_size, hidden_size, count=2**31 - 2)
     exchange = exchanges[rank]
@@ -108,7 +110,7 @@ def test_a_device_adds_in_the_order_of_ranks(batch_size, hidden_size, num_device
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("num_devices", "batch_size", "hidden_size"), [(2, 1, 4096), (4, 8, 100), (4, 33, 576)])
-def test_devices_wait_for_each_other(num_devices, batch_size, hidden_size, way) -> None:
+def test_devices_wait_for_each_others_partial_sums(num_devices, batch_size, hidden_size, way) -> None:
     """CUDA streams of one GPU stand for devices. Sums follow each other without a pause, with ranks in random order."""
     exchanges, num_sums = make_exchanges(num_devices, batch_size, hidden_size), 50
     parts = [make_parts(batch_size, hidden_size, num_devices, way) for _ in range(num_sums)]

@@ -34,7 +34,7 @@ from workers.model.torch_ops import TorchOps
 
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("batch_size", [1, 3, 17])
-def test_choose_experts(kind: str, batch_size: int) -> None:
+def test_triton_choose_experts_equals_torch(kind: str, batch_size: int) -> None:
     spec = EXPERTS[kind]
     logits = randn(batch_size, spec.num_experts, scale=2)
     logits[0] = float(logits[0, 0])  # equal logits: the first are chosen
@@ -46,7 +46,7 @@ def test_choose_experts(kind: str, batch_size: int) -> None:
     torch.testing.assert_close(got.shares, want.shares, **tolerance(torch.float32))
 
 
-def test_experts_of_what_is_no_number_are_some() -> None:
+def test_nan_logits_choose_valid_experts() -> None:
     spec = replace(EXPERTS["plain"], scores="sigmoid", normed=False)
     buffers = make_expert_buffers(spec, 2, 1, torch.float32, torch.full((2, 5), torch.nan, device=DEVICE))
     TritonOps(DEVICE).choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), buffers)
@@ -54,7 +54,7 @@ def test_experts_of_what_is_no_number_are_some() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # by Triton's interpreter
-def test_shares_of_nothing_are_none() -> None:
+def test_shares_are_zero_if_all_chosen_scores_are_zero() -> None:
     """Shares are 0, not NaN, where the sigmoid of all chosen experts is 0."""
     spec = replace(EXPERTS["groups"], has_choice_bias=False)
     logits = torch.full((2, spec.num_experts), -200.0, device=DEVICE)
@@ -85,7 +85,7 @@ def make_experts(spec: ExpertsSpec, hidden_size: int, dtype: torch.dtype) -> Exp
     ("batch_size", "hidden_size", "kind", "dtype"),
     crossed([(*sizes, kind) for kind in EXPERTS for sizes in ((1, 64), (3, 100), (17, 130))], DTYPES),
 )
-def test_experts(batch_size: int, hidden_size: int, kind: str, dtype: torch.dtype) -> None:
+def test_triton_experts_equal_torch(batch_size: int, hidden_size: int, kind: str, dtype: torch.dtype) -> None:
     """Some rows share experts, more than fill a tile, and some experts are chosen by no row."""
     spec, stream = EXPERTS[kind], prepared(batch_size, hidden_size, dtype)
     weights = make_experts(spec, hidden_size, dtype)

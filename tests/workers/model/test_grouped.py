@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what these ma
 @pytest.mark.parametrize(
     ("num_rows", "num_groups", "num_out", "num_in"), [(1, 1, 1, 128), (3, 2, 24, 256), (7, 3, 37, 260)]
 )
-def test_groups_in_few_bits_are_those_of_decoded_weights(
+def test_grouped_products_of_quantized_weights_equal_those_of_decoded_ones(
     kind: tuple[WeightFormat, int, bool], num_rows: int, num_groups: int, num_out: int, num_in: int
 ) -> None:
     quantized = make_quantized(num_groups * num_out, num_in, *kind)

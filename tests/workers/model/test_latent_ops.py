@@ -27,7 +27,7 @@ LATENTS = [  # the last has DeepSeek-V3.2's widths of a head
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("spec", LATENTS)
-def test_latents(spec: LatentSpec, interleaved: bool, dtype: torch.dtype) -> None:
+def test_triton_latent_ops_equal_torch(spec: LatentSpec, interleaved: bool, dtype: torch.dtype) -> None:
     """Rows of several requests, beside an idle one. Tail rows that no row writes stay as they were."""
     rows = make_rows([0, 1, -1, -1], [2, 0, 0, 1], [5, 0, 1, 2])
     weights, rotation = latent_weights(spec, dtype), make_rotation(4, spec.rope_dim // 2, interleaved)

@@ -103,7 +103,7 @@ def block_step(block: Any, spec: ExpertsSpec, width: int, x: Tensor, token_ids: 
 @KINDS
 @pytest.mark.parametrize("layer_idx", [BY_TOKEN, BY_SCORE])
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
-def test_a_block_is_that_of_transformers(num_rows: int, layer_idx: int, run: Run) -> None:
+def test_a_moe_block_equals_that_of_transformers(num_rows: int, layer_idx: int, run: Run) -> None:
     block, spec, width = make_block(layer_idx)
     assert spec.by_token == block.is_hash == (layer_idx == BY_TOKEN)
     x, token_ids = randn(num_rows, HIDDEN_SIZE), torch.randint(VOCAB_SIZE, (num_rows,)).tolist()
@@ -117,7 +117,7 @@ def test_a_block_is_that_of_transformers(num_rows: int, layer_idx: int, run: Run
 
 
 @KINDS
-def test_scores_of_logits_near_and_far(run: Run) -> None:
+def test_expert_shares_keep_their_ratios_for_extreme_logits(run: Run) -> None:
     """Shares have the ratios of the scores, however small these are."""
     logits = torch.tensor([-60.0, -40.0, -30.0, -17.0, -8.0, -1.0, 0.0, 0.5, 19.9, 20.1, 21.0, 1e4, -1.5, -16.0])
     logits = torch.stack([logits.roll(i) for i in range(14)]).to(DEVICE)
@@ -134,7 +134,7 @@ def test_scores_of_logits_near_and_far(run: Run) -> None:
 
 
 @KINDS
-def test_of_equal_scores_the_first_are_chosen(run: Run) -> None:
+def test_of_experts_with_equal_scores_the_first_are_chosen(run: Run) -> None:
     """This holds if all scores are 0, too: then all shares are 0."""
     spec = EXPERTS["limited"]
     logits = torch.tensor([[-300.0] * 9, [3.0] * 9, [1.0, 25.0, 2.0, 25.0, 30.0, 25.0, 0.0, 30.0, 25.0]], device=DEVICE)
@@ -150,8 +150,8 @@ def test_of_equal_scores_the_first_are_chosen(run: Run) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by Triton's interpreter
 @KINDS
-def test_rows_read_their_tokens_experts_alone(run: Run) -> None:
-    """The table lies between ids of no expert. An idle row gets the experts of token 0, whatever its logits are."""
+def test_rows_choose_only_the_experts_of_their_token_in_the_table(run: Run) -> None:
+    """Memory around the table holds invalid expert ids. An idle row gets the experts of token 0, for any logits."""
     spec = EXPERTS["by_token"]
     weights, buffer = make_choice(spec, 7), torch.full((9, spec.num_chosen), 10**6, dtype=torch.int32, device=DEVICE)
     assert weights.by_token is not None
@@ -169,7 +169,7 @@ def test_rows_read_their_tokens_experts_alone(run: Run) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by Triton's interpreter
 @KINDS
-def test_what_is_no_number_stays_none(run: Run) -> None:
+def test_nan_passes_through_limited_activations(run: Run) -> None:
     """Limits pass NaN on."""
     spec = replace(EXPERTS["limited"], num_experts=1, num_chosen=1, has_choice_bias=False)
     width, x = spec.intermediate_size, torch.tensor([[1.0, 0.0], [0.0, 1.0], [20.0, 0.0]], device=DEVICE)
@@ -199,7 +199,7 @@ def test_what_is_no_number_stays_none(run: Run) -> None:
 @pytest.mark.usefixtures("two_multiprocessors")
 @pytest.mark.parametrize("activation", ["limited", "clamped", "relu2"])
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 18])
-def test_an_mlp_in_few_bits_has_limits(batch_size: int, activation: Activation) -> None:
+def test_a_quantized_mlp_limits_activations_and_passes_nan_on(batch_size: int, activation: Activation) -> None:
     """In CUDA C, and for more than eight rows in Triton. NaN stays NaN."""
     pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
     from workers.model.gpu.triton_ops import TritonOps
@@ -220,7 +220,7 @@ def test_an_mlp_in_few_bits_has_limits(batch_size: int, activation: Activation) 
 @pytest.mark.parametrize("rounding", ["int4", "fp8"])
 @pytest.mark.parametrize("layer_idx", [BY_TOKEN, BY_SCORE])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tapes read what is in host memory")
-def test_experts_in_few_bits_give_what_decoded_ones_give(layer_idx: int, rounding: Rounding) -> None:
+def test_quantized_limited_experts_give_the_bits_of_decoded_ones(layer_idx: int, rounding: Rounding) -> None:
     model = make_model("deepseek_v4").bfloat16()
     layer, block = describe(model.config).layers[layer_idx], model.model.layers[layer_idx].mlp
     with torch.no_grad():
@@ -258,7 +258,7 @@ def _experts_step(
 
 
 @pytest.mark.parametrize("fault", ["an expert that there is none of", "fewer tokens"])
-def test_a_table_of_other_experts_or_tokens_is_refused(fault: str) -> None:
+def test_a_token_table_of_wrong_experts_or_size_is_refused(fault: str) -> None:
     block, spec, _ = make_block(BY_TOKEN)
     if fault == "fewer tokens":
         block.gate.tid2eid = block.gate.tid2eid[:-1]

@@ -95,7 +95,7 @@ SIZES = [(1, 1, 1), (1, 48, 32), (2, 17, 15), (3, 16, 33), (5, 31, 64), (33, 5, 
 
 @pytest.mark.parametrize("multiplier", [None, 1.0, 0.22])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_agrees_with_its_definition(dtype: str, multiplier: float | None) -> None:
+def test_linear_stage_equals_its_definition(dtype: str, multiplier: float | None) -> None:
     for num_rows, num_out, num_in in SIZES:
         weight = poisoned(num_out, num_in, dtype=getattr(torch, dtype)) * num_in**-0.5
         bias = poisoned(num_out, dtype=weight.dtype) if num_rows > 2 else None
@@ -104,7 +104,7 @@ def test_it_agrees_with_its_definition(dtype: str, multiplier: float | None) -> 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 @pytest.mark.parametrize("gated", [False, True])
-def test_activations_agree_with_their_definitions(activation: str, gated: bool) -> None:
+def test_activations_of_the_linear_stage_equal_their_definitions(activation: str, gated: bool) -> None:
     for num_rows, num_out, num_in in SIZES:
         weight, up_weight = (poisoned(num_out, num_in) * 3 * num_in**-0.5 for _ in range(2))
         bias, up_bias = (poisoned(num_out) if num_rows > 2 else None for _ in range(2))
@@ -113,7 +113,7 @@ def test_activations_agree_with_their_definitions(activation: str, gated: bool) 
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-def test_activations_far_from_zero_and_of_no_number(activation: str) -> None:
+def test_activations_of_extreme_inputs_and_nan_equal_their_definitions(activation: str) -> None:
     x = torch.tensor([-1e4, -200.0, -90.0, -1.0, 0.0, 90.0, 200.0, NAN])[:, None]
     weight, out = torch.ones(17, 1), torch.full((8, 17), NAN)
     want = definition(x, weight, out, activation=activation)
@@ -122,7 +122,7 @@ def test_activations_far_from_zero_and_of_no_number(activation: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, ("fp4", 32, False)], ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
-def test_weights_in_few_bits_are_decoded_in_products(kind: tuple[WeightFormat, int, bool]) -> None:
+def test_products_with_quantized_weights_equal_those_with_decoded_ones(kind: tuple[WeightFormat, int, bool]) -> None:
     for num_rows, num_out, num_in in [
         (1, 1, 1),
         (1, 48, 300),
@@ -148,7 +148,7 @@ def test_weights_in_few_bits_are_decoded_in_products(kind: tuple[WeightFormat, i
         check(weight.outputs(some), poisoned(num_rows, num_in))
 
 
-def test_few_bits_that_products_cannot_have_are_read_decoded() -> None:
+def test_quantized_weights_that_products_do_not_support_are_read_decoded() -> None:
     """These are inputs in another order than their groups', and gates and ups in different formats."""
     plain, other = make_quantized(40, 256, "int4", 64, True), make_quantized(40, 256, "int4", 128, True)
     reordered = replace(plain, order=torch.randperm(256))
@@ -173,7 +173,7 @@ def check(weight: Weight, x: torch.Tensor, **options: object) -> None:
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "int4", "fp8"])
 @pytest.mark.parametrize(("num_out", "num_in"), [(7, 5), (33, 100), (64, 640)])
-def test_a_rows_bits_do_not_depend_on_what_is_beside_it(format: str, num_out: int, num_in: int) -> None:
+def test_a_rows_product_has_the_same_bits_in_any_batch(format: str, num_out: int, num_in: int) -> None:
     weight: Weight = torch.randn(num_out, num_in)
     weight = QuantizedWeight.rounded(weight, format) if format in ROUNDINGS else weight.to(getattr(torch, format))
     x = torch.randn(33, num_in)

@@ -35,7 +35,7 @@ SHAPE = describe(
 )
 
 
-class AskedOnTheHost(FullAttention):
+class CalledBetweenGraphs(FullAttention):
     """Full attention that is called between graphs and counts its calls."""
 
     in_graph = False
@@ -88,26 +88,26 @@ def decoded(kind: type[FullAttention] = FullAttention, num_steps: int = 12, **op
     return tokens, runner.step(4).logits[:3].clone()
 
 
-def test_graphs_replay_what_the_calls_compute() -> None:
+def test_graph_replay_gives_the_bits_of_uncaptured_calls() -> None:
     tokens, logits = decoded()
     want_tokens, want_logits = decoded(use_graphs=False)
     assert torch.equal(tokens, want_tokens)
     assert torch.equal(logits, want_logits)
 
 
-def test_an_attention_on_the_host_is_called_between_graphs() -> None:
-    tokens, logits = decoded(AskedOnTheHost)
+def test_an_attention_outside_graphs_is_called_between_them_once_per_layer() -> None:
+    tokens, logits = decoded(CalledBetweenGraphs)
     want_tokens, want_logits = decoded()
     assert torch.equal(tokens, want_tokens)
     assert torch.equal(logits, want_logits)
-    runner = ModelRunner(random_weights(SHAPE, "cuda"), random_context(AskedOnTheHost), (1,))
+    runner = ModelRunner(random_weights(SHAPE, "cuda"), random_context(CalledBetweenGraphs), (1,))
     fill(runner, 1, 1)
     runner.attention.num_calls = 0
     decode(runner, 1, 3)
     assert runner.attention.num_calls == 3 * SHAPE.num_layers
 
 
-def test_predictions_are_in_the_graph() -> None:
+def test_query_predictions_are_captured_in_the_graph() -> None:
     maps = torch.randn(2, SHAPE.num_layers, SHAPE.num_q_heads, SHAPE.head_dim + 1, SHAPE.head_dim) * 0.1
     tokens, logits = decoded(LooksAhead, next_query=maps)
     want_tokens, want_logits = decoded(LooksAhead, next_query=maps, use_graphs=False)
@@ -117,7 +117,7 @@ def test_predictions_are_in_the_graph() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["fp8", "int4"])
-def test_a_step_with_weights_in_few_bits_is_one_with_decoded_weights(rounding) -> None:
+def test_a_step_with_quantized_weights_is_close_to_one_with_decoded_weights(rounding) -> None:
     weights = random_weights(SHAPE, "cuda", few=rounding)
 
     def decoded_of(linear: Linear) -> Linear:
@@ -148,7 +148,7 @@ def test_a_step_with_weights_in_few_bits_is_one_with_decoded_weights(rounding) -
 
 
 @pytest.mark.parametrize("few", ["fp8", "int4", "mxfp4"])
-def test_a_step_with_experts_in_few_bits_is_one_with_decoded_ones(few) -> None:
+def test_a_step_with_quantized_experts_is_close_to_one_with_decoded_ones(few) -> None:
     experts = ExpertsSpec(num_experts=8, num_chosen=3, intermediate_size=320, scores="softmax", normed=True)
     layers = tuple(replace(layer, mlp=None, experts=(experts,)) for layer in SHAPE.layers)
     weights = random_weights(replace(SHAPE, layers=layers), "cuda", few=few)
@@ -166,7 +166,7 @@ def test_a_step_with_experts_in_few_bits_is_one_with_decoded_ones(few) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [2, 3, 16])
-def test_a_request_does_not_see_the_size_of_its_batch(batch_size) -> None:
+def test_a_requests_logits_have_the_same_bits_in_any_batch_size(batch_size) -> None:
     """Bit for bit. Attention is excluded: here it computes only the first row."""
     weights = random_weights(SHAPE, "cuda")
     runner = ModelRunner(weights, RowByRow(random_context()), (1, batch_size))
@@ -187,7 +187,7 @@ class RowByRow(FullAttention):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32_says_the_tokens_of_transformers(family) -> None:
+def test_float32_generates_the_tokens_of_transformers(family) -> None:
     model = make_model(family).cuda()
     runner = make_runner(model, (1, 3))
     first = int(prefill(runner, QUESTION, 1, CONTEXT_LENS[1], tail_id=0).next_ids)
@@ -197,7 +197,7 @@ def test_float32_says_the_tokens_of_transformers(family) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
-def test_bfloat16_is_as_near_to_float32_as_transformers_is(family, batch_size) -> None:
+def test_bfloat16_logits_are_as_close_to_float32_as_those_of_transformers(family, batch_size) -> None:
     """At the last token of each chunk of a long question, in chunks of the batch size."""
     exact, model = make_model(family).cuda(), make_model(family).cuda().bfloat16()
     with torch.no_grad():

@@ -47,7 +47,7 @@ def ask(runner: ModelRunner, context_id: int, tail_id: int, question: list[int],
     return [first, *decode(runner, 1, num_tokens - 1)[:, 0].tolist()]
 
 
-def test_greedy_tokens_are_those_of_transformers() -> None:
+def test_greedy_tokens_equal_those_of_transformers() -> None:
     model = loaded("qwen2").model
     runner = make_runner(model)
     for tail_id, question in enumerate(QUESTIONS):
@@ -56,25 +56,25 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("rope_type", ROPES)
-def test_every_kind_of_rope(rope_type) -> None:
+def test_greedy_tokens_equal_those_of_transformers_for_every_rope_type(rope_type) -> None:
     model = make_model(rope_parameters=ROPES[rope_type])
     assert ask(make_runner(model), 0, 0, QUESTIONS[1], 32) == greedy(model, 0, QUESTIONS[1], 32)
 
 
 @pytest.mark.parametrize("use_qk_norm", [True, False])
-def test_norms_behind_rope_take_its_factor_off(use_qk_norm) -> None:
+def test_logits_equal_transformers_if_norms_after_rope_undo_its_scaling(use_qk_norm) -> None:
     model = make_model("llama4_text", rope_parameters=ROPES["yarn"], use_qk_norm=use_qk_norm)
     logits = prefill(make_runner(model), QUESTIONS[2], 0, CONTEXT_LENS[0], tail_id=0).logits
     torch.testing.assert_close(logits, logits_after(model, 0, QUESTIONS[2])[-1:], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"num_key_value_heads": 4}, {"hidden_size": 72}])
-def test_other_shapes(changes) -> None:
+def test_greedy_tokens_equal_those_of_transformers_for_other_model_shapes(changes) -> None:
     model = make_model("llama", **changes)
     assert ask(make_runner(model), 1, 0, QUESTIONS[2], 32) == greedy(model, 1, QUESTIONS[2], 32)
 
 
-def test_requests_in_one_batch_say_what_they_say_alone() -> None:
+def test_requests_in_one_batch_generate_the_tokens_they_generate_alone() -> None:
     """The rows have different contexts, positions and tails; one more row is idle."""
     model = loaded("qwen3").model
     runner = make_runner(model, batch_sizes=(2, 4))
@@ -89,7 +89,7 @@ def test_requests_in_one_batch_say_what_they_say_alone() -> None:
         assert [rows[row][0], *tokens] == greedy(model, row % 2, question, 21)
 
 
-def test_idle_rows_stay_as_they_are() -> None:
+def test_idle_rows_and_their_tails_do_not_change() -> None:
     runner = make_runner(loaded().model)
     runner.fill(3, [5], [40], [0], [1], [1])
     before = torch.stack(list(runner.attention.tails))
@@ -103,7 +103,7 @@ def test_idle_rows_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("batch_sizes", [(1,), (2, 5), (16,)])
-def test_a_question_may_come_in_chunks_of_any_size(batch_sizes) -> None:
+def test_a_question_prefilled_in_chunks_of_any_size_gives_the_same_logits(batch_sizes) -> None:
     model = loaded("qwen2").model
     question = token_ids(11, seed=3).tolist()
     logits = prefill(make_runner(model, batch_sizes), question, 1, CONTEXT_LENS[1], tail_id=2).logits
@@ -111,7 +111,7 @@ def test_a_question_may_come_in_chunks_of_any_size(batch_sizes) -> None:
     torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
 
 
-def test_a_question_may_follow_an_answer() -> None:
+def test_logits_of_a_follow_up_question_equal_those_of_transformers() -> None:
     model = loaded().model
     runner = make_runner(model)
     answer = ask(runner, 0, 0, QUESTIONS[1], 6)
@@ -148,7 +148,7 @@ class PredictionsRecorded(FullAttention):
 
 
 @pytest.mark.parametrize("family", [name for name in ALL_FAMILIES if name != "deepseek_v4"])  # its rows are compressed
-def test_predicted_queries_are_those_of_the_layers_own_modules(family) -> None:
+def test_predicted_queries_equal_those_from_the_layers_own_modules(family) -> None:
     """As in a session: this layer's input goes through the next layer's norm and projection, the map, and RoPE."""
     from bench.accuracy.attending.rotation import rotate_for
     from csattn.models.query import queries_before_rope
@@ -174,7 +174,7 @@ def test_predicted_queries_are_those_of_the_layers_own_modules(family) -> None:
         assert attention.predicted.keys() == set(shape.indexed_layers[1:])
 
 
-def test_the_attention_is_called_in_the_promised_order() -> None:
+def test_a_step_calls_its_attention_in_the_documented_order() -> None:
     model = loaded().model
     attention = PredictionsRecorded(full_attention(model))
     maps = torch.zeros(2, 3, 4, 17, 16)
@@ -192,7 +192,7 @@ def test_the_attention_is_called_in_the_promised_order() -> None:
     ]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_batches_tokens_and_tails_out_of_range_are_refused_with_the_reason() -> None:
     model = loaded().model
     runner = make_runner(model)
     with pytest.raises(ConfigError, match="4 rows do not fit a step of 3"):
@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ModelRunner(take_weights(model, "cpu"), PredictionsRecorded(full_attention(model)), (1,))
 
 
-def test_full_attention_is_what_transformers_computes_in_one_go() -> None:
+def test_context_kv_does_not_depend_on_how_much_is_prefilled_at_once() -> None:
     """A context's KV, which tests insert, does not depend on how much of it is prefilled at once."""
     model = loaded("mistral").model
     ids = contexts_of(model)[0]

@@ -32,7 +32,7 @@ TINY = describe(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_taken_weights_have_the_models_shape_and_number(family) -> None:
+def test_taken_weights_have_the_models_shapes_and_parameter_count(family) -> None:
     model = loaded(family).model
     weights = take_weights(model, "cpu")
     shape = weights.spec
@@ -54,7 +54,7 @@ def test_taken_weights_are_copies() -> None:
     assert weights.final_norm.isfinite().all() and weights.layers[1].down.weight.isfinite().all()
 
 
-def test_weights_of_a_directory_in_another_dtype(tmp_path) -> None:
+def test_weights_loaded_in_another_dtype_are_taken_in_it(tmp_path) -> None:
     model = load_model(str(save(tmp_path, "qwen3")), "bfloat16").model
     weights = take_weights(model, "cpu")
     assert weights.dtype == torch.bfloat16 and weights.ropes[0].angles.dtype == torch.float32
@@ -62,7 +62,7 @@ def test_weights_of_a_directory_in_another_dtype(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("rounding", ["fp8", "int4"])
-def test_weights_in_few_bits_are_taken_as_they_are(rounding, tmp_path) -> None:
+def test_quantized_weights_are_taken_without_decoding(rounding, tmp_path) -> None:
     model = load_model(str(save(tmp_path, "qwen2")), "bfloat16", weights=rounding).model
     weights = take_weights(model, "cpu")
     for layer, there in zip(weights.layers, model.model.layers, strict=True):
@@ -87,7 +87,7 @@ def test_weights_in_few_bits_are_taken_as_they_are(rounding, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("family", "shared"), [("gpt_oss", False), ("gemma4_text, experts", False), ("qwen3_next", True)]
 )
-def test_experts_in_few_bits_are_taken_as_they_are(family, shared, tmp_path) -> None:
+def test_quantized_experts_are_taken_without_decoding(family, shared, tmp_path) -> None:
     model = load_model(str(save(tmp_path, family)), "bfloat16", weights="int4").model
     want = [layer.experts for layer in weights_of(model).layers]
     weights = take_weights(model, "cpu")
@@ -102,7 +102,7 @@ def test_experts_in_few_bits_are_taken_as_they_are(family, shared, tmp_path) -> 
                 assert torch.equal(getattr(got, name), getattr(plain, name))
 
 
-def test_matrices_of_several_kinds_are_joined_decoded(tmp_path) -> None:
+def test_matrices_of_different_formats_are_decoded_before_they_are_joined(tmp_path) -> None:
     model = load_model(str(save(tmp_path)), "bfloat16", weights="int4").model
     attention = model.model.layers[0].self_attn
     attention.k_proj.quantized = QuantizedWeight.rounded(attention.k_proj.weight.data, "fp8")
@@ -114,7 +114,7 @@ def test_matrices_of_several_kinds_are_joined_decoded(tmp_path) -> None:
     )
 
 
-def test_half_precision_that_overflows_is_refused() -> None:
+def test_float16_weights_are_refused() -> None:
     with pytest.raises(ModelError, match="float32 or bfloat16, not float16"):
         take_weights(make_model().half(), "cpu")
     with pytest.raises(ModelError, match="float32 or bfloat16, not float16"):
@@ -122,7 +122,7 @@ def test_half_precision_that_overflows_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_random_weights_are_of_the_sizes_of_a_models(family: str) -> None:
+def test_random_weights_have_the_shapes_and_dtypes_of_the_models(family: str) -> None:
     model = loaded(family).model
     taken, drawn = take_weights(model, "cpu"), random_weights(describe(model.config), "cpu", model.dtype)
     assert sizes_of(drawn) == sizes_of(taken)
@@ -139,7 +139,7 @@ def sizes_of(part: Any) -> Any:
     return part is None
 
 
-def test_random_weights_repeat() -> None:
+def test_random_weights_of_one_seed_are_equal() -> None:
     first, second = random_weights(TINY, "cpu", seed=3), random_weights(TINY, "cpu", seed=3)
     other = random_weights(TINY, "cpu", seed=4)
     assert torch.equal(first.layers[1].down.weight, second.layers[1].down.weight)
@@ -147,7 +147,7 @@ def test_random_weights_repeat() -> None:
     assert first.dtype == torch.bfloat16
 
 
-def test_frequencies_of_a_shape_are_those_of_a_model_of_it() -> None:
+def test_rotary_frequencies_of_a_shape_equal_those_of_its_model() -> None:
     rope = shape_named("llama-3.1-8b").ropes[0].parameters | {"original_max_position_embeddings": 64}
     model = make_model(rope_parameters=rope)
     shape = describe(model.config)

@@ -34,7 +34,9 @@ pytestmark = pytest.mark.usefixtures("two_multiprocessors")
     ("kind", "sizes"),
     [*crossed([(kind,) for kind in KINDS_OF_EXPERTS], [(1, 128), (3, 260), (17, 70)]), (KINDS_OF_EXPERTS[0], (64, 33))],
 )
-def test_experts(kind: tuple[str, WeightFormat, int, bool], sizes: tuple[int, int]) -> None:
+def test_quantized_experts_equal_decoded_ones(
+    kind: tuple[str, WeightFormat, int, bool], sizes: tuple[int, int]
+) -> None:
     """Some rows share experts, more than one tile takes, and some experts are chosen by no row.
 
     The next test checks, for every kind, that a row's results do not depend on the others.
@@ -64,7 +66,7 @@ def test_experts(kind: tuple[str, WeightFormat, int, bool], sizes: tuple[int, in
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_EXPERTS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
-def test_a_row_does_not_depend_on_the_rows_beside_it(kind: tuple[str, WeightFormat, int, bool]) -> None:
+def test_a_rows_quantized_experts_have_the_same_bits_in_any_batch(kind: tuple[str, WeightFormat, int, bool]) -> None:
     """This includes which tiles a thread block computes before the row's own."""
     spec, hidden_size, batch_size = EXPERTS[kind[0]], 700, 12
     weights, x = (
@@ -93,9 +95,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: tuple[str, WeightForm
 
 @pytest.mark.parametrize("kind", [("fp4", 32, False), ("fp8", 0, False), ("int4", 32, True)], ids=str)
 @pytest.mark.parametrize("batch_size", [2, 17])
-def test_codes_of_other_inputs_in_the_last_run_count_nothing(
-    kind: tuple[WeightFormat, int, bool], batch_size: int
-) -> None:
+def test_codes_beyond_a_shares_last_input_are_ignored(kind: tuple[WeightFormat, int, bool], batch_size: int) -> None:
     """A device's share of the inputs may end within a run."""
     spec = replace(EXPERTS["clamped"], intermediate_size=192)
     weights = make_quantized_experts(spec, 70, kind)
@@ -115,7 +115,7 @@ def test_codes_of_other_inputs_in_the_last_run_count_nothing(
     torch.testing.assert_close(buffers.parts.float(), want.parts, rtol=8e-3, atol=1e-3)
 
 
-def test_what_lies_beside_an_expert_is_not_read() -> None:
+def test_scales_of_experts_that_are_not_chosen_are_not_read() -> None:
     """The scales of all experts that are not chosen are NaN, and so is what lies before and after x in memory."""
     spec = EXPERTS["plain"]
     weights = make_quantized_experts(spec, 200, ("fp8", 64, False))

@@ -46,7 +46,7 @@ def make_linear(num_out: int, num_in: int, kind: tuple[WeightFormat, int, bool],
 
 
 @pytest.mark.parametrize("kind", PACKED)
-def test_a_packed_weight_is_what_its_codes_say(kind) -> None:
+def test_a_packed_weight_decodes_to_codes_times_scales(kind) -> None:
     format, group_size, zeros = kind
     codes = torch.randint(0, 256 if format == "fp8" else 16, (3, 300), dtype=torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0
@@ -74,7 +74,7 @@ def test_a_packed_weight_is_what_its_codes_say(kind) -> None:
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
 @pytest.mark.parametrize("num_rows", [1, MAX_ROWS + 1])
-def test_groups_have_their_parts_of_a_matrix(kind, num_rows: int) -> None:
+def test_grouped_products_equal_those_of_decoded_weights(kind, num_rows: int) -> None:
     dtype = torch.bfloat16 if kind is not None and num_rows <= MAX_ROWS else torch.float32
     linear = make_linear(64, 128, kind) if kind is not None else Linear(randn(64, 128))
     x = randn(2, num_rows, 128, dtype=dtype)
@@ -87,7 +87,7 @@ def test_groups_have_their_parts_of_a_matrix(kind, num_rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_in", [127, 128, 129, 192, 300])
 @pytest.mark.parametrize("kind", PACKED)
-def test_a_decoded_weight_lies_without_gaps(kind, num_in: int, dtype: torch.dtype) -> None:
+def test_a_decoded_weight_is_contiguous(kind, num_in: int, dtype: torch.dtype) -> None:
     weight = make_quantized(3, num_in, *kind)
     for of in weight, replace(weight, order=torch.randperm(num_in, device=DEVICE)):
         decoded = of.decoded(dtype)
@@ -113,12 +113,12 @@ SIZES = [
 ]
 
 
-def test_a_small_gpu_has_fewer_warps(as_ampere: None) -> None:
+def test_quantized_products_are_right_on_a_small_gpu(as_ampere: None) -> None:
     compare_with_decoding_first(("int4", 32, True), [(8, 1024, 31)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_linear(kind) -> None:
+def test_quantized_linear_equals_linear_with_decoded_weights(kind) -> None:
     """On the CPU, where compiling takes longest, each size is tested with one fp8 and two int4 kinds only."""
     compare_with_decoding_first(kind, SIZES if DEVICE.type == "cuda" else SIZES[KINDS.index(kind) % 3 :: 3])
 
@@ -136,7 +136,7 @@ def compare_with_decoding_first(kind, sizes: list[tuple[int, int, int]]) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_depend_on_the_rows_beside_it(kind) -> None:
+def test_a_rows_quantized_product_has_the_same_bits_in_any_batch(kind) -> None:
     linear, x = make_linear(70, 700, kind), randn(8, 700, dtype=torch.bfloat16)
     alone, together = torch.full((2, 8, 70), NAN, dtype=torch.bfloat16, device=DEVICE)
     for rows in ([0], [1, 2], [3, 4, 5, 6, 7]):
@@ -149,7 +149,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[1] < RUN])
 @pytest.mark.parametrize("batch_size", [2, 17])
-def test_codes_of_other_inputs_in_the_last_run_count_nothing(kind, batch_size: int) -> None:
+def test_codes_beyond_a_shares_last_input_are_ignored(kind, batch_size: int) -> None:
     """A device's share of the inputs may end within a run."""
     share = make_quantized(40, 320, *kind).inputs(slice(0, 192))
     x, of = randn(batch_size, 192, dtype=dtype_of(batch_size)), Linear(share.words, None, share)
@@ -160,7 +160,7 @@ def test_codes_of_other_inputs_in_the_last_run_count_nothing(kind, batch_size: i
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_lies_behind_a_row_is_not_read(kind) -> None:
+def test_memory_around_x_and_scales_of_other_outputs_is_not_read(kind) -> None:
     """NaNs surround x in memory, and the scales of other outputs are NaN."""
     whole = make_quantized(70, 200, *kind)
     poison = torch.full_like(whole.scales, NAN)
@@ -182,7 +182,7 @@ def test_what_lies_behind_a_row_is_not_read(kind) -> None:
     ("batch_size", "num_in", "hidden_size", "kind"),
     crossed([(1, 512, 64), (3, 1500, 100), (8, 300, 576), (18, 300, 100)], [KINDS[1], KINDS[4], KINDS[5]]),
 )
-def test_gates_and_what_is_added_to_the_stream(batch_size, num_in, hidden_size, kind) -> None:
+def test_quantized_mlp_and_linear_add_equal_those_with_decoded_weights(batch_size, num_in, hidden_size, kind) -> None:
     dtype = dtype_of(batch_size)
     stream = prepared(batch_size, hidden_size, dtype)
     gate_up, down = make_linear(2 * num_in, hidden_size, kind), make_linear(hidden_size, num_in, kind, bias=True)
@@ -201,7 +201,7 @@ def test_gates_and_what_is_added_to_the_stream(batch_size, num_in, hidden_size, 
         assert_same_stream(got, want, kind_of_readers == "both")
 
 
-def test_inputs_in_the_order_of_their_groups() -> None:
+def test_inputs_reordered_by_group_are_multiplied_in_their_order() -> None:
     """Checkpoints with `desc_act` order inputs by group."""
     plain, order = make_quantized(40, 256, "int4", 64, True), torch.randperm(256, device=DEVICE)
     mixed = replace(plain, order=order)

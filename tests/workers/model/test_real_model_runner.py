@@ -35,7 +35,7 @@ def make_runner(model, ids, batch_sizes) -> ModelRunner:
 
 
 @needs_demo_model
-def test_the_demo_model_says_the_tokens_of_transformers() -> None:
+def test_the_demo_model_generates_the_tokens_of_transformers() -> None:
     model, ids = demo_model("float32")
     runner = make_runner(model, ids, (1, 8))
     first = int(prefill(runner, ids[CONTEXT_LEN:].tolist(), 0, CONTEXT_LEN, 0).next_ids)
@@ -54,7 +54,7 @@ def test_the_demo_model_says_the_tokens_of_transformers() -> None:
 
 @needs_demo_model
 @pytest.mark.gpu
-def test_the_demo_model_in_bfloat16_is_as_near_to_float32_as_transformers_is() -> None:
+def test_the_demo_model_in_bfloat16_is_as_close_to_float32_as_transformers() -> None:
     exact, ids = demo_model("float32")
     model, _ = demo_model("bfloat16")
     with torch.no_grad():

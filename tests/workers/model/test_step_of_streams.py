@@ -1,4 +1,4 @@
-"""Steps of models with several residual streams, with a stand-in for attention."""
+"""Steps of models with several residual streams give transformers' logits. A stand-in replaces attention."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,7 +83,7 @@ def logits_in_transformers(model: Any, modules: list[Any]) -> Tensor:
     ("kind", "is_shared"), [("torch", False), ("torch", True), ("triton", False), ("triton", True), ("tapes", False)]
 )
 @torch.no_grad()
-def test_a_step(kind: str, is_shared: bool, family: str) -> None:
+def test_a_step_with_several_streams_gives_the_logits_of_transformers(kind: str, is_shared: bool, family: str) -> None:
     """llama has MLPs, glm4_moe experts beside one. is_shared: as on several devices, where the others add nothing."""
     if kind == "tapes" and DEVICE.type == "cuda":
         pytest.skip("tapes are of CPUs")
@@ -104,7 +104,7 @@ def logits_of_step(weights: ModelWeights, kind: str, devices: Devices | None) ->
     if kind == "tapes":
         ops: Any = TapeOps("float32", np.array([len(TOKENS)]))
         rows = replace(rows, tail_ids=rows.tail_ids.long(), tail_lens=torch.ones(len(TOKENS), dtype=torch.int64))
-        attention, finish = AtOnce(tails, ops), lambda: run_noted(ops)
+        attention, finish = AtOnce(tails, ops), lambda: run_recorded(ops)
     elif kind == "triton":
         ops = pytest.importorskip("workers.model.gpu.triton_ops", reason="Triton is not installed").TritonOps(DEVICE)
     else:
@@ -126,11 +126,11 @@ class AtOnce(Recorded):
         self._ops = ops
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
-        run_noted(self._ops)
+        run_recorded(self._ops)
         super().attend(layer_idx, q, rows, out)
 
 
-def run_noted(ops: TapeOps) -> None:
+def run_recorded(ops: TapeOps) -> None:
     tape = ops.cut()
     tape.set_rows(len(TOKENS))
     with Team(2) as team:
@@ -139,7 +139,7 @@ def run_noted(ops: TapeOps) -> None:
 
 @ON_CPU
 @torch.no_grad()
-def test_rows_of_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_streams_have_the_same_bits_in_any_batch_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row has the bits that it has alone, and logits are those of the requested rows."""
     whole = make_model("gpt_oss")
     weights, _ = with_streams(weights_of(whole), 4)
@@ -154,12 +154,12 @@ def test_rows_of_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(run_tapes(model, [row], True)[2][0], together[row])
 
 
-def test_random_weights_are_of_the_sizes_of_others() -> None:
+def test_random_weights_with_streams_have_the_shapes_of_taken_ones() -> None:
     weights, _ = with_streams(take_weights(make_model("llama"), "cpu"), 3)
     assert sizes_of(random_weights(weights.spec, "cpu", torch.float32)) == sizes_of(weights)
 
 
-def test_weights_are_counted() -> None:
+def test_parameter_and_byte_counts_include_the_stream_mixing_weights() -> None:
     """Weights that mix streams are float32 in every model."""
     model = make_model("llama")
     plain = take_weights(model, "cpu")
@@ -170,14 +170,14 @@ def test_weights_are_counted() -> None:
         assert several.streamed_bytes == item_bytes * plain.spec.streamed_params + 4 * matrices
 
 
-def test_what_mixes_streams_stays_float32() -> None:
+def test_stream_mixing_weights_stay_float32() -> None:
     module = make_model("deepseek_v4").bfloat16().model.layers[0].ffn_hc
     weights = stream_weights(module)
     assert weights.matrix.dtype == weights.bias.dtype == weights.scales.dtype == torch.float32
     assert torch.equal(weights.matrix, module.fn.float()) and torch.equal(weights.scales, module.scale.float())
 
 
-def test_memory_is_counted_of_what_stays_float32(tmp_path: Path) -> None:
+def test_weight_bytes_count_the_weights_that_stay_float32(tmp_path: Path) -> None:
     """`transformers` loads weights that mix streams, norms and some others in float32, whatever the model's dtype."""
     make_model("deepseek_v4").save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)

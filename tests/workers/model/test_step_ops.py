@@ -41,7 +41,7 @@ from workers.model.torch_ops import ACTIVATIONS, TorchOps
 @pytest.mark.parametrize("read_by", READERS)
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 64), (3, 100), (2, 576)])
-def test_begin(batch_size, hidden_size, centred, read_by, dtype) -> None:
+def test_triton_begin_equals_torch(batch_size, hidden_size, centred, read_by, dtype) -> None:
     embedding = randn(50, hidden_size, dtype=dtype)
     rows = make_step_rows(batch_size, DEVICE)
     rows.token_ids.copy_(torch.tensor([49, 0, 7][:batch_size]))
@@ -58,7 +58,7 @@ def test_begin(batch_size, hidden_size, centred, read_by, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 64), (3, 100), (2, 1)])
-def test_norm(num_rows, width, dtype) -> None:
+def test_triton_norm_equals_torch(num_rows, width, dtype) -> None:
     x, norm = randn(num_rows, width, dtype=dtype), randn(width)
     got, want = (torch.full_like(x, torch.nan) for _ in range(2))
     TritonOps(DEVICE).norm(x, norm, EPS, got)
@@ -68,7 +68,7 @@ def test_norm(num_rows, width, dtype) -> None:
 
 @pytest.mark.parametrize("temper", [None, Temper(beta=0.3, every=50, offset=1)])
 @pytest.mark.parametrize(("batch_size", "half"), [(1, 8), (3, 12), (2, 32), (2, 0)])
-def test_turn(batch_size, half, temper) -> None:
+def test_triton_compute_rotation_equals_torch(batch_size, half, temper) -> None:
     rows = make_step_rows(batch_size, DEVICE)
     rows.positions.copy_(torch.tensor([131_071, 49, 900][:batch_size]))
     frequencies = Frequencies((10_000.0 ** -torch.linspace(0, 1, half)).to(DEVICE), 1.25)
@@ -85,7 +85,7 @@ def test_turn(batch_size, half, temper) -> None:
 
 @pytest.mark.parametrize("cap", [None, 7.0])
 @pytest.mark.parametrize("vocab_size", [1, 4096, 9001])
-def test_finish_logits(vocab_size, cap) -> None:
+def test_triton_finish_logits_equals_torch(vocab_size, cap) -> None:
     got = randn(3, vocab_size, scale=50)
     want = got.clone()
     TritonOps(DEVICE).finish_logits(got, 0.3, cap)
@@ -95,7 +95,7 @@ def test_finish_logits(vocab_size, cap) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [5, 4096, 9001])
-def test_likeliest(vocab_size) -> None:
+def test_triton_argmax_equals_torch_and_takes_the_first_of_equal_logits(vocab_size) -> None:
     logits = randn(5, vocab_size)
     logits[1, -1] = logits[2, 3] = logits[2, -1] = 9.0  # the largest is the last; of two equal ones the first counts
     logits[3] = -torch.inf
@@ -108,7 +108,7 @@ def test_likeliest(vocab_size) -> None:
 
 @pytest.mark.parametrize("vocab_size", [5, 4096, 9001])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_likeliest_of_what_is_no_number_is_no_token(vocab_size, bad) -> None:
+def test_argmax_of_logits_with_nan_or_inf_is_minus_one(vocab_size, bad) -> None:
     """A NaN or inf anywhere in a row makes its token -1; the other rows get their argmax."""
     logits = randn(5, vocab_size)
     logits[0] = bad
@@ -130,7 +130,7 @@ BOTH = list(product([False, True], [False, True]))
         [(1, 64, 64), (3, 100, 65), (17, 576, 130), (2, 1024, 63)],
     ),
 )
-def test_linear(with_bias, with_norm, dtype, sizes) -> None:
+def test_triton_linear_equals_torch(with_bias, with_norm, dtype, sizes) -> None:
     batch_size, hidden_size, num_out = sizes
     stream = prepared(batch_size, hidden_size, dtype)
     linear, x = make_linear(num_out, hidden_size, dtype, with_bias), normed(stream)
@@ -142,7 +142,7 @@ def test_linear(with_bias, with_norm, dtype, sizes) -> None:
     torch.testing.assert_close(got, want, **tolerance(dtype))
 
 
-def test_linear_is_the_norm_and_the_product() -> None:
+def test_torch_linear_is_the_norm_followed_by_the_product() -> None:
     stream = prepared(3, 100, torch.float32)
     linear = make_linear(40, 100, torch.float32, bias=True)
     out, unnormed = randn(2, 3, 40)
@@ -154,7 +154,7 @@ def test_linear_is_the_norm_and_the_product() -> None:
     torch.testing.assert_close(unnormed, stream.hidden @ linear.weight.T + linear.bias, rtol=1e-4, atol=1e-4)
 
 
-def test_linears_side_by_side_are_one_of_all_their_outputs() -> None:
+def test_several_linears_equal_one_with_all_their_outputs() -> None:
     stream, whole = prepared(3, 100, torch.float32), make_linear(70, 100, torch.float32, bias=True)
     together, separate = randn(2, 3, 70)
     TorchOps().linear(normed(stream), [whole], together)
@@ -162,7 +162,7 @@ def test_linears_side_by_side_are_one_of_all_their_outputs() -> None:
     torch.testing.assert_close(separate, together, rtol=1e-5, atol=1e-5)
 
 
-def test_logits_may_be_wider_than_the_model() -> None:
+def test_logits_may_have_a_wider_dtype_than_the_model() -> None:
     stream = prepared(2, 128, DTYPES[1])
     head = make_linear(70, 128, DTYPES[1])
     got, want = randn(2, 70), randn(2, 70)
@@ -178,7 +178,7 @@ def test_logits_may_be_wider_than_the_model() -> None:
         [(1, 64, 32), (3, 100, 33), (2, 256, 96)],
     ),
 )
-def test_mlp(activation, gated, dtype, sizes) -> None:
+def test_triton_mlp_equals_torch(activation, gated, dtype, sizes) -> None:
     batch_size, hidden_size, num_out = sizes
     stream = prepared(batch_size, hidden_size, dtype)
     scale = 2 if activation in ACTIVATIONS else 8  # exceeds their limits
@@ -192,7 +192,7 @@ def test_mlp(activation, gated, dtype, sizes) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("batch_size", "width"), [(1, 64), (3, 1000), (17, 130)])
-def test_gate(batch_size: int, width: int, dtype: torch.dtype) -> None:
+def test_triton_gate_equals_torch(batch_size: int, width: int, dtype: torch.dtype) -> None:
     got, gates = randn(2, batch_size, width, dtype=dtype, scale=3)
     want = got.clone()
     TritonOps(DEVICE).gate(got, gates)
@@ -204,7 +204,7 @@ def test_gate(batch_size: int, width: int, dtype: torch.dtype) -> None:
     ("read_by", "dtype", "sizes"),
     crossed(list(product(READERS, DTYPES)), [(1, 64, 64), (3, 100, 100), (5, 1500, 130)]),
 )
-def test_linear_add(read_by, dtype, sizes) -> None:
+def test_triton_linear_add_equals_torch(read_by, dtype, sizes) -> None:
     batch_size, num_in, hidden_size = sizes
     x = randn(batch_size, num_in, dtype=dtype)
     linear, read = make_linear(hidden_size, num_in, dtype, bias=read_by == "one"), readers(read_by, hidden_size)
@@ -219,7 +219,7 @@ def test_linear_add(read_by, dtype, sizes) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("read_by", READERS)
 @pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 63), (3, 100), (5, 576)])
-def test_add_normed(batch_size, hidden_size, read_by, dtype) -> None:
+def test_triton_add_normed_equals_torch(batch_size, hidden_size, read_by, dtype) -> None:
     x, read = randn(batch_size, hidden_size, dtype=dtype, scale=3.0), readers(read_by, hidden_size)
     norm = 1 + randn(hidden_size, scale=0.3)
     got = make_stream(batch_size, hidden_size, dtype)
@@ -234,7 +234,7 @@ def test_add_normed(batch_size, hidden_size, read_by, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 63), (3, 100), (5, 576)])
-def test_what_experts_that_are_apart_read_and_add(batch_size, hidden_size, dtype) -> None:
+def test_triton_read_normed_and_add_norms_equal_torch(batch_size, hidden_size, dtype) -> None:
     stream, norms = prepared(batch_size, hidden_size, dtype), [1 + randn(hidden_size, scale=0.3) for _ in range(3)]
     out, linear = randn(batch_size, hidden_size, dtype=dtype), make_linear(40, hidden_size, dtype, bias=False)
     read = [ops.read_normed(stream, norms[0], EPS, out.clone()) for ops in (TritonOps(DEVICE), TorchOps())]
@@ -250,7 +250,7 @@ def test_what_experts_that_are_apart_read_and_add(batch_size, hidden_size, dtype
     torch.testing.assert_close(got, want, **tolerance(dtype))
 
 
-def test_a_sum_over_devices_is_added_as_it_is() -> None:
+def test_a_sum_over_devices_is_added_unnormed_in_float32() -> None:
     """The sum is float32, whatever the stream's dtype, and is not normed."""
     x, read = randn(3, 100, scale=3.0), readers("both", 100)
     got = make_stream(3, 100, torch.bfloat16)
@@ -261,7 +261,7 @@ def test_a_sum_over_devices_is_added_as_it_is() -> None:
     torch.testing.assert_close(got.hidden.float(), before.float() + 0.5 * x, **tolerance(torch.bfloat16))
 
 
-def test_a_split_product_can_be_taken_again() -> None:
+def test_a_split_k_product_can_be_repeated() -> None:
     """Split-K's counters, which show a program that it is the last one, are zero again after each product."""
     ops, x = TritonOps(DEVICE), randn(2, 1500)
     linear, read = make_linear(70, 1500, torch.float32), readers("one", 70)
@@ -274,7 +274,7 @@ def test_a_split_product_can_be_taken_again() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [2, 3, 16])
-def test_a_row_does_not_depend_on_its_batch(batch_size) -> None:
+def test_a_rows_triton_linear_has_the_same_bits_in_any_batch(batch_size) -> None:
     dtype = DTYPES[1]
     stream = prepared(batch_size, 640, dtype)
     linear = make_linear(300, 640, dtype)
@@ -324,7 +324,7 @@ HEADS = [
 
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "norm", "rotates", "dtype"), HEADS)
-def test_rotate_append(num_q_heads, num_kv_heads, head_dim, norm, rotates, dtype) -> None:
+def test_triton_rotate_append_equals_torch(num_q_heads, num_kv_heads, head_dim, norm, rotates, dtype) -> None:
     rows = make_rows([0, 1, -1, -1], [2, 0, 0, 0], [1029, 0, 1, 2])  # the last two are tokens of one question
     rows.tail_starts[0] = 1024
     qkv = randn(4, (num_q_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
@@ -342,7 +342,7 @@ def test_rotate_append(num_q_heads, num_kv_heads, head_dim, norm, rotates, dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_layer_without_rows_turns_queries_and_takes_the_rows_of_another(dtype) -> None:
+def test_a_layer_that_shares_rows_rotates_queries_and_copies_anothers_rows(dtype) -> None:
     rows = make_rows([0, 1, -1, -1], [2, 0, 0, 0], [1029, 0, 1, 2])
     rows.tail_starts[0] = 1024
     projected, rotation = randn(4, 3 * 24, dtype=dtype), rotation_of("whole", 4, 24)
@@ -362,7 +362,7 @@ def test_a_layer_without_rows_turns_queries_and_takes_the_rows_of_another(dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [20, 32])
-def test_what_layers_take_of_each_token(width, dtype) -> None:
+def test_triton_make_inputs_and_gate_input_equal_torch(width, dtype) -> None:
     rows, norm = make_rows([0, 1, 0], [0, 1, 2], [1, 1, 1]), 1 + randn(width, scale=0.3)
     rows.token_ids.copy_(torch.tensor([3, 0, 8]))
     table, projected = randn(9, 4 * width, dtype=dtype), randn(3, 4 * width, dtype=dtype)
@@ -379,7 +379,7 @@ def test_what_layers_take_of_each_token(width, dtype) -> None:
 
 
 @pytest.mark.parametrize(("num_q_heads", "_", "head_dim", "norm", "rotates", "dtype"), HEADS)
-def test_predict_query(num_q_heads, _, head_dim, norm, rotates, dtype) -> None:
+def test_triton_predict_query_equals_torch(num_q_heads, _, head_dim, norm, rotates, dtype) -> None:
     rows = make_rows([1, -1, 0], [0, 0, 1], [1, 0, 1])
     early = randn(3, num_q_heads * head_dim, dtype=dtype)
     norms, rotation = make_head_norms(norm, num_q_heads, 1, head_dim), rotation_of(rotates, 3, head_dim)

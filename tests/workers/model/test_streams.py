@@ -1,4 +1,4 @@
-"""Several residual streams: a step's branches read and add what they do in `transformers`."""
+"""Several residual streams: a step's branches read and add the same values as in `transformers`."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -121,11 +121,11 @@ def compare(ops: Any, finish: Callable[[], None], sizes: tuple[int, int, int, in
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_definition(sizes, dtype) -> None:
+def test_torch_ops_mix_streams_as_transformers_does(sizes, dtype) -> None:
     compare(TorchOps(), lambda: None, sizes, dtype)
 
 
-def test_weights_are_far_from_equal() -> None:
+def test_mixing_weights_of_these_tests_are_far_from_equal() -> None:
     """Otherwise a matrix and its transpose would be nearly equal. Rows and columns of comb sum to 1."""
     spec = make_spec(4, 50)
     mixture = mixture_of(randn(7, 4, 100), stream_weights(make_modules(spec, 100, 1)[0]), spec, EPS)
@@ -136,7 +136,7 @@ def test_weights_are_far_from_equal() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [*SIZES, (3, 2, 2, 700), (7, 2, 2, 33)])
-def test_in_triton(sizes, dtype) -> None:
+def test_triton_ops_mix_streams_as_transformers_does(sizes, dtype) -> None:
     """Triton's interpreter runs these kernels where there is no GPU."""
     triton_ops = pytest.importorskip("workers.model.gpu.triton_ops", reason="Triton is not installed")
     compare(triton_ops.TritonOps(DEVICE), lambda: None, sizes, dtype)
@@ -145,7 +145,7 @@ def test_in_triton(sizes, dtype) -> None:
 @ON_CPU
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_on_tapes(sizes, kind) -> None:
+def test_tape_ops_mix_streams_as_transformers_does(sizes, kind) -> None:
     """kind: the dtype of the model's weights; those that mix streams are always float32."""
     ops = TapeOps(kind, np.array([sizes[2]]), 2)
     with Team(2) as team:
@@ -159,7 +159,7 @@ def test_on_tapes(sizes, kind) -> None:
 
 
 @ON_CPU
-def test_a_row_on_tapes_has_the_bits_it_has_alone() -> None:
+def test_tapes_mix_a_rows_streams_to_the_same_bits_in_any_batch() -> None:
     spec, num_rows = make_spec(3, 4), np.array([5])
     modules, row, given = make_modules(spec, 70, 2), randn(5, 70), randn(2, 5, 70)
     row[1] = NAN

@@ -64,7 +64,7 @@ def all_buffers(spec: ExpertsSpec, chosen: torch.Tensor, hidden_size: int, numbe
 
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_in_few_bits_give_the_bits_of_decoded_ones(name: str, kind: tuple[WeightFormat, int, bool]) -> None:
+def test_quantized_experts_give_the_bits_of_decoded_ones(name: str, kind: tuple[WeightFormat, int, bool]) -> None:
     spec = EXPERTS[name]
     for number, (num_rows, hidden_size) in enumerate(SIZES):
         of = replace(spec, intermediate_size=(spec.intermediate_size, 128, 208)[number % 3])
@@ -82,7 +82,7 @@ def test_experts_in_few_bits_give_the_bits_of_decoded_ones(name: str, kind: tupl
         torch.testing.assert_close(outs[0], out, rtol=2e-5, atol=2e-5)
 
 
-def test_what_experts_give_may_be_added() -> None:
+def test_experts_output_can_be_added_to_the_stream() -> None:
     spec = EXPERTS["clamped"]
     weights = decoded(make_quantized_experts(spec, 70, ("fp4", 32, False), torch.float32), torch.float32)
     x, before = poisoned(3, 70), torch.randn(3, 70)
@@ -95,7 +95,7 @@ def test_what_experts_give_may_be_added() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_biases_are_of_the_models_dtype(dtype: torch.dtype) -> None:
+def test_expert_biases_have_the_models_dtype_but_weights_decode_to_float32(dtype: torch.dtype) -> None:
     """Decoded weights are not rounded to that dtype."""
     spec, kind = EXPERTS["clamped"], str(dtype).removeprefix("torch.")
     weights = make_quantized_experts(spec, 96, ("fp4", 32, False), dtype)
@@ -107,7 +107,7 @@ def test_biases_are_of_the_models_dtype(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", [("int4", 32, True), ("fp8", 0, False), ("fp4", 32, False)], ids=lambda kind: kind[0])
-def test_a_row_has_the_bits_it_has_alone(kind: tuple[WeightFormat, int, bool]) -> None:
+def test_a_rows_experts_output_has_the_same_bits_in_any_batch(kind: tuple[WeightFormat, int, bool]) -> None:
     spec = EXPERTS["plain"]
     weights, x = make_quantized_experts(spec, 176, kind, torch.float32), torch.randn(9, 176)
     chosen = choose(spec, 9)
@@ -120,7 +120,7 @@ def test_a_row_has_the_bits_it_has_alone(kind: tuple[WeightFormat, int, bool]) -
 
 
 @pytest.mark.parametrize("kind", [("int4", 128, True), ("fp8", 64, False)], ids=lambda kind: kind[0])
-def test_what_lies_beside_an_expert_is_not_read(kind: tuple[WeightFormat, int, bool]) -> None:
+def test_scales_of_experts_that_are_not_chosen_are_not_read(kind: tuple[WeightFormat, int, bool]) -> None:
     """The scales of all experts that are not chosen are NaN."""
     spec = EXPERTS["plain"]
     weights = make_quantized_experts(spec, 200, kind, torch.float32)
@@ -139,7 +139,7 @@ def test_what_lies_beside_an_expert_is_not_read(kind: tuple[WeightFormat, int, b
     assert torch.equal(out, run(weights, spec, x, want, "float32")) and not out.isnan().any()
 
 
-def test_the_smallest_and_largest_scales_of_mxfp4() -> None:
+def test_the_smallest_and_largest_mxfp4_scales_decode_exactly() -> None:
     spec = EXPERTS["one"]
     weights = make_quantized_experts(spec, 64, ("fp4", 32, False), torch.float32)
     assert weights.quantized is not None

@@ -127,7 +127,7 @@ def run_tapes(
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", [*ALL_FAMILIES, "of odd width"])
-def test_tapes_compute_what_the_definition_computes(family: str, ahead: bool) -> None:
+def test_a_step_on_tapes_equals_its_torch_definition(family: str, ahead: bool) -> None:
     whole = loaded(family).model if family in ALL_FAMILIES else make_model("qwen3", hidden_size=74)
     model = CpuModel(whole, 7, 5, 9)
     for tail in model.tails:
@@ -165,7 +165,7 @@ def test_tapes_compute_what_the_definition_computes(family: str, ahead: bool) ->
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_a_row_has_the_bits_it_has_alone(family: str) -> None:
+def test_a_row_on_tapes_has_the_same_bits_in_any_batch(family: str) -> None:
     """This holds in any batch, on any number of threads."""
     model = CpuModel(loaded(family).model, 7, 5, 9)
     for state in model.states:
@@ -182,7 +182,7 @@ def test_a_row_has_the_bits_it_has_alone(family: str) -> None:
             np.testing.assert_array_equal(logits[at], alone[row][2][0])
 
 
-def test_logits_are_of_the_rows_that_are_asked_for() -> None:
+def test_logits_are_computed_for_the_requested_rows_only() -> None:
     """The number of requested rows does not change the number of rows of the next step."""
     model = CpuModel(loaded("qwen3").model, 7, 5, 9)
     logits = run_tapes(model, list(range(5)), False)[2]
@@ -195,7 +195,7 @@ def test_logits_are_of_the_rows_that_are_asked_for() -> None:
         np.testing.assert_array_equal(run_tapes(model, rows, False)[2], logits[rows])
 
 
-def test_stages_wait_for_those_they_must_not_overtake_and_no_others() -> None:
+def test_stages_wait_only_for_stages_that_they_depend_on() -> None:
     """A layer's projections and the prediction for the next layer run in parallel."""
     model = CpuModel(loaded("qwen3").model, 3, 1, 2)
     waits = {ahead: model.after[ahead][0].stages[:, 3].tolist() for ahead in (False, True)}
@@ -204,7 +204,7 @@ def test_stages_wait_for_those_they_must_not_overtake_and_no_others() -> None:
     assert waits[True] == [0, 1, 1, 1, 1, 1, 0, 0, 0, 1, 0]
 
 
-def test_weights_of_another_dtype_than_the_models_are_read_as_they_are() -> None:
+def test_weights_of_another_dtype_than_the_models_are_read_in_that_dtype() -> None:
     """The weights of an indexer's heads are float32 in bfloat16 models."""
     x, weight, out = torch.randn(3, 70), torch.randn(21, 70), torch.full((3, 21), torch.nan)
     ops = TapeOps("bfloat16", np.array([3]))
@@ -219,7 +219,7 @@ def test_weights_of_another_dtype_than_the_models_are_read_as_they_are() -> None
 
 @pytest.mark.parametrize("rounding", ["int4", "fp8"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "gpt_oss", "deepseek_v3", "deepseek_v4"])
-def test_weights_in_few_bits_are_read_instead_of_the_decoded_ones(family: str, rounding: Rounding) -> None:
+def test_quantized_weights_are_read_instead_of_the_decoded_ones(family: str, rounding: Rounding) -> None:
     """The results are those of weights decoded to float32, bit for bit."""
     model = make_model(family, intermediate_size=200).bfloat16()
     wide = make_model(family, intermediate_size=200).bfloat16().float()
@@ -237,7 +237,7 @@ def test_weights_in_few_bits_are_read_instead_of_the_decoded_ones(family: str, r
     np.testing.assert_array_equal(run_tapes(CpuModel(model, 7, 5, 9), list(range(5)), False)[2], read)
 
 
-def test_shares_of_nothing_are_none() -> None:
+def test_shares_are_zero_if_all_chosen_scores_are_zero() -> None:
     """Shares are 0, not NaN, where the sigmoid of all chosen experts is 0."""
     logits, shares, chosen = torch.full((2, 5), -200.0), torch.full((2, 2), torch.nan), torch.zeros(2, 2).int()
     logits[1, 3] = 1.0
@@ -253,12 +253,12 @@ def test_shares_of_nothing_are_none() -> None:
     assert shares.tolist() == [[0.0, 0.0], [1.5, 0.0]]
 
 
-def test_weights_that_tapes_cannot_read_are_refused() -> None:
+def test_float64_weights_are_refused() -> None:
     with pytest.raises(ModelError, match="float64"):
         CpuModel(make_model().double(), 1, 1, 1)
 
 
-def test_a_stage_has_fixed_pieces_or_those_of_each_row() -> None:
+def test_a_stage_has_a_fixed_number_of_pieces_or_a_number_per_row() -> None:
     recorder = StageRecorder("float32", np.array([1]))
     for pieces in ({"fixed": 3}, {}, {"per_row": 2}):
         recorder._record(KindStage(linear_stage, "float32"), (), reads=[], writes=[], **pieces)

@@ -62,7 +62,7 @@ def ask(service: Running, **more: Any) -> httpx2.Response:
         (BadRequestError("it is wrong"), None),
     ],
 )
-def test_a_line_for_what_fails_by_no_fault_of_the_clients(
+def test_failures_other_than_client_errors_are_logged_with_their_reason(
     service: Running,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -77,7 +77,7 @@ def test_a_line_for_what_fails_by_no_fault_of_the_clients(
     assert lines == ([f"POST /v1/completions: {words} (request mine)"] if words else [])
 
 
-def test_a_fault_of_ours_has_a_trace(service: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_is_logged_with_a_traceback(service: Running, caplog: pytest.LogCaptureFixture) -> None:
     service.backend.scripts[PROMPT] = Script(fail_at=1, error=RuntimeError("of ours"))
     ask(service, stream=True)
     ask(service)
@@ -85,7 +85,9 @@ def test_a_fault_of_ours_has_a_trace(service: Running, caplog: pytest.LogCapture
     assert caplog.text.count("RuntimeError: of ours") == 2
 
 
-def test_without_the_setting_what_is_answered_has_no_line(service: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_access_log_a_successful_request_is_not_logged(
+    service: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     service.backend.scripts.clear()
     assert ask(service).status_code == 200
@@ -93,7 +95,9 @@ def test_without_the_setting_what_is_answered_has_no_line(service: Running, capl
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_with_it_each_request_has_one(telling: Running, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+def test_with_access_log_each_request_logs_one_line(
+    telling: Running, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
     caplog.set_level(logging.INFO)
     assert ask(telling, stream=stream, n=2).status_code == 200
     told = r"POST /v1/completions: 200 in \d+ ms, 2014 prompt 2000 cached 8 new tokens \(request mine\)"
@@ -101,7 +105,9 @@ def test_with_it_each_request_has_one(telling: Running, caplog: pytest.LogCaptur
     assert re.fullmatch(told, line), line
 
 
-def test_a_stream_that_broke_off_says_so_and_what_it_took(telling: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_streams_log_line_has_the_cause_and_the_tokens_used(
+    telling: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     telling.backend.scripts[PROMPT] = Script(fail_at=2, error=WorkerLostError("it ended"))
     try:
@@ -115,7 +121,7 @@ def test_a_stream_that_broke_off_says_so_and_what_it_took(telling: Running, capl
     assert re.fullmatch(told, line), line
 
 
-def test_paths_that_clients_invent_stay_on_their_line(telling: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_logged_paths_are_escaped_and_shortened(telling: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     httpx2.get(f"{telling.url}/no%0A2026%20INFO?key={KEY}", headers={"Authorization": "Bearer wrong"})
     httpx2.get(f"{telling.url}/" + "x" * 1000)

@@ -20,7 +20,7 @@ from workers.serving.names_in_store import by_names_in_store
         ("/", "cannot read /x", "cannot read /x"),
     ],
 )  # fmt: skip
-def test_whole_paths_alone_are_taken_out(store, why, told, tmp_path, monkeypatch) -> None:
+def test_only_whole_store_paths_are_removed_from_messages(store, why, told, tmp_path, monkeypatch) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "here").mkdir()

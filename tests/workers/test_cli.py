@@ -70,7 +70,7 @@ def artifact(place: Path) -> Path:
     return Path(json.loads((place / "built.json").read_text())["path"])
 
 
-def test_build_reports_what_it_made_and_reuses_it(capsys, place: Path, artifact: Path) -> None:
+def test_build_reports_its_artifact_and_reuses_it(capsys, place: Path, artifact: Path) -> None:
     built = json.loads((place / "built.json").read_text())
     assert (artifact / "manifest.json").is_file()
     assert built["artifact"] == artifact.name
@@ -303,7 +303,7 @@ def test_eval_stretches_the_model_to_longer_texts(capsys, place: Path) -> None:
 
 
 def test_eval_reports_how_the_rest_is_attended_to(capsys, place: Path) -> None:
-    """This holds for a selector as well as for the preset that has the same index."""
+    """A selector and the preset with the same index give the same results."""
     arguments = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 400, "--eval-len", 9
     arguments += "--keep", 0.1, "--window-len", 8, "--presets", "default", "--json"
     done = {

@@ -48,7 +48,7 @@ def test_config_show_reports_the_origin_of_each_value(capsys, monkeypatch, file:
     assert "hush" not in done.stdout + done.stderr and "***" in done.stdout
 
 
-def test_config_example_is_a_file_that_config_show_reads(capsys, tmp_path: Path) -> None:
+def test_config_show_reads_the_file_that_config_example_prints(capsys, tmp_path: Path) -> None:
     done = in_process("config", "example", capsys=capsys)
     assert done.returncode == 0 and done.stdout == example()
     assert last_line(in_process("config", "example", "--json", capsys=capsys)) == {"toml": example()}
@@ -91,7 +91,7 @@ def test_doctor_finds_this_machine_usable(tmp_path: Path, capsys, monkeypatch) -
     assert not (tmp_path / "store").exists()
 
 
-def test_doctor_exits_with_1_where_there_is_a_problem(capsys, monkeypatch) -> None:
+def test_doctor_exits_with_1_on_a_problem(capsys, monkeypatch) -> None:
     answers = {
         name: {"error": "it is broken"} for name in ("torch", "numba", "memory", "store", "kept", "faiss", "ray")
     }

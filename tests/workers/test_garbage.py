@@ -1,4 +1,4 @@
-"""Processes collect garbage less often than by default, all with the same settings."""
+"""All processes use the same settings, by which Python's garbage collector runs less often than by default."""
 
 import re
 import subprocess

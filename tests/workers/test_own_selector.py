@@ -120,7 +120,7 @@ def test_the_command_line_and_the_benchmark_accept_an_own_selector(example, monk
 
 
 def test_a_local_service_accepts_an_own_selector_and_ray_refuses_it(example, tmp_path) -> None:
-    """It is named in the settings, and in a field of a request."""
+    """The selector is named in the settings, and in a field of a request."""
     settings = load_settings(None, {}, {"engine.selector": "newest"}).settings
     assert settings.engine.selector == "newest"
     said = {"model": "m", "messages": [{"role": "user", "content": "Why?"}], "selector": "newest"}

@@ -171,7 +171,7 @@ def test_added_hooks_and_forwards_are_refused_for_sessions_and_builds(artifact, 
 
 
 def test_wrapped_forwards_that_compute_the_same_are_accepted(artifact, mine) -> None:
-    """These are forwards that accelerate has wrapped, and compiled ones."""
+    """Forwards wrapped by accelerate, and compiled ones."""
     first, second = mine.model.model.layers[:2]
     add_hook_to_module(first.mlp, ModelHook())
     second.mlp.forward = torch.compile(second.mlp.forward, backend="eager")
@@ -234,7 +234,7 @@ def test_results_are_tuples_where_the_config_has_return_dict_false(artifact, min
 
 
 def test_a_compiled_models_requests_are_not_compiled(artifact, mine) -> None:
-    """They would be compiled anew for each length, until torch gives up compiling the model."""
+    """Requests would be compiled anew for each length, until torch gives up compiling the model."""
     graphs = []
 
     def backend(graph: Any, given: Any) -> Any:

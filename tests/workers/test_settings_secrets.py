@@ -1,4 +1,4 @@
-"""API keys: read from a file, compared, and never shown."""
+"""API keys are read from a file, compared, and never shown."""
 
 from pathlib import Path
 

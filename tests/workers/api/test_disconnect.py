@@ -1,4 +1,4 @@
-"""A client that leaves frees its slot at once, whether it is receiving or waiting."""
+"""A client disconnect frees its slot at once, whether the client is receiving or waiting."""
 
 import asyncio
 import errno

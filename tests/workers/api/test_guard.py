@@ -290,7 +290,7 @@ def test_too_many_open_requests_return_503_while_health_answers() -> None:
 
 
 def test_clients_refused_with_401_do_not_count_as_open_requests() -> None:
-    """However many refused clients stay connected without sending the bodies that they announced."""
+    """The refused clients stay connected and never send the bodies that they announced."""
     with serving(settings=settings_with(max_open_requests=2)) as service, ExitStack() as opened:
         for _ in range(4):
             connection = opened.enter_context(socket.create_connection(("127.0.0.1", service.port)))

@@ -1,4 +1,4 @@
-"""A few hundred hostile requests, next to clients that are slow all the time; `python -m bench.hostile` sends more."""
+"""A few hundred hostile requests among permanently slow clients; `python -m bench.hostile` sends more."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Pages of other origins (CORS): a browser sends a preflight, and hides replies, also refusals, without its origin."""
+"""Pages of other origins (CORS): preflights, and the header without which a browser hides replies and errors."""
 
 from collections.abc import Iterator
 from dataclasses import replace

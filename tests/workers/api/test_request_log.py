@@ -38,7 +38,7 @@ def service() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def telling() -> Iterator[Running]:
+def service_with_access_log() -> Iterator[Running]:
     with serve_with(access_log=True) as running:
         yield running
 
@@ -96,24 +96,24 @@ def test_without_access_log_a_successful_request_is_not_logged(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_with_access_log_each_request_logs_one_line(
-    telling: Running, caplog: pytest.LogCaptureFixture, stream: bool
+    service_with_access_log: Running, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert ask(telling, stream=stream, n=2).status_code == 200
+    assert ask(service_with_access_log, stream=stream, n=2).status_code == 200
     told = r"POST /v1/completions: 200 in \d+ ms, 2014 prompt 2000 cached 8 new tokens \(request mine\)"
     [line] = lines(caplog, 1)
     assert re.fullmatch(told, line), line
 
 
 def test_a_broken_streams_log_line_has_the_cause_and_the_tokens_used(
-    telling: Running, caplog: pytest.LogCaptureFixture
+    service_with_access_log: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    telling.backend.scripts[PROMPT] = Script(fail_at=2, error=WorkerLostError("it ended"))
+    service_with_access_log.backend.scripts[PROMPT] = Script(fail_at=2, error=WorkerLostError("it ended"))
     try:
-        assert ask(telling, stream=True).status_code == 200
+        assert ask(service_with_access_log, stream=True).status_code == 200
     finally:
-        telling.backend.scripts.clear()
+        service_with_access_log.backend.scripts.clear()
     why, line = lines(caplog, 2)
     assert why == "POST /v1/completions: 503 worker_lost, it ended (request mine)"
     tokens = "1007 prompt 1000 cached 2 new tokens"
@@ -121,10 +121,12 @@ def test_a_broken_streams_log_line_has_the_cause_and_the_tokens_used(
     assert re.fullmatch(told, line), line
 
 
-def test_logged_paths_are_escaped_and_shortened(telling: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_logged_paths_are_escaped_and_shortened(
+    service_with_access_log: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    httpx2.get(f"{telling.url}/no%0A2026%20INFO?key={KEY}", headers={"Authorization": "Bearer wrong"})
-    httpx2.get(f"{telling.url}/" + "x" * 1000)
+    httpx2.get(f"{service_with_access_log.url}/no%0A2026%20INFO?key={KEY}", headers={"Authorization": "Bearer wrong"})
+    httpx2.get(f"{service_with_access_log.url}/" + "x" * 1000)
     first, second = lines(caplog, 2)
     assert re.fullmatch(r"GET /no%0A2026%20INFO: 401 in \d+ ms \(request [0-9a-f]{32}\)", first)
     assert second.startswith("GET /x") and len(second) < 300

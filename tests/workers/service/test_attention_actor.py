@@ -1,4 +1,4 @@
-"""The attention worker without Ray: what it sends and receives, and when it ends a request that nobody waits for."""
+"""The attention worker without Ray: its replies, and when it ends abandoned requests."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""How the service starts on a Ray cluster, tested without one: what it finds there, and what it reports."""
+"""How the service starts on a Ray cluster, tested with a fake one: conflicts, ports and errors."""
 
 import socket
 from contextlib import nullcontext, suppress

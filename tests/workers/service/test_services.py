@@ -173,7 +173,7 @@ def test_a_name_for_two_artifacts_is_refused(place: Path) -> None:
 
 
 def test_a_context_larger_than_context_bytes_is_refused_at_the_start(place: Path) -> None:
-    """This holds for contexts on the command line; for those that have a name already, it is only logged."""
+    """Contexts on the command line are refused; for contexts that already have a name it is only logged."""
     store = place / "large"
     artifact_id = build(store, text_of("heron"))
     given = {"server.port": 0, "store.path": store, "model.name": str(place / "chat"), "engine.context_bytes": 1000}

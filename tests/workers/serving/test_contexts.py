@@ -206,7 +206,7 @@ def test_a_failed_build_is_reported_and_can_be_retried(tmp_path: Path, monkeypat
 def test_a_name_reregistered_by_another_service_is_built_from_its_new_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was deleted and registered again by another service of the store, while this one still builds it."""
+    """Another service of the store deleted and reregistered the name while this one was building it."""
     begun: list[str] = []
 
     async def build(self: Builder, source: list[str], store: Path, tell: Any) -> dict[str, Any]:
@@ -350,7 +350,7 @@ def test_a_damaged_context_file_is_refused_with_the_remedy(tmp_path: Path, damag
     ],
 )  # fmt: skip
 def test_an_invalid_context_record_is_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
-    """The store may come from somebody else: no record may lead out of it, or cause an error later."""
+    """The store may be of foreign origin: no record may lead out of it, or cause an error later."""
     sound = {"name": "a", "created_at": 1.0, "text_sha256": "0" * 64, "artifact_id": "0" * 16, "num_tokens": 5}
     file = tmp_path / FILE_NAME
     file.write_text(json.dumps({"version": 1, "contexts": [sound]}))

@@ -115,7 +115,7 @@ def test_an_unwritable_store_is_logged_at_startup(
 def test_a_failed_build_on_a_full_disk_is_reported_though_unrecorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A full disk stops both the build and the file of contexts, and nobody may wait forever."""
+    """A full disk stops both the build and the context file; clients must still learn of the failure."""
 
     async def fill_the_disk(*args: Any) -> dict[str, Any]:
         monkeypatch.setattr(context_file, "write_bytes", no_room)

@@ -77,7 +77,7 @@ def test_sixteen_concurrent_answers_equal_each_alone(built: Path) -> None:
 
 
 def test_quantized_contexts_take_turns_in_limited_memory(built: Path, monkeypatch) -> None:
-    """There is memory for two of them."""
+    """Memory has room for two of the three contexts."""
 
     async def main() -> None:
         async with backend_of(built, kv_format=KvFormat.parse("float16")) as backend:
@@ -124,7 +124,7 @@ def test_the_services_text_equals_a_sessions_at_keep_1(built: Path, selector) ->
 
 
 def test_a_model_with_its_own_indexer_is_served(tmp_path: Path) -> None:
-    """From a context and from kept turns. A selector that it cannot use is refused, and other requests go on."""
+    """It answers from a context and from kept rows; an unsupported selector is refused, and other requests go on."""
     model = loaded("deepseek_v32")
     name_artifact(tmp_path, "heron", build(tmp_path, text_of("heron"), model=model), "float32")
     engine = CpuEngine(model, max_rows=8, num_slots=4, tail_capacity=700, num_threads=2)

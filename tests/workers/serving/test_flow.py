@@ -1,4 +1,4 @@
-"""The time after which a request that finds no room may try again. The clock is fake."""
+"""The retry-after time of requests that are refused for overload, with a fake clock."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The engine that other tests rely on has the logits of `transformers`."""
+"""The engine that other tests rely on computes the logits of `transformers`."""
 
 from pathlib import Path
 

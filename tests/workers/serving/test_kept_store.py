@@ -1,4 +1,4 @@
-"""What services keep in a store: measured and removed from outside, and running services go on without it."""
+"""Files that services keep in a store: they can be measured and removed, and running services do without them."""
 
 import asyncio
 import errno
@@ -65,7 +65,7 @@ def test_kept_files_are_not_removed_while_a_service_uses_the_store(tmp_path: Pat
 
 
 def test_a_service_continues_after_its_kept_files_were_removed_without_a_lock(tmp_path: Path, builds) -> None:
-    """Its file system has no locks, or it runs on another machine."""
+    """The store's file system has no locks, or the service runs on another machine."""
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -152,7 +152,7 @@ def test_a_forked_process_does_not_hold_a_stores_exclusive_lock(tmp_path: Path) 
 
 @pytest.mark.parametrize("link", ["kept", "kept/0123", f"kept/{'0' * 32}"])
 def test_symlinks_in_a_store_are_not_followed_by_removal(tmp_path: Path, link: str) -> None:
-    """They may point at any file of the user who cleans up."""
+    """Links in a copied store may point at any file of the user who cleans up."""
     own, store = tmp_path / "home", tmp_path / "store"
     (own / "docs" / "old").mkdir(parents=True)
     (own / "docs" / "letter").write_text("precious")

@@ -1,4 +1,4 @@
-"""Turns are kept: a prompt reuses the rows kept of earlier ones, and its answer is the same as without them."""
+"""Rows of turns are kept: a prompt reuses those of earlier prompts, and its answer is the same as without them."""
 
 import asyncio
 import errno
@@ -100,7 +100,7 @@ def test_eight_tenants_reuse_only_their_own_rows(tmp_path) -> None:
 
 
 def test_kept_rows_are_separated_by_context_keep_selector_and_model(tmp_path) -> None:
-    """By the context, if any, by `keep` and selector, and by the model."""
+    """Rows are not reused if any of these differs."""
     long = DOCUMENT + "Which are red?" + FIRST
     answers(tmp_path, ask(long), ask(FIRST))
     for asked in (ask(long, keep=0.5), ask(long, selector="full")):
@@ -149,7 +149,7 @@ def test_looking_up_a_long_unknown_prompt_takes_little_memory(tmp_path) -> None:
 
 
 def test_the_block_records_of_a_long_prompt_take_little_memory(tmp_path) -> None:
-    """Not counting their rows, which have a budget of their own and take a byte here."""
+    """The rows themselves, which have a budget of their own, take a byte here."""
     kept = open_kept_rows(loaded(), Settings(store=StoreSettings(path=tmp_path), kept=KeptSettings(disk_bytes=0)))
     own = kept.find(b"mine", [])
     tracemalloc.start()
@@ -263,7 +263,7 @@ def test_a_scored_prompt_is_computed_whole_and_token_ids_reuse_text_rows(tmp_pat
 
 
 def test_echo_scores_every_token_of_a_long_prompt(tmp_path, builds) -> None:
-    """So no part of it becomes a context or comes from kept rows."""
+    """No part of the prompt becomes a context or comes from kept rows."""
     prompt = FIRST * 3
 
     async def main() -> None:

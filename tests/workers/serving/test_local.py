@@ -1,4 +1,4 @@
-"""The backend in one process: many readers on one event loop, one engine, and every way in which readers leave."""
+"""The backend in one process: many readers on one event loop, one engine, cancellations and shutdown."""
 
 import asyncio
 import dataclasses
@@ -337,7 +337,7 @@ def test_closing_a_backend_ends_all_of_its_threads(built: Path) -> None:
 
 
 def test_drain_time_counts_from_the_start_of_closing(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not count from the end of builds, which may take as long again."""
+    """Ending the builds may take as long again."""
     given: list[float] = []
     end, end_builds = StepThread.close, Builder.close
 
@@ -363,7 +363,7 @@ def test_drain_time_counts_from_the_start_of_closing(built: Path, monkeypatch: p
 
 
 def test_closing_ends_requests_that_are_not_yet_scheduled(built: Path) -> None:
-    """They wait for the tokenizer, or have just left it: nobody would take them any more."""
+    """Such requests wait for the tokenizer, or have just been tokenized."""
 
     async def main() -> None:
         opened = threading.Event()
@@ -413,7 +413,7 @@ def test_a_token_id_beyond_the_embedding_is_a_bad_request(built: Path, monkeypat
     asyncio.run(main())
 
 
-def test_an_idle_service_takes_no_cpu(built: Path) -> None:
+def test_an_idle_service_uses_no_cpu(built: Path) -> None:
     async def main() -> None:
         async with running(built) as backend:
             await answer(backend, ask())

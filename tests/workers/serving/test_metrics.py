@@ -31,7 +31,7 @@ def test_request_counters_start_at_zero() -> None:
 
 
 def test_each_metric_is_documented_by_a_sentence() -> None:
-    """Its name again would not do."""
+    """A documentation that only repeats the name fails."""
     for metric in Metrics().collect():
         assert metric.documentation.endswith(".") and " " in metric.documentation, metric.name
 

@@ -1,4 +1,4 @@
-"""Messages name files by their paths in the store, and no other path or word is changed."""
+"""Messages to clients name files by their paths within the store; other paths and words are unchanged."""
 
 from pathlib import Path
 

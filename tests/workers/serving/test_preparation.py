@@ -71,7 +71,7 @@ def test_other_requests_continue_while_a_context_is_prepared(built: Path, monkey
 
 
 def test_a_context_is_not_unloaded_during_its_preparation(built: Path, gate: Gate) -> None:
-    """Not even when it is forgotten and no request waits for it any more."""
+    """This holds even if the context was forgotten and no request waits for it."""
 
     async def main() -> None:
         async with backend_of(built) as backend:

@@ -1,4 +1,4 @@
-"""Messages become the token ids that the chat template puts after a context, or are refused with a sentence."""
+"""Messages become the token ids that the chat template puts after a context, or are refused with the reason."""
 
 import errno
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Contexts that do not fit into memory together: always within the budget, in turn, and loaded only when needed."""
+"""Contexts that do not fit into memory together stay within the budget, take turns, and are loaded only when needed."""
 
 import asyncio
 import errno
@@ -98,7 +98,7 @@ def test_loaded_contexts_stay_within_the_budget_to_the_byte(
 
 
 def test_contexts_in_constant_use_take_turns_in_memory(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is room for one, and nobody waits forever."""
+    """Memory has room for one context, and no request waits forever."""
     monkeypatch.setattr(resident, "TURN_S", 0.15)
     monkeypatch.setattr(resident, "TURN_LOADS", 0.0)
 
@@ -121,7 +121,7 @@ def test_contexts_in_constant_use_take_turns_in_memory(built: Path, monkeypatch:
 def test_a_loaded_context_takes_new_requests_until_its_turn_ends(
     built: Path, monkeypatch: pytest.MonkeyPatch, turn_s: float
 ) -> None:
-    """It is in use, and another context waits for its room."""
+    """The context is in use, and another context waits for its memory."""
     monkeypatch.setattr(resident, "TURN_S", turn_s)
     monkeypatch.setattr(resident, "TURN_LOADS", 0.0)
 

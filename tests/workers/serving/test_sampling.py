@@ -1,4 +1,4 @@
-"""Sampling: top_p as defined, frequencies as the distribution's, and draws independent of all others."""
+"""Sampling: filters and penalties equal their definitions, and draws depend only on seed and position."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tools, reasoning, schemas and echoes on the decoding side: the prompts, and what comes back."""
+"""Tools, reasoning, schemas and echoes on the decoding side: prompts and answers."""
 
 import asyncio
 import json
@@ -77,7 +77,7 @@ def whole(model: LoadedModel, turns: list[Turn], **more: Any) -> list[int]:
 @pytest.mark.parametrize("turns", [TALK[:1], TALK, (Turn("system", "Be short."), *TALK)])
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
 def test_tools_are_written_as_the_template_writes_them(store: Path, kind: str, turns: tuple[Turn, ...]) -> None:
-    """After the context's own message. If the template puts them there, the ids are those of the whole conversation."""
+    """If the template puts tools after the context's message, the ids are those of the whole conversation."""
     model = chat_model(kind)
     with open_artifact(store / build(store, text_of("heron"), model=model)) as artifact:
         got = prompt_ids(model.tokenizer, artifact, ask(kind, turns=turns, tools=(ADD,)))
@@ -146,7 +146,7 @@ def test_tools_without_a_supported_call_format_are_refused(template: str | None,
     form.require(ask())
 
 
-def test_a_context_without_a_template_takes_no_tools(built: Path) -> None:
+def test_tools_are_refused_for_a_context_without_a_template(built: Path) -> None:
     async def main() -> None:
         model = chat_model("hermes")
         bare = build(built, text_of("bare"), chat=False, model=model)
@@ -255,7 +255,7 @@ def test_reasoning_and_calls_keep_one_logprob_per_token(store: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
 def test_a_required_tool_is_called_alone_and_in_a_batch(store: Path, kind: str) -> None:
-    """By a model of random weights, greedy or sampled, and with the same result alone and in a batch."""
+    """The model has random weights and is greedy or sampled; the answer is the same alone and in a batch."""
 
     async def main() -> None:
         model = chat_model(kind)
@@ -283,7 +283,7 @@ def told(pieces: list[Piece]) -> str:
 
 
 def test_a_grammar_is_freed_with_its_request(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the request finishes or is cancelled."""
+    """This holds for finished and for cancelled requests."""
     grammars: list[weakref.ref[Any]] = []
     real: Callable[..., Request] = LocalBackend._request  # type: ignore[assignment]
 
@@ -378,7 +378,7 @@ def test_an_echo_omits_the_text_of_an_added_special_token(tmp_path: Path) -> Non
 
 
 def test_repetition_penalty_counts_context_question_and_answer(built: Path) -> None:
-    """A tiny penalty makes their tokens come; a large one keeps them away."""
+    """A tiny penalty favours tokens of all three; a large one avoids them."""
     context = set(loaded().tokenizer(text_of("heron")).input_ids)
 
     async def main() -> None:

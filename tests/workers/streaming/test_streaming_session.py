@@ -86,7 +86,7 @@ def test_a_stream_without_evictions_equals_full_attention(family, rope, policy) 
 
 @pytest.mark.parametrize(("family", "rope"), KINDS)
 def test_sinks_and_window_equal_transformers_attention_over_the_kept_rows(family, rope) -> None:
-    """Far beyond the window, so that a row's place and its token differ."""
+    """The text is much longer than the window, so that a row's place and its token's position differ."""
     model, ids = model_of(family, rope), token_ids(80)
     want = plain_logits(
         model.model, ids, lambda token: [r for r in range(token) if r < 4 or r > token - 12]

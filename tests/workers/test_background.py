@@ -10,7 +10,7 @@ from workers.background import BackgroundThread
 WAIT_S = 60
 
 
-def test_calls_are_made_one_after_the_other_and_their_errors_come_back() -> None:
+def test_calls_run_in_order_and_their_errors_are_returned() -> None:
     seen: list[int] = []
     background = BackgroundThread("test")
 
@@ -29,7 +29,7 @@ def test_calls_are_made_one_after_the_other_and_their_errors_come_back() -> None
     assert seen == [1, 2]
 
 
-def test_it_ends_when_it_is_dropped_and_forgets_what_it_has_done() -> None:
+def test_a_background_thread_frees_finished_calls_and_ends_when_dropped() -> None:
     class Thing:
         def use(self) -> None: ...
 

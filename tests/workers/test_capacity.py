@@ -20,7 +20,7 @@ from workers.service import making
 from workers.settings import load_settings
 
 
-def test_weights_that_memory_has_no_room_for_are_refused(
+def test_weights_larger_than_memory_are_refused_unless_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = str(save(tmp_path))  # saved in float32
@@ -43,7 +43,7 @@ def test_weights_that_memory_has_no_room_for_are_refused(
     assert building.show_loading(model, "bfloat16") == "loaded" and not caplog.records
 
 
-def test_what_a_narrower_dtype_needs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_refusal_suggests_the_dtype_that_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = save(tmp_path) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "bfloat16"}))
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1000)
@@ -51,7 +51,7 @@ def test_what_a_narrower_dtype_needs_is_told(tmp_path: Path, monkeypatch: pytest
         building.show_loading(str(tmp_path), "float32")
 
 
-def test_a_gguf_file_is_not_converted_without_room(
+def test_a_gguf_conversion_without_enough_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
@@ -76,7 +76,7 @@ def test_a_gguf_file_is_not_converted_without_room(
     assert capsys.readouterr().err.count("converted to bfloat16 once") == 3
 
 
-def test_decoded_weights_beside_few_bits_count_where_they_cannot_be_put_aside(
+def test_decoded_weights_of_quantized_models_count_unless_written_to_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = save(tmp_path) / "config.json"
@@ -102,7 +102,7 @@ def test_decoded_weights_beside_few_bits_count_where_they_cannot_be_put_aside(
         building.show_loading(str(tmp_path), "bfloat16", weights="int4")
 
 
-def test_the_text_model_of_one_that_sees_images_is_mapped_in_the_dtype_of_the_whole(
+def test_a_multimodal_models_text_model_is_mapped_in_the_top_level_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in published files, only the top level of config.json has a dtype. If there is none, nothing is refused."""

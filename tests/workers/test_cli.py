@@ -1,4 +1,4 @@
-"""The command line as a user meets it: a process, its exit code, its last line."""
+"""The command line as a user runs it: a process, its exit code, its last line."""
 
 import io
 import json
@@ -70,7 +70,7 @@ def artifact(place: Path) -> Path:
     return Path(json.loads((place / "built.json").read_text())["path"])
 
 
-def test_build_reports_what_it_made_and_reuses_it(capsys, place: Path, artifact: Path) -> None:
+def test_build_reports_its_artifact_and_reuses_it(capsys, place: Path, artifact: Path) -> None:
     built = json.loads((place / "built.json").read_text())
     assert (artifact / "manifest.json").is_file()
     assert built["artifact"] == artifact.name
@@ -82,7 +82,7 @@ def test_build_reports_what_it_made_and_reuses_it(capsys, place: Path, artifact:
     assert last_line(again)["reused"] is True
 
 
-def test_build_tells_of_special_tokens_within_a_text(capsys, place: Path) -> None:
+def test_build_warns_of_special_tokens_in_the_text(capsys, place: Path) -> None:
     """Such tokens may end a message, and the author of the text may not be the user who asks."""
     shutil.copytree(place / "model", place / "special")
     tokenizer = byte_tokenizer()
@@ -99,7 +99,7 @@ def test_build_tells_of_special_tokens_within_a_text(capsys, place: Path) -> Non
     assert "special" not in told("A lamp. It is too short.").replace("\n", "").replace(str(place / "special"), "")
 
 
-def test_generate_streams_and_compares(capsys, artifact: Path) -> None:
+def test_generate_streams_an_answer_and_compares_it_with_full_attention(capsys, artifact: Path) -> None:
     done = in_process(
         "generate",
         artifact,
@@ -122,7 +122,7 @@ def test_generate_streams_and_compares(capsys, artifact: Path) -> None:
     assert "reading" not in done.stderr
 
 
-def test_an_answer_by_the_models_own_choice_is_not_called_full_attention(capsys, place: Path, tmp_path: Path) -> None:
+def test_generate_labels_answers_of_a_model_with_its_own_selection(capsys, place: Path, tmp_path: Path) -> None:
     save(tmp_path / "model", "deepseek_v32")
     where = "--model", tmp_path / "model", "--store", tmp_path / "store"
     built = last_line(in_process("build", "--context", place / "text.txt", *where, "--json", capsys=capsys))
@@ -131,7 +131,7 @@ def test_an_answer_by_the_models_own_choice_is_not_called_full_attention(capsys,
     assert said.count("the model's own choice") == 2 and "full attention" not in said
 
 
-def test_a_question_comes_from_standard_input(capsys, artifact: Path) -> None:
+def test_generate_reads_the_prompt_from_standard_input(capsys, artifact: Path) -> None:
     def asked(prompt: str, stdin: bytes = b"") -> dict:
         arguments = "generate", artifact, "--max-new-tokens", 3, "--json", "--prompt", prompt
         return last_line(in_process(*arguments, capsys=capsys, stdin=stdin))
@@ -194,7 +194,7 @@ ASKED = "generate", "{artifact}", "--prompt", "x"
         (("build", "--context", "-"), "standard input holds no text"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_model_is_loaded(
+def test_invalid_options_are_refused_before_a_model_is_loaded(
     capsys, monkeypatch, place, artifact, arguments, words
 ) -> None:
     monkeypatch.setattr(building, "_load_model", lambda *_, **__: pytest.fail("a model is loaded"))
@@ -204,7 +204,9 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("placement", ["device", "hybrid", "host"])
-def test_a_gpu_attends_to_all_rows_in_the_format_that_is_asked_for(capsys, artifact: Path, placement: str) -> None:
+def test_a_gpu_at_keep_1_equals_full_attention_in_the_requested_kv_codec(
+    capsys, artifact: Path, placement: str
+) -> None:
     asked = "generate", artifact, "--prompt", "who?", "--max-new-tokens", 4, "--json", "--kv-codec", "fp8"
     want = last_line(in_process(*asked, "--selector", "full", capsys=capsys))
     got = last_line(in_process(*asked, "--keep", 1.0, "--compare", "--placement", placement, capsys=capsys))
@@ -212,7 +214,7 @@ def test_a_gpu_attends_to_all_rows_in_the_format_that_is_asked_for(capsys, artif
     assert (got["selector"], got["full"]["selector"]) == ("csattn", "full")
 
 
-def test_rows_are_kept_in_the_format_that_is_asked_for(capsys, place: Path, artifact: Path) -> None:
+def test_generate_and_eval_use_the_requested_kv_codec(capsys, place: Path, artifact: Path) -> None:
     """The codec here is fp8: heads are 16 wide, and q8_0 takes multiples of 32."""
     asked = "generate", artifact, "--prompt", "who?", "--max-new-tokens", 4, "--json"
     plain = last_line(in_process(*asked, capsys=capsys))
@@ -277,14 +279,14 @@ def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
     assert min(searched["default"], searched["paper"], searched["magicpig"]) > 0
 
 
-def test_eval_with_all_rows_read_has_no_rest(capsys, place: Path) -> None:
+def test_eval_with_keep_1_reports_no_rest(capsys, place: Path) -> None:
     of_text = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 300, "--eval-len", 2
     assert last_line(in_process(*of_text, "--keep", 1, "--json", capsys=capsys))["results"][0]["rest"] == "none"
     assert last_line(in_process(*of_text, "--json", capsys=capsys))["results"][0]["rest"] == "sketch"
 
 
 @pytest.mark.parametrize("asked", [("build", "--context", "x", "--store"), ("gc", "--store"), ("demo", "--out")])
-def test_an_empty_place_is_not_the_current_directory(capsys, asked: tuple[str, ...]) -> None:
+def test_an_empty_path_is_refused_and_not_the_current_directory(capsys, asked: tuple[str, ...]) -> None:
     refused = in_process(*asked, "", capsys=capsys)
     assert refused.returncode == 2 and "the path is empty; give one" in refused.stderr
 
@@ -300,8 +302,8 @@ def test_eval_stretches_the_model_to_longer_texts(capsys, place: Path) -> None:
     assert result["results"][0]["kl"] == pytest.approx(0, abs=1e-5)
 
 
-def test_eval_says_how_the_rest_is_attended_to(capsys, place: Path) -> None:
-    """This holds for a selector as well as for the preset that has the same index."""
+def test_eval_reports_how_the_rest_is_attended_to(capsys, place: Path) -> None:
+    """A selector and the preset with the same index give the same results."""
     arguments = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 400, "--eval-len", 9
     arguments += "--keep", 0.1, "--window-len", 8, "--presets", "default", "--json"
     done = {
@@ -351,7 +353,7 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
         assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == removed
 
 
-def test_a_result_has_no_need_of_readers_of_what_is_told_beside_it(place: Path, monkeypatch) -> None:
+def test_commands_work_with_closed_standard_streams(place: Path, monkeypatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with suppress(BrokenPipeError), os.fdopen(writer, "w") as nobody:
@@ -367,7 +369,7 @@ def test_a_result_has_no_need_of_readers_of_what_is_told_beside_it(place: Path, 
             file.close()
 
 
-def test_a_whole_store_is_verified_and_every_fault_told(capsys, artifact: Path, tmp_path: Path) -> None:
+def test_verify_checks_a_whole_store_and_reports_every_fault(capsys, artifact: Path, tmp_path: Path) -> None:
     shutil.copytree(artifact, tmp_path / artifact.name)
     broken = tmp_path / ("0" * 16)
     shutil.copytree(artifact, broken)
@@ -386,7 +388,7 @@ def test_a_whole_store_is_verified_and_every_fault_told(capsys, artifact: Path, 
     assert last_line(done)["intact"]
 
 
-def test_no_order_to_the_terminal_comes_from_an_artifact(capsys, artifact: Path, tmp_path: Path) -> None:
+def test_terminal_escapes_from_an_artifact_are_not_printed(capsys, artifact: Path, tmp_path: Path) -> None:
     path = tmp_path / artifact.name
     shutil.copytree(artifact, path)
 
@@ -403,7 +405,9 @@ def test_no_order_to_the_terminal_comes_from_an_artifact(capsys, artifact: Path,
     assert "does not belong" in shown.stderr and "\x1b" not in shown.stderr
 
 
-def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, artifact: Path, tmp_path: Path) -> None:
+def test_ls_and_inspect_report_the_quantization_of_an_artifacts_weights(
+    capsys, place: Path, artifact: Path, tmp_path: Path
+) -> None:
     line = {"context": str(place / "text.txt"), "weights": "fp8", "dtype": "bfloat16"}
     (tmp_path / "jobs").write_text(json.dumps(line))
     where = "--model", place / "model", "--store", tmp_path / "store", "--json"
@@ -422,7 +426,7 @@ def test_an_artifact_says_what_its_weights_were_rounded_to(capsys, place: Path, 
     assert last_line(in_process("generate", built, "--prompt", "x", "--json", capsys=capsys))
 
 
-def test_what_builds_does_not_hold_few_bits(
+def test_builds_free_the_quantized_weights(
     capsys, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefill multiplies by decoded weights, so a build does not keep the quantized ones."""
@@ -445,7 +449,7 @@ def test_what_builds_does_not_hold_few_bits(
     assert not [module for model in models for module in model.modules() if hasattr(module, "quantized")]
 
 
-def test_what_services_have_kept_is_listed_and_removed_on_request(capsys, tmp_path: Path) -> None:
+def test_ls_lists_and_gc_removes_kept_files_on_request(capsys, tmp_path: Path) -> None:
     (made := tmp_path / "kept" / ("0" * 32) / "0123456789abcdef").mkdir(parents=True)
     (made / "layer").write_bytes(b"x" * 5000)
     (tmp_path / "kept" / "0.block").write_bytes(b"x" * 2048)
@@ -468,7 +472,7 @@ def test_what_services_have_kept_is_listed_and_removed_on_request(capsys, tmp_pa
 
 
 @pytest.mark.parametrize("verb", ["ls", "gc"])
-def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: str) -> None:
+def test_a_missing_store_is_refused_and_not_treated_as_empty(capsys, place: Path, verb: str) -> None:
     done = in_process(verb, "--store", place / "stroe", capsys=capsys)
     assert done.returncode == 1 and f"there is no store at {place}/stroe; `csattn build` makes one" in done.stderr
     (place / "notes.txt").touch()
@@ -542,7 +546,7 @@ def test_a_store_that_is_not_there_is_no_empty_one(capsys, place: Path, verb: st
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )
-def test_bad_input_is_a_sentence_and_an_exit_code(capsys, place, artifact, arguments, exit_code, words) -> None:
+def test_bad_input_exits_with_a_code_and_the_reason(capsys, place, artifact, arguments, exit_code, words) -> None:
     (place / "empty.txt").write_text("  \n")
     (place / "latin.txt").write_bytes(b"caf\xe9 " * 100)
     (place / "short.txt").write_text("too short")
@@ -562,7 +566,7 @@ def test_bad_input_is_a_sentence_and_an_exit_code(capsys, place, artifact, argum
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
-def test_a_full_disk_behind_the_output_is_a_sentence() -> None:
+def test_a_full_disk_under_standard_output_is_reported_in_one_line() -> None:
     command = [sys.executable, "-c", "from workers.cli import main; main()", "config", "example", "--json"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=ENV, timeout=120)

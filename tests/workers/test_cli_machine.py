@@ -1,4 +1,4 @@
-"""`csattn config` and `csattn doctor` as a user meets them."""
+"""`csattn config` and `csattn doctor`, and what all commands share: output, interrupts, memory errors, help."""
 
 import errno
 import io
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def test_config_show_tells_where_each_value_comes_from(capsys, monkeypatch, file: Path) -> None:
+def test_config_show_reports_the_origin_of_each_value(capsys, monkeypatch, file: Path) -> None:
     monkeypatch.setenv("CSATTN_SEARCH_KEEP", "0.2")
     done = in_process("config", "show", "--config", file, "--set", "server.port=8200", "--json", capsys=capsys)
     result = last_line(done)
@@ -48,7 +48,7 @@ def test_config_show_tells_where_each_value_comes_from(capsys, monkeypatch, file
     assert "hush" not in done.stdout + done.stderr and "***" in done.stdout
 
 
-def test_config_example_is_a_file_that_config_show_reads(capsys, tmp_path: Path) -> None:
+def test_config_show_reads_the_file_that_config_example_prints(capsys, tmp_path: Path) -> None:
     done = in_process("config", "example", capsys=capsys)
     assert done.returncode == 0 and done.stdout == example()
     assert last_line(in_process("config", "example", "--json", capsys=capsys)) == {"toml": example()}
@@ -67,7 +67,7 @@ def test_config_example_is_a_file_that_config_show_reads(capsys, tmp_path: Path)
         (["config", "shew"], 2, "No such command"),
     ],
 )
-def test_settings_that_cannot_be_are_a_sentence_and_an_exit_code(capsys, arguments, exit_code, words) -> None:
+def test_invalid_settings_exit_with_a_code_and_the_reason(capsys, arguments, exit_code, words) -> None:
     done = in_process(*arguments, "--json", capsys=capsys)
     assert done.returncode == exit_code
     assert words in done.stderr and "Traceback" not in done.stderr
@@ -91,7 +91,7 @@ def test_doctor_finds_this_machine_usable(tmp_path: Path, capsys, monkeypatch) -
     assert not (tmp_path / "store").exists()
 
 
-def test_doctor_exits_with_1_where_there_is_a_problem(capsys, monkeypatch) -> None:
+def test_doctor_exits_with_1_on_a_problem(capsys, monkeypatch) -> None:
     answers = {
         name: {"error": "it is broken"} for name in ("torch", "numba", "memory", "store", "kept", "faiss", "ray")
     }
@@ -105,14 +105,14 @@ def test_doctor_exits_with_1_where_there_is_a_problem(capsys, monkeypatch) -> No
     assert "pip install --force-reinstall torch" in done.stdout
 
 
-def test_a_table_in_a_narrow_terminal_loses_nothing() -> None:
+def test_a_table_in_a_narrow_terminal_loses_no_text() -> None:
     console = Console(file=io.StringIO(), width=30)
     console.print(terminal.table("", ["artifact", "dtype", "size"], [["595eb984d497a3ad", "bfloat16", "126.8 MiB"]]))
     letters = "".join(filter(str.isalnum, console.file.getvalue()))  # type: ignore[attr-defined]
     assert len(letters) == len("artifactdtypesize" + "595eb984d497a3ad" + "bfloat16" + "1268MiB")
 
 
-def test_a_terminal_shows_what_its_encoding_lacks_in_other_letters(tmp_path: Path) -> None:
+def test_characters_missing_from_the_terminals_encoding_are_escaped(tmp_path: Path) -> None:
     store = tmp_path / "\u5e97\u00e9"  # Big5 can encode the first character, but not the second
     store.mkdir()
     environment = {**os.environ, "PYTHONIOENCODING": "big5"}
@@ -124,7 +124,7 @@ def test_a_terminal_shows_what_its_encoding_lacks_in_other_letters(tmp_path: Pat
     assert json.loads(output.splitlines()[-1])["store"] == str(store)
 
 
-def test_columns_are_as_wide_as_what_the_encoding_makes_of_them() -> None:
+def test_table_columns_align_with_escaped_characters() -> None:
     written = TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
     rows = [["手册.txt", "1"], ["latin\udcfc", "2"], ["plain", "3"]]
     type(terminal.out)(file=written, width=80).print(terminal.table("", ["source", "size"], rows))
@@ -134,7 +134,7 @@ def test_columns_are_as_wide_as_what_the_encoding_makes_of_them() -> None:
 
 
 @pytest.mark.parametrize("verb", [("generate", "store/0"), ("stream",)])
-def test_a_prompt_that_is_no_text_is_a_sentence(capsys, verb) -> None:
+def test_a_prompt_that_is_not_utf_8_is_refused_with_the_reason(capsys, verb) -> None:
     done = in_process(*verb, "--prompt", "a\udcff", capsys=capsys)
     assert done.returncode == 1 and "--prompt is not UTF-8 text (character 1)" in done.stderr
 
@@ -150,18 +150,18 @@ def test_a_prompt_that_is_no_text_is_a_sentence(capsys, verb) -> None:
         ("doctor",),
     ],
 )
-def test_an_empty_model_is_not_the_demo_model(capsys, arguments) -> None:
+def test_an_empty_model_name_is_refused_and_not_the_demo_model(capsys, arguments) -> None:
     given = [""] if arguments == ("doctor",) else ["--model", ""]
     done = in_process(*arguments, *given, capsys=capsys)
     assert done.returncode == 1 and "a hub id, got ''; give one, or leave it out" in done.stderr
 
 
-def test_doctor_refuses_weights_of_no_model(capsys) -> None:
+def test_doctor_refuses_weights_without_a_model(capsys) -> None:
     done = in_process("doctor", "--weights", "int4", capsys=capsys)
     assert done.returncode == 1 and "no model was given; name one, or leave it out" in done.stderr
 
 
-def test_what_is_shown_is_what_is_said(capsys) -> None:
+def test_markup_in_printed_text_is_shown_literally(capsys) -> None:
     said = "pip install 'csattn[serve]' [/x] :smile:"
     for show in (terminal.out.print, lambda text: terminal.out.print(terminal.table(text, [text], [[text]]))):
         capsys.readouterr()
@@ -169,7 +169,7 @@ def test_what_is_shown_is_what_is_said(capsys) -> None:
         assert said in capsys.readouterr().out
 
 
-def test_an_answer_is_written_as_the_model_said_it(monkeypatch, capsys) -> None:
+def test_an_answers_whitespace_and_brackets_are_printed_unchanged(monkeypatch, capsys) -> None:
     said = "\tif \u4f60:\n\t\treturn \u3000[/x]\t"
 
     def answer(*given: Any, on_read: Callable[[int, int], None]) -> None:
@@ -183,7 +183,7 @@ def test_an_answer_is_written_as_the_model_said_it(monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_how_much_of_a_question_is_read_shows_on_a_terminal_alone(monkeypatch, is_terminal: bool) -> None:
+def test_reading_progress_is_shown_only_on_a_terminal(monkeypatch, is_terminal: bool) -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=is_terminal, width=80, _environ={"TERM": "xterm"})
     monkeypatch.setattr(terminal, "err", console)
@@ -196,13 +196,15 @@ def test_how_much_of_a_question_is_read_shows_on_a_terminal_alone(monkeypatch, i
     assert is_terminal or not after
 
 
-def test_without_a_verb_there_is_the_help_and_no_more(capsys) -> None:
+def test_csattn_without_a_command_prints_the_help(capsys) -> None:
     done = in_process(capsys=capsys)
     assert done.returncode == 2 and "Usage" in done.stdout + done.stderr and "error" not in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_service_that_ends_before_it_is_ready_is_no_success(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_service_interrupted_before_it_is_ready_exits_with_the_signals_code(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     command = [
         sys.executable,
         "-c",
@@ -224,7 +226,9 @@ def test_a_service_that_ends_before_it_is_ready_is_no_success(tmp_path: Path, nu
 @pytest.mark.parametrize(
     "arguments", [("serve", "--port", "0"), ("build", "--jobs", "jobs.jsonl", "--ray", "local")], ids=lambda of: of[0]
 )
-def test_so_does_one_that_ray_took_the_signal_of(capsys, tmp_path: Path, monkeypatch, arguments) -> None:
+def test_an_interrupt_handled_by_ray_exits_with_the_signals_code(
+    capsys, tmp_path: Path, monkeypatch, arguments
+) -> None:
     """While Ray starts, a signal handler of its own exits the process."""
     (tmp_path / "jobs.jsonl").write_text('{"context": "0.txt"}\n')
     (tmp_path / "0.txt").write_text("A lamp.")
@@ -240,7 +244,7 @@ def test_so_does_one_that_ray_took_the_signal_of(capsys, tmp_path: Path, monkeyp
     assert json.loads(done.stdout.strip().splitlines()[-1])["error"]["type"] == "Interrupted"
 
 
-def test_an_interrupt_is_no_success(capsys, monkeypatch) -> None:
+def test_an_interrupt_exits_with_130(capsys, monkeypatch) -> None:
     def interrupted(store):
         raise KeyboardInterrupt
 
@@ -262,7 +266,7 @@ def test_an_interrupt_is_no_success(capsys, monkeypatch) -> None:
     ],
     ids=["numpy", "torch", "Python", "safetensors", "a GPU", "a memory map"],
 )
-def test_memory_that_cannot_be_had_is_a_sentence(capsys, monkeypatch, error, words) -> None:
+def test_out_of_memory_is_reported_with_the_reason(capsys, monkeypatch, error, words) -> None:
     def listing(store):
         if isinstance(error, Exception):
             raise error
@@ -275,7 +279,7 @@ def test_memory_that_cannot_be_had_is_a_sentence(capsys, monkeypatch, error, wor
     assert json.loads(done.stdout.strip().splitlines()[-1])["error"]["type"] == "MemoryError"
 
 
-def test_another_error_of_a_library_keeps_its_traceback(capsys, monkeypatch) -> None:
+def test_an_unexpected_error_keeps_its_traceback(capsys, monkeypatch) -> None:
     def listing(store):
         raise RuntimeError("sizes of tensors must match")
 
@@ -284,14 +288,14 @@ def test_another_error_of_a_library_keeps_its_traceback(capsys, monkeypatch) -> 
         in_process("ls", capsys=capsys)
 
 
-def test_the_version_is_told_without_a_verb(capsys) -> None:
+def test_version_option_prints_the_version(capsys) -> None:
     done = in_process("--version", capsys=capsys)
     assert (done.returncode, done.stdout) == (0, f"csattn {version.full_version()}\n")
     assert "--version" in in_process("--help", capsys=capsys).stdout
 
 
 @pytest.mark.parametrize("verb", ["build", "generate", "stream", "eval", "serve"])
-def test_help_tells_defaults_that_are_chosen_later(capsys, monkeypatch, verb) -> None:
+def test_help_shows_defaults_that_are_computed_later(capsys, monkeypatch, verb) -> None:
     """Square brackets within a help text would be taken for markup and vanish."""
     monkeypatch.setenv("COLUMNS", "200")
     output = in_process(verb, "--help", capsys=capsys).stdout
@@ -299,7 +303,7 @@ def test_help_tells_defaults_that_are_chosen_later(capsys, monkeypatch, verb) ->
     assert f"[default: ({model})]" in output and "all cores" in output
 
 
-def test_help_tells_where_layers_are_searched_ahead(capsys, monkeypatch) -> None:
+def test_help_lists_the_placements_with_lookahead_by_default(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     ahead = [placement for placement in ("cpu", "device", "hybrid", "host") if default_lookahead(placement)]
     assert default_lookahead("cpu", rows_on_disk=True) == 1
@@ -307,7 +311,7 @@ def test_help_tells_where_layers_are_searched_ahead(capsys, monkeypatch) -> None
     assert f"1 in placement {', '.join(ahead)} or with rows on disk, else 0" in output
 
 
-def test_neither_loads_a_heavy_library() -> None:
+def test_importing_the_command_line_loads_no_heavy_library() -> None:
     program = (
         "import sys; import workers.cli.app, workers.cli.doctor_command, workers.settings, workers.doctor.facts; "
         "print([name for name in ('torch', 'numba', 'faiss', 'numpy', 'ray') if name in sys.modules])"
@@ -319,7 +323,7 @@ def test_neither_loads_a_heavy_library() -> None:
 @pytest.mark.parametrize(
     ("options", "words"), [(("--local",), "needs fastapi, which"), ((), "needs fastapi, ray, which")]
 )
-def test_a_service_without_its_packages_is_a_sentence(capsys, monkeypatch, options, words) -> None:
+def test_serve_without_its_packages_names_the_missing_ones(capsys, monkeypatch, options, words) -> None:
     found = {"prometheus_client", "uvicorn"}
     monkeypatch.setattr(serving, "find_spec", lambda name: object() if name in found else None)
     done = in_process("serve", *options, capsys=capsys)
@@ -327,14 +331,14 @@ def test_a_service_without_its_packages_is_a_sentence(capsys, monkeypatch, optio
     assert words in done.stderr and "pip install" in done.stderr
 
 
-def test_a_ray_cluster_that_is_not_there_is_told_of_at_once(tmp_path: Path) -> None:
+def test_an_unreachable_ray_cluster_is_reported_at_once(tmp_path: Path) -> None:
     """Ray itself retries for minutes, longer than a process may take in these tests."""
     pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
     done = csattn("serve", "--store", tmp_path, "--port", 0, "--set", "ray.address=127.0.0.1:1")
     assert done.returncode == 1 and "no Ray cluster can be reached" in done.stderr
 
 
-def test_the_version_names_the_commit_of_a_wheel_or_of_a_checkout(tmp_path, monkeypatch) -> None:
+def test_full_version_has_the_commit_of_a_wheel_or_checkout(tmp_path, monkeypatch) -> None:
     package = tmp_path / "csattn"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -20,7 +20,7 @@ def store(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_attention_received_is_what_eager_attention_gives(store, family) -> None:
+def test_attention_received_equals_eager_attention(store, family) -> None:
     model, ids = loaded(family), token_ids(CONTEXT_LEN)
     before = model.model.config._attn_implementation
     with open_artifact(build_artifact(model, ids, preset("default"), store).path) as artifact:
@@ -41,7 +41,7 @@ def test_attention_received_is_what_eager_attention_gives(store, family) -> None
         assert layer.group_size == 2
 
 
-def test_the_model_passes_over_the_context_once_and_only_if_asked(store) -> None:
+def test_attention_received_runs_the_model_once_and_only_on_demand(store) -> None:
     model, num_tokens = loaded(), []
     path = build_artifact(model, token_ids(CONTEXT_LEN), preset("default"), store).path
     hook = model.model.model.embed_tokens.register_forward_pre_hook(lambda _, args: num_tokens.append(args[0].numel()))

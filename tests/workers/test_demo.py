@@ -67,7 +67,7 @@ def test_facts_are_spread_over_the_document(document):
     assert max(places) > 0.6
 
 
-def test_the_table_is_made_from_the_answers():
+def test_the_comparison_table_is_made_from_the_answers():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(demo.comparison([make_exchange("It is the petrel.", "No idea."), make_exchange("A", "A")]))
     first, second = (line for line in console.export_text().splitlines() if "boat" in line)
@@ -77,7 +77,7 @@ def test_the_table_is_made_from_the_answers():
     assert [cell.strip() for cell in second.split("│")[2:4]] == ["no / no", "yes"]
 
 
-def test_the_json_says_who_was_right():
+def test_the_json_reports_which_answers_were_right():
     said = make_exchange("The PETREL", "The gull").to_json()
     assert (said["sparse"]["right"], said["full"]["right"], said["same_text"]) == (True, False, False)
     assert said["share_read"] == 0.0625

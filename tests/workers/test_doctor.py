@@ -71,7 +71,7 @@ def one(found: list[Finding], check: str) -> Finding:
 
 
 @pytest.mark.parametrize("healthy", [machine(), gpu_machine()], ids=["cpu", "gpu"])
-def test_a_healthy_machine_has_nothing_to_mend(healthy: Facts) -> None:
+def test_a_healthy_machine_has_only_ok_findings(healthy: Facts) -> None:
     found = examine(healthy)
     assert {finding.status for finding in found} == {"ok"}, found
     assert len(found) >= len(CHECKS) - 1
@@ -163,7 +163,9 @@ SICK = {"pinned": False, "how": "the driver refused to page-lock 1048576 bytes o
         ),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_what_to_do(sick: Facts, check: str, status: str, words: str, remedy: str) -> None:
+def test_each_problem_is_reported_with_its_remedy(
+    sick: Facts, check: str, status: str, words: str, remedy: str
+) -> None:
     found = examine(sick)
     worst = one(found, check)
     assert (worst.status, words in worst.text, remedy in worst.remedy) == (status, True, True), worst
@@ -171,7 +173,7 @@ def test_what_is_wrong_is_named_with_what_to_do(sick: Facts, check: str, status:
     assert not others, others
 
 
-def test_every_probe_may_fail_at_once() -> None:
+def test_all_probes_failing_at_once_are_reported() -> None:
     sick = machine(probed=dict.fromkeys(machine().probes, MISSING))
     found = examine(sick)
     assert {f.check for f in found if f.status == "problem"} == {"torch", "faiss", "numba", "ray", "store"}
@@ -181,13 +183,13 @@ def test_every_probe_may_fail_at_once() -> None:
     assert all(finding.remedy for finding in found if finding.status == "problem")
 
 
-def test_what_is_missing_is_well_where_nothing_needs_it() -> None:
+def test_missing_optional_packages_are_ok() -> None:
     bare = machine({"faiss-cpu": "1"}, {"triton": MISSING, "ray": MISSING})
     assert {finding.status for finding in examine(bare)} == {"ok"}
     assert "csattn[serve]" in one(examine(bare), "ray").remedy
 
 
-def test_a_quota_above_the_cpus_is_no_limit() -> None:
+def test_a_cpu_quota_above_the_number_of_cpus_is_ok() -> None:
     assert check_cpus(machine(cpu_quota=64.0))[0].status == "ok"
 
 
@@ -196,14 +198,14 @@ def test_versions_are_compared_as_numbers() -> None:
     assert release("3") == (3, 0) and release("2.7rc1") == (2, 0) and release("unknown") == (0, 0)
 
 
-def test_a_second_device_is_told_of_too() -> None:
+def test_every_gpu_is_reported() -> None:
     torch = {"version": "2.11.0", "cuda": "12.8", "devices": [DEVICE, DEVICE], "pinning": None}
     found = check_device(gpu_machine(probed={"torch": torch}))
     assert [finding.text[:5] for finding in found] == ["GPU 0", "GPU 1"]
     assert "driver 570.1" in found[0].text
 
 
-def test_a_gpu_that_kernels_do_not_run_on_is_told_of() -> None:
+def test_a_gpu_too_old_for_the_kernels_is_a_warning() -> None:
     older = DEVICE | {"missing": "compute capability 8.0 or more, and Tesla T4 has 7.5"}
     torch = {"version": "2.11.0", "cuda": "12.8", "devices": [older], "pinning": None}
     (finding,) = check_device(gpu_machine(probed={"torch": torch}))
@@ -213,14 +215,14 @@ def test_a_gpu_that_kernels_do_not_run_on_is_told_of() -> None:
 @pytest.mark.parametrize(
     ("rate", "told"), [(1990.0, "6 times as fast"), (660.0, "2 times"), (650.0, None), (0.1, None)]
 )
-def test_a_cpu_with_instructions_for_16_bits_is_told_of_them(rate: float, told: str | None) -> None:
+def test_bfloat16_is_suggested_on_cpus_where_it_is_faster(rate: float, told: str | None) -> None:
     found = {"version": "2.13.0+cpu", "cuda": None, "devices": [], "products": {"float32": 330.0, "bfloat16": rate}}
     (finding,) = check_device(machine(probed={"torch": found}))
     assert finding.status == "ok" and "run on the CPU." in finding.text
     assert (told in finding.text and "--dtype bfloat16" in finding.text) if told else "bfloat16" not in finding.text
 
 
-def test_how_fast_a_cpu_multiplies_is_measured() -> None:
+def test_the_torch_probe_measures_cpu_product_rates() -> None:
     rates = probes.probe_torch().get("products")
     if torch.cuda.is_available():
         assert rates is None
@@ -228,23 +230,23 @@ def test_how_fast_a_cpu_multiplies_is_measured() -> None:
         assert set(rates) == {"float32", "bfloat16"} and all(0 < rate < 1e6 for rate in rates.values())
 
 
-def test_a_library_without_a_package_is_judged_by_what_it_says() -> None:
+def test_a_library_installed_without_a_package_is_reported_by_its_version() -> None:
     assert "CuPy 14.2." in check_cupy(gpu_machine({}))[0].text
     assert check_faiss(machine({"ray": "2.60.0"}))[0].text.endswith("from no package.")
 
 
 @pytest.mark.parametrize(("kmeans", "status"), [("faiss", "problem"), ("torch", "ok")])
-def test_where_torch_places_centroids_faiss_may_be_missing(monkeypatch, kmeans: str, status: str) -> None:
+def test_missing_faiss_is_ok_only_where_torch_runs_kmeans(monkeypatch, kmeans: str, status: str) -> None:
     monkeypatch.setattr(checks, "KMEANS_ON_CPU", kmeans)
     assert check_faiss(machine({"ray": "2.60.0"}, {"faiss": MISSING}))[0].status == status
 
 
-def test_where_there_is_a_gpu_it_says_that_faiss_needs_none() -> None:
+def test_faiss_is_reported_as_unneeded_on_a_usable_gpu() -> None:
     assert check_faiss(gpu_machine({}))[0].text.endswith("torch is faster on a GPU, and faiss-gpu is not needed.")
     assert "faster" not in check_faiss(machine(gpus=(H200,)))[0].text, "torch cannot use it"
 
 
-def test_nvidia_smi_is_read_line_by_line() -> None:
+def test_parse_gpus_skips_unreadable_lines_of_nvidia_smi() -> None:
     broken = "failed to read, 570.1, [N/A], [N/A], 5, 16"
     text = f"NVIDIA H200, 570.1, 140000, 143771, 5, 16\n{broken}\n\nNo devices were found\n"
     assert facts.parse_gpus(text) == (H200,)
@@ -254,13 +256,13 @@ def test_nvidia_smi_is_read_line_by_line() -> None:
 @pytest.mark.parametrize(
     ("text", "quota"), [("max 100000", None), ("150000 100000", 1.5), ("nonsense", None), (None, None)]
 )
-def test_the_container_says_how_much_cpu_time_it_gives(tmp_path: Path, text: str | None, quota: float | None) -> None:
+def test_cpu_quota_is_read_from_cpu_max(tmp_path: Path, text: str | None, quota: float | None) -> None:
     if text is not None:
         (tmp_path / "cpu.max").write_text(text)
     assert facts.cpu_quota(tmp_path) == quota
 
 
-def test_a_store_is_probed_without_a_trace(tmp_path: Path) -> None:
+def test_probing_a_store_creates_no_files(tmp_path: Path) -> None:
     store = tmp_path / "deep" / "store"
     found = probes.probe_store(str(store))
     assert (found["exists"], found["is_directory"], found["writable"]) == (False, True, True)
@@ -277,12 +279,12 @@ def test_a_store_is_probed_without_a_trace(tmp_path: Path) -> None:
     ("artifacts", "num_bytes", "words"),
     [(0, 0, "0 usable artifacts"), (1, 43_620_762, "1 usable artifact of format 2 (41.6 MiB), and 90.00 GiB free.")],
 )
-def test_a_store_is_told_of_as_people_read_it(artifacts: int, num_bytes: int, words: str) -> None:
+def test_a_store_is_summarised_in_readable_units(artifacts: int, num_bytes: int, words: str) -> None:
     store = {**STORE, "artifacts": artifacts, "size_bytes": num_bytes}
     assert f"The store at store has {words}" in one(examine(machine(probed={"store": store})), "store").text
 
 
-def test_what_services_have_kept_is_told_where_there_is_any() -> None:
+def test_kept_files_are_reported_only_where_there_are_any() -> None:
     finding = one(examine(machine()), "kept")
     assert finding.status == "ok"
     assert "store/kept takes 1.70 GiB, of at most 80.00 GiB; contexts and rows may each" in finding.text
@@ -290,7 +292,7 @@ def test_what_services_have_kept_is_told_where_there_is_any() -> None:
     assert not [of for of in examine(machine(probed={"kept": none})) if of.check == "kept"]
 
 
-def test_what_services_have_kept_is_measured_against_this_environments_settings(tmp_path: Path, monkeypatch) -> None:
+def test_kept_files_are_measured_against_the_environments_settings(tmp_path: Path, monkeypatch) -> None:
     (place := tmp_path / "kept" / ("0" * 32) / "0123456789abcdef").mkdir(parents=True)
     (place / "layer").write_bytes(b"1234567")
     (tmp_path / "kept" / "0.block").write_bytes(b"123")
@@ -302,13 +304,13 @@ def test_what_services_have_kept_is_measured_against_this_environments_settings(
     assert probes.probe_kept(str(tmp_path / "none"))["num_contexts"] == 0
 
 
-def test_a_file_is_no_store(tmp_path: Path) -> None:
+def test_a_file_is_not_a_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         assert probes.probe_store(str(path))["is_directory"] is False
 
 
-def test_a_store_that_is_read_only_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_store_is_reported_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: object) -> None:
         raise OSError(30, "Read-only file system")
 
@@ -317,7 +319,7 @@ def test_a_store_that_is_read_only_is_told(tmp_path: Path, monkeypatch: pytest.M
     assert (found["writable"], found["refusal"]) == (False, "Read-only file system")
 
 
-def test_numba_without_a_place_for_its_cache_still_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numba_without_a_cache_directory_is_reported_and_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     import numba
 
     assert probes.probe_numba()["keeps"] is True
@@ -342,7 +344,7 @@ def test_numba_without_a_place_for_its_cache_still_compiles(monkeypatch: pytest.
     ],
     ids=["error", "signal", "exit", "silence"],
 )
-def test_a_library_that_fails_in_any_way_is_an_answer(
+def test_a_library_that_fails_to_import_is_reported_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, words: str
 ) -> None:
     (tmp_path / "ailing.py").write_text(body)
@@ -350,13 +352,13 @@ def test_a_library_that_fails_in_any_way_is_an_answer(
     assert words in facts.ask("import", "ailing")["error"]
 
 
-def test_a_library_that_hangs_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_hangs_on_import_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hanging.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     assert facts.ask("import", "hanging", timeout_s=0.5) == {"error": "no answer within 0.5 s"}
 
 
-def test_a_library_that_talks_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_library_does_not_disturb_its_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "chatty.py").write_text(
         "import atexit\nprint('hello')\natexit.register(print, 'bye')\n__version__ = '1.2'\n"
     )
@@ -365,13 +367,13 @@ def test_a_library_that_talks_is_understood(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_seen_and_pins() -> None:
+def test_a_gpu_is_found_and_memory_can_be_pinned() -> None:
     torch = probes.probe_torch()
     assert torch["devices"] and torch["devices"][0]["free_bytes"] > 0
     assert torch["pinning"]["pinned"], torch["pinning"]
 
 
-def test_a_model_is_told_what_it_takes_and_what_it_is_refused_for(tmp_path: Path) -> None:
+def test_a_models_memory_needs_and_limitations_are_reported(tmp_path: Path) -> None:
     """The config is enough: there are no weights here."""
     sizes = {"max_position_embeddings": 65_536, "head_dim": 24}
     tiny_config("gemma2", **sizes).save_pretrained(tmp_path)
@@ -393,7 +395,7 @@ def test_a_model_is_told_what_it_takes_and_what_it_is_refused_for(tmp_path: Path
     assert "float32" not in examine_model(str(tmp_path), gpu_machine())[0].text
 
 
-def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_memory_needs_when_quantized_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sizes, "has_disk_space", lambda num_bytes: True)
     config = tiny_config("llama", hidden_size=1024, intermediate_size=3072, num_hidden_layers=20, vocab_size=1000)
     config.save_pretrained(tmp_path)
@@ -426,7 +428,9 @@ def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("devices", [[], [{**DEVICE, "free_bytes": 1000}]], ids=["cpu", "gpu"])
-def test_what_is_published_in_8_bits_is_not_to_be_rounded(devices: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_quantizing_is_not_suggested_for_a_model_published_in_8_bits(
+    devices: list[dict[str, Any]], tmp_path: Path
+) -> None:
     """`load_model` refuses to round it."""
     config = tiny_config("llama")
     config.quantization_config = {"quant_method": "gptq", "bits": 8, "group_size": 128}
@@ -437,7 +441,7 @@ def test_what_is_published_in_8_bits_is_not_to_be_rounded(devices: list[dict[str
     assert found.status == "warning" and "smaller model" in found.remedy and "--weights" not in found.remedy
 
 
-def test_disk_is_told_of_experts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reported_disk_need_includes_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sizes, "has_disk_space", lambda num_bytes: True)
     config = tiny_config("mixtral", hidden_size=256, intermediate_size=8192, num_local_experts=8)
     config.save_pretrained(tmp_path)
@@ -450,7 +454,7 @@ def test_disk_is_told_of_experts_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "--weights int4 --dtype bfloat16" in examine_model(str(tmp_path), small)[0].remedy
 
 
-def test_a_model_that_chooses_by_itself_is_told_where(tmp_path: Path) -> None:
+def test_placements_of_models_with_their_own_selection_are_reported(tmp_path: Path) -> None:
     tiny_config("deepseek_v32", max_position_embeddings=65_536).save_pretrained(tmp_path)
     found = needs, on_gpu, stream = examine_model(str(tmp_path), machine())
     assert (
@@ -474,14 +478,14 @@ def test_a_model_with_a_damaged_config_is_a_problem(tmp_path: Path, damage: dict
     assert finding.status == "problem" and finding.text.startswith(str(tmp_path))
 
 
-def test_a_model_that_is_refused_is_a_problem(tmp_path: Path) -> None:
+def test_an_unsupported_or_missing_model_is_a_problem(tmp_path: Path) -> None:
     MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
     for name in (str(tmp_path), str(tmp_path / "none")):
         (finding,) = examine_model(name, machine())
         assert finding.status == "problem" and finding.remedy
 
 
-def test_a_gguf_file_is_looked_at_and_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_is_examined_without_being_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     file = str(write_gguf(tmp_path / "model.gguf"))
     needed = conversion_bytes(read_config(file), 2)

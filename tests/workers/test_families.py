@@ -98,7 +98,7 @@ def test_all_families_are_tested() -> None:
     assert {tiny_config(name).model_type for name in ALL_FAMILIES} == FAMILIES.keys() - newer
 
 
-def test_a_session_says_what_transformers_says(family: Family) -> None:
+def test_session_logits_equal_transformers(family: Family) -> None:
     model = family.loaded.model
     num_tokens = NUM_TOKENS if attends_within_reach(model) else FEW_TOKENS
     with csattn_session(family.loaded, family.artifact, SearchConfig(keep=1.0), num_threads=2) as session:
@@ -111,7 +111,7 @@ def test_a_session_says_what_transformers_says(family: Family) -> None:
     assert tokens == want.argmax(1).tolist() and len(tokens) == num_tokens
 
 
-def test_a_sparse_run_comes_closer_the_more_it_keeps(family: Family) -> None:
+def test_divergence_from_full_attention_falls_with_keep(family: Family) -> None:
     following = token_ids(40, seed=6).tolist()
     by_keep = []
     with CpuEngine(family.loaded, num_threads=2) as engine:
@@ -140,7 +140,7 @@ def read(engine: StepEngine, config: SearchConfig, following: list[int], selecto
     return logits
 
 
-def test_a_build_that_is_cut_goes_on_and_gives_the_same_bytes(family: Family, tmp_path: Path) -> None:
+def test_an_interrupted_build_resumes_to_the_same_bytes(family: Family, tmp_path: Path) -> None:
     class Cut(Exception):
         """Interrupts a build."""
 
@@ -158,7 +158,7 @@ def test_a_build_that_is_cut_goes_on_and_gives_the_same_bytes(family: Family, tm
         assert family.artifact.layer_kv(layer_idx).shape[1] == model.num_kept(layer_idx, len(CONTEXT))
 
 
-def test_requests_beside_each_other_say_what_each_says_alone(family: Family, rng: np.random.Generator) -> None:
+def test_concurrent_requests_equal_each_alone(family: Family, rng: np.random.Generator) -> None:
     configs = [
         SearchConfig(keep=keep, window_len=16, lookahead=ahead) for keep, ahead in ((0.1, 1), (0.2, 0), (1.0, 0))
     ]
@@ -172,7 +172,7 @@ def test_requests_beside_each_other_say_what_each_says_alone(family: Family, rng
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("placement", ["device", "hybrid"])
-def test_a_gpu_says_what_transformers_says(family: Family, placement: str) -> None:
+def test_gpu_logits_equal_transformers(family: Family, placement: str) -> None:
     following = token_ids(NUM_TOKENS, seed=6).tolist()
     if family.is_on_device and placement != "device":
         with pytest.raises(ConfigError, match="choose placement device"):
@@ -185,7 +185,7 @@ def test_a_gpu_says_what_transformers_says(family: Family, placement: str) -> No
 
 
 @pytest.mark.parametrize("family", [*EMULATED, *OWN_CHOICE], indirect=True)
-def test_the_devices_kernels_say_what_transformers_says(
+def test_emulated_gpu_kernels_equal_transformers(
     family: Family, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels are emulated on the CPU, for a few tokens of the families with the most kinds of layers."""
@@ -203,7 +203,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
         yield Family(model, artifact)
 
 
-def test_wide_heads_say_what_transformers_says(wide: Family) -> None:
+def test_wide_heads_equal_transformers(wide: Family) -> None:
     following = token_ids(5, seed=6).tolist()
     assert [wide.artifact.layer_kv(i).shape[2:].numel() for i in range(4)] == [512, 1024, 512, 1024]
     with CpuEngine(wide.loaded, num_threads=2) as engine:
@@ -215,7 +215,7 @@ def test_wide_heads_say_what_transformers_says(wide: Family) -> None:
 
 
 @pytest.mark.parametrize("placement", ["device", "hybrid"])
-def test_the_devices_kernels_take_wide_heads(
+def test_emulated_gpu_kernels_equal_transformers_with_wide_heads(
     wide: Family, placement: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulate(emulator, monkeypatch)
@@ -224,7 +224,7 @@ def test_the_devices_kernels_take_wide_heads(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("placement", ["device", "hybrid", "host"])
-def test_a_gpu_takes_wide_heads(wide: Family, placement: str) -> None:
+def test_gpu_logits_equal_transformers_with_wide_heads(wide: Family, placement: str) -> None:
     compare_on_gpu(wide, placement, token_ids(NUM_TOKENS, seed=6).tolist())
 
 
@@ -250,7 +250,7 @@ def compare_on_gpu(family: Family, placement: str, following: list[int], **optio
 
 
 @pytest.mark.parametrize("name", ALL_FAMILIES)
-def test_what_is_described_is_there(name: str) -> None:
+def test_weights_match_the_models_description_and_cover_all_matrices(name: str) -> None:
     """The weights found in a model are all of its matrices, each once."""
     model = loaded(name).model
     weights = weights_of(model)
@@ -313,7 +313,7 @@ def matrices_of(model: torch.nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ALL_FAMILIES)
-def test_the_definition_says_what_transformers_says(name: str) -> None:
+def test_model_runner_on_cpu_equals_transformers(name: str) -> None:
     """The decode loop runs on a CPU: the same description of layers, over the operations in torch."""
     model = loaded(name).model
     runner, context_len = make_runner(model), CONTEXT_LENS[0]

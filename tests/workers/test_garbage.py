@@ -1,4 +1,4 @@
-"""Processes collect garbage less often than by default, all with the same settings."""
+"""All processes use the same settings, by which Python's garbage collector runs less often than by default."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ reduce_gc()
 NANOBIND = 'kept = type("nb_type_0", (type,), {"__module__": "nanobind"})'
 
 
-def test_there_is_one_place_that_says_how() -> None:
+def test_garbage_collection_is_configured_in_one_module() -> None:
     sources = {
         path: path.read_text() for package in ("workers", "index_build") for path in (ROOT / package).rglob("*.py")
     }
@@ -27,11 +27,11 @@ def test_there_is_one_place_that_says_how() -> None:
     assert sorted(calling) == ["attention_actor.py", "entry.py", "probes.py", "standby.py"]
 
 
-def test_it_is_looked_for_less_and_no_more_at_the_end() -> None:
+def test_reduce_gc_raises_the_threshold_and_skips_the_collection_at_exit() -> None:
     ended = subprocess.run([sys.executable, "-c", SAYS], capture_output=True, text=True, check=True)
     assert ended.stdout.split() == ["10000", "True"]
 
 
-def test_it_is_looked_for_at_the_end_where_nanobind_would_tell_of_leaks() -> None:
+def test_reduce_gc_collects_at_exit_where_nanobind_would_report_leaks() -> None:
     ended = subprocess.run([sys.executable, "-c", SAYS + NANOBIND], capture_output=True, text=True, check=True)
     assert ended.stdout.split() == ["10000", "False"]

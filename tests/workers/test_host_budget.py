@@ -1,4 +1,4 @@
-"""A context within a host budget decodes bit for bit as one in memory; what cannot work is refused in a sentence."""
+"""A context within a host budget decodes bit for bit like one in memory; unsupported cases are refused."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ def logits(session, num_tokens: int = 24) -> torch.Tensor:
 
 @pytest.mark.parametrize("selector", ["csattn", "full", "window"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_within_a_budget_the_bits_are_those_of_memory(artifact, selector, lookahead) -> None:
+def test_logits_within_a_host_budget_equal_those_in_memory(artifact, selector, lookahead) -> None:
     config = SearchConfig(keep=0.1, window_len=8, lookahead=lookahead)
     budget = least_budget(artifact, selector, config) + 20_000
     with csattn_session(loaded(), artifact, config, selector, host_budget_bytes=budget) as session:
@@ -76,7 +76,7 @@ def test_within_a_budget_the_bits_are_those_of_memory(artifact, selector, lookah
     torch.testing.assert_close(got, at_once, rtol=1e-4, atol=1e-4)
 
 
-def test_nothing_of_the_kv_is_mapped_into_memory(artifact, tmp_path) -> None:
+def test_within_a_host_budget_no_kv_is_mapped_into_memory(artifact, tmp_path) -> None:
     """Opening an artifact maps its files, which takes no memory until a row is touched; within a budget, none is."""
     if not Path("/proc/self/smaps").exists():
         pytest.skip("no /proc/self/smaps here")
@@ -88,7 +88,7 @@ def test_nothing_of_the_kv_is_mapped_into_memory(artifact, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("selector", ["exact", "quest", "h2o"])
-def test_a_selector_that_reads_all_keys_is_refused(artifact, selector) -> None:
+def test_a_host_budget_refuses_selectors_that_read_all_keys(artifact, selector) -> None:
     with (
         pytest.raises(ConfigError, match=f"selector '{selector}' reads all keys from host memory"),
         csattn_session(loaded(), artifact, SearchConfig(), selector, host_budget_bytes=1 << 24),
@@ -96,7 +96,7 @@ def test_a_selector_that_reads_all_keys_is_refused(artifact, selector) -> None:
         pass
 
 
-def test_a_budget_that_is_too_small_names_one_that_is_not(artifact) -> None:
+def test_a_too_small_host_budget_is_refused_with_the_least_sufficient_one(artifact) -> None:
     with (
         pytest.raises(
             TierError, match=r"a host budget of 1,000 bytes is too small .* need [\d,]+ bytes; give at least"
@@ -123,7 +123,7 @@ def test_a_damaged_index_leaves_no_file_open(artifact, tmp_path) -> None:
         assert os.listdir("/dev/fd") == before
 
 
-def test_a_disk_that_fails_in_the_middle_ends_the_answer_with_a_sentence(artifact, monkeypatch) -> None:
+def test_a_disk_error_while_decoding_ends_the_answer_with_the_reason(artifact, monkeypatch) -> None:
     threads = set(threading.enumerate())
     with csattn_session(
         loaded(), artifact, SearchConfig(keep=0.1, lookahead=1), host_budget_bytes=4_000_000

@@ -73,7 +73,7 @@ def steps_of(engine: CpuEngine, selector: str) -> np.ndarray:
 
 @pytest.mark.parametrize("selector", ["csattn", "full", "window", "exact"])
 @pytest.mark.parametrize("text", FORMATS)
-def test_steps_attend_to_what_the_rows_decode_to(wide, artifact, text: str, selector: str) -> None:
+def test_steps_attend_to_the_decoded_rows(wide, artifact, text: str, selector: str) -> None:
     with CpuEngine(wide, num_slots=1, num_threads=2, kv_format=KvFormat.parse(text)) as engine:
         engine.add_context(0, artifact)
         got = steps_of(engine, selector)
@@ -90,14 +90,14 @@ def test_steps_attend_to_what_the_rows_decode_to(wide, artifact, text: str, sele
 
 
 @pytest.mark.parametrize(("text", "share"), [("q8_0", 34 / 64), ("q4_0", 18 / 64), ("k=q8_0,v=q4_0", 26 / 64)])
-def test_bytes_are_those_of_the_format(wide, artifact, text: str, share: float) -> None:
+def test_kv_bytes_are_those_of_the_format(wide, artifact, text: str, share: float) -> None:
     as_float16 = CONTEXT_LEN * 3 * 2 * HEAD_DIM * 2  # 3 layers, K and V, 2 bytes each
     with CpuEngine(wide, num_slots=1, num_threads=1, kv_format=KvFormat.parse(text)) as engine:
         engine.add_context(0, artifact)
         assert engine.counts().kv_bytes == share * as_float16
 
 
-def test_a_service_keeps_rows_as_its_settings_say(wide, artifact) -> None:
+def test_a_services_engine_uses_the_kv_codec_of_its_settings(wide, artifact) -> None:
     settings = Settings(engine=EngineSettings(kv_codec="k=q8_0,v=q4_0", num_threads=1))
     engine = make_engine(settings, wide, None)
     try:
@@ -107,7 +107,7 @@ def test_a_service_keeps_rows_as_its_settings_say(wide, artifact) -> None:
         engine.close()
 
 
-def test_a_session_in_bfloat16_attends_in_float32(tmp_path: Path) -> None:
+def test_a_bfloat16_session_keeps_float32_context_rows(tmp_path: Path) -> None:
     """Context rows that decode to float32 stay in float32, and rows that a request adds stay in bfloat16."""
     model = make_model(num_attention_heads=2, num_key_value_heads=1).to(torch.bfloat16)
     half = wrap_model(model, byte_tokenizer(), "half")
@@ -124,7 +124,7 @@ def test_a_session_in_bfloat16_attends_in_float32(tmp_path: Path) -> None:
             np.testing.assert_allclose(got, logits_of(session), atol=0.1 * np.abs(got).max())
 
 
-def test_heads_that_do_not_fit_are_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_head_sizes_unsupported_by_the_format_are_refused(tmp_path: Path) -> None:
     report = build_artifact(loaded(), token_ids(300), preset("default"), tmp_path)
     form = KvFormat.parse("k=fp8,v=q4_0")
     with open_artifact(report.path) as artifact:
@@ -136,7 +136,7 @@ def test_heads_that_do_not_fit_are_refused_in_a_sentence(tmp_path: Path) -> None
             assert engine.counts().kv_bytes == 0
 
 
-def test_a_format_that_does_not_tell_keys_apart_is_named_once_with_what_does(tmp_path, caplog) -> None:
+def test_a_format_too_coarse_for_the_keys_is_warned_of_once_with_a_better_one(tmp_path, caplog) -> None:
     """The bias of the model's key projection dwarfs the differences between tokens."""
     model = make_model("qwen2", num_attention_heads=2, num_key_value_heads=1)
     with torch.no_grad():

@@ -65,7 +65,7 @@ def logits_of(artifact: Artifact, config: SearchConfig, selector: str, observer=
 
 
 @pytest.mark.parametrize("keeps_top_k", [True, False])
-def test_where_all_is_kept_it_is_full_attention(artifact, example, keeps_top_k) -> None:
+def test_an_own_selector_at_keep_1_equals_full_attention(artifact, example, keeps_top_k) -> None:
     """With keeps_top_k, full attention replaces the selector; without it, the selector has to choose all rows."""
     register("newest_too", example["NewestOfLayer"], About("", "", keeps_top_k))
     try:
@@ -75,7 +75,7 @@ def test_where_all_is_kept_it_is_full_attention(artifact, example, keeps_top_k) 
     torch.testing.assert_close(got, logits_of(artifact, SearchConfig(), "full"), rtol=1e-4, atol=1e-4)
 
 
-def test_it_chooses_the_rows_that_are_attended_to(artifact, example) -> None:
+def test_an_own_selector_chooses_the_attended_rows(artifact, example) -> None:
     seen: list[Seen] = []
     got = logits_of(artifact, SearchConfig(keep=0.1, window_len=8), "newest", seen.append)
     for row in seen:
@@ -87,14 +87,14 @@ def test_it_chooses_the_rows_that_are_attended_to(artifact, example) -> None:
     assert not torch.equal(got, window) and not torch.equal(got, full)
 
 
-def test_it_is_evaluated_as_others_are(artifact, example) -> None:
+def test_an_own_selector_can_be_evaluated(artifact, example) -> None:
     ids = token_ids(10, seed=3)
     baseline = full_attention(loaded(), artifact, ids)
     found = measure(loaded(), artifact, SearchConfig(keep=0.1, window_len=8), "newest", ids, baseline)
     assert found.kl > 0 and found.index_bytes_per_key == found.search_bytes_per_step == 0
 
 
-def test_what_its_first_choice_waits_for_is_no_time_of_its_search(artifact, monkeypatch) -> None:
+def test_an_own_selectors_first_choice_is_not_timed(artifact, monkeypatch) -> None:
     """The first choice takes a second, as if kernels were compiled; later choices take no time."""
     chosen = ChoosesWrongly(rows_of_all_heads(9))
     waits = iter([1.0])
@@ -109,7 +109,7 @@ def test_what_its_first_choice_waits_for_is_no_time_of_its_search(artifact, monk
     assert found.search_ms_per_step < 100
 
 
-def test_the_command_line_and_the_benchmark_know_it(example, monkeypatch) -> None:
+def test_the_command_line_and_the_benchmark_accept_an_own_selector(example, monkeypatch) -> None:
     plans = []
     monkeypatch.setattr(comparing, "compare", lambda text, plan, *others: plans.append(plan) or {})
     app(["eval", "--text", "-", "--selectors", "newest,exact", "--json"], standalone_mode=False)
@@ -119,8 +119,8 @@ def test_the_command_line_and_the_benchmark_know_it(example, monkeypatch) -> Non
     assert [contender.selector for contender in find_contenders("newest,quest")] == ["newest", "quest"]
 
 
-def test_a_service_of_its_process_knows_it_and_one_on_ray_refuses_it(example, tmp_path) -> None:
-    """It is named in the settings, and in a field of a request."""
+def test_a_local_service_accepts_an_own_selector_and_ray_refuses_it(example, tmp_path) -> None:
+    """The selector is named in the settings, and in a field of a request."""
     settings = load_settings(None, {}, {"engine.selector": "newest"}).settings
     assert settings.engine.selector == "newest"
     said = {"model": "m", "messages": [{"role": "user", "content": "Why?"}], "selector": "newest"}
@@ -130,13 +130,13 @@ def test_a_service_of_its_process_knows_it_and_one_on_ray_refuses_it(example, tm
 
 
 @pytest.mark.parametrize("name", ["newest", "csattn", "full", "lists", "all"])
-def test_a_name_that_is_taken_is_refused(example, name) -> None:
+def test_registering_a_taken_selector_name_is_refused(example, name) -> None:
     with pytest.raises(ConfigError, match=f"{name} is a selector or a preset already; choose another name"):
         register(name, example["NewestOfLayer"], About("", "", True))
 
 
 @pytest.mark.parametrize("name", ["", "a-b", "7th", "a,b", None])
-def test_a_name_is_an_identifier(example, name) -> None:
+def test_a_selector_name_that_is_not_an_identifier_is_refused(example, name) -> None:
     with pytest.raises(ConfigError, match="a selector's name must be an identifier, got"):
         register(name, example["NewestOfLayer"], About("", "", True))
 
@@ -199,7 +199,7 @@ def chosen(**more: Any) -> Selection:
         (rows_of_all_heads(9, valid=2), "a valid_len of 2 and 1 rows a head"),
     ],
 )
-def test_a_choice_that_would_be_read_wrongly_is_refused(artifact, chosen, complaint) -> None:
+def test_an_own_selectors_invalid_selection_is_refused_with_the_reason(artifact, chosen, complaint) -> None:
     register("mine", lambda layer: ChoosesWrongly(chosen), About("", "", True))
     try:
         with pytest.raises(ArrayError, match=complaint):
@@ -208,7 +208,7 @@ def test_a_choice_that_would_be_read_wrongly_is_refused(artifact, chosen, compla
         forget("mine")
 
 
-def test_a_choice_may_lie_in_any_order_in_memory(artifact, example) -> None:
+def test_a_selection_may_have_any_memory_order(artifact, example) -> None:
     right = rows_of_all_heads(9, 12, 20)
     transposed = Selection(np.asfortranarray(right.kv_indices), right.valid_len)
     got = []

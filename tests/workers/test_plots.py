@@ -26,19 +26,19 @@ def make_picture(rng: np.random.Generator, num_layers: int, num_kv_heads: int, a
 
 
 @pytest.mark.parametrize(("num_pictures", "num_layers", "num_kv_heads"), [(1, 1, 1), (3, 30, 3)])
-def test_the_picture_is_a_png_of_the_promised_size(tmp_path, rng, num_pictures, num_layers, num_kv_heads):
+def test_the_picture_is_a_png_of_the_documented_size(tmp_path, rng, num_pictures, num_layers, num_kv_heads):
     pictures = [make_picture(rng, num_layers, num_kv_heads, 100 + number) for number in range(num_pictures)]
     png = draw(tmp_path / "new" / "map.png", pictures)
     assert png[:8] == b"\x89PNG\r\n\x1a\n" and png.endswith(b"IEND\xaeB`\x82")
     assert struct.unpack(">II", png[16:24]) == PICTURE_SIZE
 
 
-def test_stretches_that_nobody_reads_can_be_drawn(tmp_path):
+def test_a_picture_without_reads_can_be_drawn(tmp_path):
     nothing = AttentionPicture("?", "", 0, np.zeros((2, 2, 128)), np.zeros((2, 2)))
     assert draw(tmp_path / "map.png", [nothing, nothing])
 
 
-def test_the_picture_shows_what_was_read_found_and_where_the_answer_is(tmp_path):
+def test_the_picture_depends_on_reads_recall_and_answer_position(tmp_path):
     values = {"answer_at": 500, "reads": np.full((2, 2, 128), 0.1), "recall": np.full((2, 2), 0.5)}
     other = {"answer_at": 200, "reads": np.full((2, 2, 128), 0.2), "recall": np.full((2, 2), 0.9)}
     before, again = (draw(tmp_path / "same.png", [AttentionPicture("?", "!", **values)]) for _ in range(2))
@@ -48,7 +48,7 @@ def test_the_picture_shows_what_was_read_found_and_where_the_answer_is(tmp_path)
         assert draw(tmp_path / "other.png", [picture]) != before, changed
 
 
-def test_no_number_of_an_axis_is_crossed_by_the_line_to_the_window(tmp_path, monkeypatch):
+def test_no_axis_label_overlaps_the_line_to_the_window(tmp_path, monkeypatch):
     drawn = []
 
     class Kept(Figure):

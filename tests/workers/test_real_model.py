@@ -74,7 +74,7 @@ def test_keep_1_gives_full_attentions_tokens_and_logits(demo, token_ids, artifac
     assert max(float((a - b[0]).abs().max()) for a, b in zip(stepped.logits, want.logits, strict=True)) <= 1e-3
 
 
-def test_the_cpu_engine_says_what_a_session_says_and_together_what_it_says_alone(demo, token_ids, artifact) -> None:
+def test_cpu_engine_equals_a_session_and_batched_equals_alone(demo, token_ids, artifact) -> None:
     requests = [
         (slot, SearchConfig(keep=0.05, lookahead=slot % 2, window_len=64), token_ids[at : at + 9 + slot].tolist())
         for slot, at in enumerate((600, 700, 820))
@@ -127,14 +127,14 @@ def greedy(engine: CpuEngine, requests: list[tuple[int, SearchConfig, list[int]]
     return answers
 
 
-def test_openmp_is_told_not_to_spin_before_torch_is_loaded() -> None:
+def test_importing_the_command_line_sets_omp_wait_policy_before_torch() -> None:
     """Importing the command line does not load torch at all."""
     code = "import os, sys, workers.cli; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": ""}, check=True)
     assert done.stdout.split() == ["passive", "False"]
 
 
-def test_of_2_percent_and_a_sketch_the_model_says_nearly_what_it_says_of_everything(demo, token_ids, artifact) -> None:
+def test_keep_2_percent_with_a_sketch_is_close_to_full_attention(demo, token_ids, artifact) -> None:
     following = token_ids[600:641]
     baseline = full_attention(demo, artifact, following)
     config = SearchConfig(keep=0.02, window_len=32)

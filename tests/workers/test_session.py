@@ -55,7 +55,7 @@ def logits_of(session, ids, chunk_sizes, observer=None):
     ("family", "keep", "selector"),
     [("llama", 1.0, "csattn"), ("mistral", 1.0, "exact"), ("qwen2", 0.05, "full"), ("qwen3", 1.0, "exact")],
 )
-def test_reading_everything_generates_what_full_attention_does(store, family, keep, selector) -> None:
+def test_reading_all_rows_generates_the_tokens_of_full_attention(store, family, keep, selector) -> None:
     """tests/workers/test_families.py tests the selector csattn with every family."""
     model = loaded(family)
     question = token_ids(9, seed=1)
@@ -84,7 +84,7 @@ def test_a_question_in_one_piece_equals_the_question_token_by_token(store, prese
 
 @pytest.mark.parametrize("selector", ["quest", "sparq", "pqcache", "magicpig", "h2o"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_other_selectors_do_not_see_how_a_question_is_cut(store, selector, lookahead) -> None:
+def test_other_selectors_do_not_depend_on_how_a_question_is_chunked(store, selector, lookahead) -> None:
     """Some of these keep state, estimate the rest or weight rows. The question's rows leave its window."""
     config, ids = SearchConfig(keep=0.1, window_len=8, lookahead=lookahead), token_ids(24, seed=2)
     with csattn_session(loaded(), artifact_of(store), config, selector) as session:
@@ -94,7 +94,7 @@ def test_other_selectors_do_not_see_how_a_question_is_cut(store, selector, looka
 
 
 @pytest.mark.parametrize("selector", ["csattn", "exact", "sparq", "pqcache"])
-def test_keeping_more_comes_nearer_to_full_attention(store, selector) -> None:
+def test_divergence_from_full_attention_falls_with_keep(store, selector) -> None:
     ids, distance = token_ids(40, seed=3), []
     with csattn_session(loaded(), artifact_of(store), SearchConfig(), "full") as session:
         full = logits_of(session, ids, [40]).log_softmax(-1)
@@ -105,7 +105,7 @@ def test_keeping_more_comes_nearer_to_full_attention(store, selector) -> None:
     assert distance[0] > 2 * distance[1] > 4 * distance[2]
 
 
-def test_an_evaluation_without_a_successor_is_refused(store) -> None:
+def test_invalid_tokens_for_an_evaluation_are_refused(store) -> None:
     one, sentence = token_ids(1, seed=3), "each token is evaluated on the one after it, got 1; give two or more"
     with pytest.raises(ConfigError, match=sentence):
         full_attention(loaded(), artifact_of(store), one)
@@ -131,7 +131,7 @@ def test_an_evaluation_without_a_successor_is_refused(store) -> None:
             full_attention(loaded(), artifact_of(store), [1, unknown])
 
 
-def test_window_reads_nothing_far_and_is_worse_than_the_index(store) -> None:
+def test_window_reads_no_far_rows_and_is_worse_than_the_index(store) -> None:
     ids = token_ids(40, seed=3)
     config = SearchConfig(keep=0.2, window_len=16)
     with csattn_session(loaded(), artifact_of(store), SearchConfig(), "full") as session:
@@ -166,7 +166,7 @@ def test_selections_are_valid_and_disjoint_from_resident_rows(store, preset_name
     assert any(seen) == (preset_name == "lists")
 
 
-def test_requests_of_one_session_do_not_see_each_other(store) -> None:
+def test_requests_of_one_session_are_independent(store) -> None:
     first, second = token_ids(40, seed=5), token_ids(40, seed=6)
     with csattn_session(loaded(), artifact_of(store), SearchConfig(keep=0.1, window_len=8)) as session:
         alone = logits_of(session, first, [40])
@@ -198,7 +198,7 @@ def wide(store) -> tuple[LoadedModel, Path]:
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("rest", ["sketch", "moments"])
 @pytest.mark.parametrize("selector", ["csattn", "exact"])
-def test_attending_to_the_rest_comes_nearer_to_full_attention(wide, selector, rest, lookahead) -> None:
+def test_attending_to_the_rest_reduces_the_error(wide, selector, rest, lookahead) -> None:
     (model, artifact), ids, errors = wide, token_ids(20, seed=4), []
     with csattn_session(model, artifact, SearchConfig(), "full") as session:
         want = logits_of(session, ids, [20])
@@ -217,7 +217,7 @@ def test_attending_to_the_rest_comes_nearer_to_full_attention(wide, selector, re
         ("lists", "csattn", "sketch", "rest sketch needs an index that is a sketch"),
     ],
 )
-def test_what_the_rest_cannot_be_is_refused(store, preset_name, selector, rest, sentence) -> None:
+def test_an_unsupported_rest_is_refused(store, preset_name, selector, rest, sentence) -> None:
     with (
         pytest.raises(ConfigError, match=sentence),
         csattn_session(loaded(), artifact_of(store, preset_name=preset_name), SearchConfig(rest=rest), selector),
@@ -232,7 +232,7 @@ def test_full_attention_has_no_rest(store) -> None:
         assert request.count.search_bytes == request.index_bytes == 0
 
 
-def test_sessions_over_one_model_do_not_see_each_other(store) -> None:
+def test_sessions_over_one_model_are_independent(store) -> None:
     config, question = SearchConfig(keep=0.05, window_len=8, lookahead=1), token_ids(9, seed=3)
     other = build_artifact(loaded(), token_ids(CONTEXT_LEN, seed=7), preset("default"), store).path
     with csattn_session(loaded(), artifact_of(store), config) as session:
@@ -245,7 +245,7 @@ def test_sessions_over_one_model_do_not_see_each_other(store) -> None:
         assert not torch.equal(logits_of(beside, question, [5] + [1] * 4), want)
 
 
-def test_a_request_is_generated_from_once_and_may_be_gone_on_with(store) -> None:
+def test_a_request_is_generated_from_once_and_can_be_continued(store) -> None:
     model, config = loaded().model, SearchConfig(keep=0.05, window_len=8)
     with csattn_session(loaded(), artifact_of(store), config) as session:
         arguments = session.continue_with(token_ids(9, seed=3))
@@ -258,7 +258,7 @@ def test_a_request_is_generated_from_once_and_may_be_gone_on_with(store) -> None
         assert torch.equal(model.generate(**rest, max_new_tokens=4, do_sample=False), whole)
 
 
-def test_a_call_of_the_model_takes_a_whole_request_as_generate_does(store) -> None:
+def test_a_model_call_takes_a_whole_request_like_generate(store) -> None:
     model, question = loaded().model, token_ids(9, seed=3)
     with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():
         want = logits_of(session, question, [9])
@@ -275,7 +275,7 @@ def test_a_call_of_the_model_takes_a_whole_request_as_generate_does(store) -> No
 
 
 @pytest.mark.parametrize("place", [0, 100, CONTEXT_LEN - 1])
-def test_another_context_before_the_question_is_refused(store, place) -> None:
+def test_input_ids_that_differ_from_the_context_are_refused(store, place) -> None:
     model = loaded().model
     sentence = (
         f"which differ from the context's at position {place};"
@@ -290,14 +290,14 @@ def test_another_context_before_the_question_is_refused(store, place) -> None:
                 call(**inputs)
 
 
-def test_a_question_may_be_read_in_chunks(store) -> None:
+def test_generate_with_prefill_chunk_size_gives_the_same_tokens(store) -> None:
     model, options = loaded().model, {"max_new_tokens": 4, "do_sample": False}
     with csattn_session(loaded(), artifact_of(store)) as session:
         want = model.generate(**session.continue_with(token_ids(9)), **options)
         assert torch.equal(model.generate(**session.continue_with(token_ids(9)), **options, prefill_chunk_size=4), want)
 
 
-def test_other_tokens_than_a_request_has_are_refused(store) -> None:
+def test_input_ids_that_differ_from_the_requests_are_refused(store) -> None:
     model = loaded().model
     with csattn_session(loaded(), artifact_of(store)) as session:
         inputs = session.continue_with(token_ids(9, seed=3))
@@ -308,7 +308,7 @@ def test_other_tokens_than_a_request_has_are_refused(store) -> None:
             model.generate(**inputs, max_new_tokens=4)
 
 
-def test_new_ids_alone_are_known_by_a_mask_of_all(store) -> None:
+def test_a_question_without_the_context_needs_a_mask_of_all_tokens(store) -> None:
     question, model = torch.from_numpy(token_ids(9, seed=3)).long()[None], loaded().model
     with csattn_session(loaded(), artifact_of(store)) as session:
         want = model.generate(**session.continue_with(token_ids(9, seed=3)), max_new_tokens=4, do_sample=False)
@@ -329,7 +329,7 @@ def test_new_ids_alone_are_known_by_a_mask_of_all(store) -> None:
         ({"generation_config": GenerationConfig(use_cache=False)}, "use_cache is False; leave it out"),
     ],
 )
-def test_what_generate_cannot_do_with_a_request_is_refused_before_it_begins(store, options, sentence) -> None:
+def test_unsupported_generate_options_are_refused_before_decoding(store, options, sentence) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         inputs = session.continue_with(token_ids(9))
         with pytest.raises(ConfigError, match=sentence):
@@ -344,7 +344,7 @@ def test_what_generate_cannot_do_with_a_request_is_refused_before_it_begins(stor
 
 
 @pytest.mark.parametrize("said", [{"max_new_tokens": 4}, {"max_length": CONTEXT_LEN + 22}])
-def test_an_answer_that_does_not_fit_is_refused_before_it_begins(store, said) -> None:
+def test_an_answer_beyond_tail_capacity_is_refused_before_decoding(store, said) -> None:
     sentence = (
         "4 new tokens were requested, .* pass max_new_tokens of at most 3, or open the session with more tail_cap"
     )
@@ -358,7 +358,7 @@ def test_an_answer_that_does_not_fit_is_refused_before_it_begins(store, said) ->
             loaded().model.generate(**session.continue_with(token_ids(21)))
 
 
-def test_the_models_last_position_is_no_matter_of_tail_capacity(store) -> None:
+def test_the_models_last_position_limits_the_answer(store) -> None:
     question = token_ids(MAX_POSITIONS - CONTEXT_LEN - 5)
     with csattn_session(loaded(), artifact_of(store)) as session:
         inputs = session.continue_with(question)
@@ -373,7 +373,7 @@ def test_the_models_last_position_is_no_matter_of_tail_capacity(store) -> None:
             loaded().model(torch.zeros(1, 9, dtype=torch.long), **{CACHE: inputs[CACHE]})
 
 
-def test_a_batch_is_refused_with_a_sentence(store) -> None:
+def test_a_batch_is_refused(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         with pytest.raises(ConfigError, match="one sequence, got a batch of 2"):
             loaded().model(torch.zeros(2, 3, dtype=torch.long), **{CACHE: session.request()})
@@ -382,7 +382,7 @@ def test_a_batch_is_refused_with_a_sentence(store) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 1, 5, 40, -1, torch.tensor([0, 7])])
-def test_logits_are_those_that_are_asked_for(store, keep) -> None:
+def test_logits_to_keep_selects_logits(store, keep) -> None:
     ids = torch.from_numpy(token_ids(33)).long()[None]
     with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():
         whole = loaded().model(ids, **{CACHE: session.request()}).logits
@@ -393,7 +393,7 @@ def test_logits_are_those_that_are_asked_for(store, keep) -> None:
     assert whole.shape == (1, 33, 256)
 
 
-def test_a_request_is_taken_by_either_name_of_a_cache(store) -> None:
+def test_a_request_is_accepted_by_either_cache_argument_name(store) -> None:
     """`past_key_values` is called `cache` from transformers 5.24 on."""
     ids = torch.from_numpy(token_ids(3)).long()[None]
     with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():
@@ -403,7 +403,7 @@ def test_a_request_is_taken_by_either_name_of_a_cache(store) -> None:
     assert torch.equal(new.logits, old.logits)
 
 
-def test_what_a_request_cannot_give_is_refused(store) -> None:
+def test_unsupported_model_arguments_are_refused(store) -> None:
     ids = torch.from_numpy(token_ids(3)).long()[None]
     with csattn_session(loaded(), artifact_of(store)) as session:
         for name, value in (("labels", ids), ("output_attentions", True), ("output_hidden_states", True)):
@@ -418,7 +418,7 @@ def test_what_a_request_cannot_give_is_refused(store) -> None:
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_request_is_not_copied(store, make) -> None:
+def test_copying_a_request_is_refused(store, make) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         inputs = session.continue_with(token_ids(3))
         with pytest.raises(ConfigError, match=r"a request cannot be copied, .* ask again in its session"):
@@ -429,7 +429,7 @@ def test_a_request_is_not_copied(store, make) -> None:
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_session_is_not_copied(store, make) -> None:
+def test_copying_a_session_is_refused(store, make) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         with pytest.raises(ConfigError, match=r"a session cannot be copied or sent .* open one there"):
             make(session)
@@ -437,7 +437,7 @@ def test_a_session_is_not_copied(store, make) -> None:
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_model_is_in_no_session(store, make) -> None:
+def test_a_copy_of_a_model_does_not_belong_to_the_session(store, make) -> None:
     ids = torch.from_numpy(token_ids(3)).long()[None]
     with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():
         other = make(loaded().model)
@@ -460,7 +460,7 @@ def test_ctrl_c_ends_a_request_and_not_its_session(store, monkeypatch) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_request_of_a_session_that_has_ended_is_refused(store) -> None:
+def test_a_request_of_an_ended_session_is_refused(store) -> None:
     ids = torch.from_numpy(token_ids(3)).long()[None]
     with csattn_session(loaded(), artifact_of(store)) as session:
         request = session.request()
@@ -470,7 +470,7 @@ def test_a_request_of_a_session_that_has_ended_is_refused(store) -> None:
         loaded().model(ids, **{CACHE: request})
 
 
-def test_a_request_has_a_slot_as_long_as_somebody_holds_it(store) -> None:
+def test_a_request_keeps_its_slot_until_it_is_freed(store) -> None:
     ids = torch.from_numpy(token_ids(3)).long()[None]
     with csattn_session(loaded(), artifact_of(store), num_slots=2) as session, torch.inference_mode():
         held = session.request()
@@ -487,7 +487,7 @@ def test_a_request_has_a_slot_as_long_as_somebody_holds_it(store) -> None:
         assert torch.equal(loaded().model(ids, **{CACHE: session.request()}).logits, want)
 
 
-def test_a_request_beyond_its_room_is_refused_and_goes_on(store) -> None:
+def test_a_step_beyond_tail_capacity_is_refused_and_the_request_continues(store) -> None:
     with csattn_session(loaded(), artifact_of(store), tail_capacity=20) as session, torch.inference_mode():
         arguments = session.continue_with(token_ids(18))
         assert session.room_for(CONTEXT_LEN + 18, 60) == 3
@@ -497,7 +497,7 @@ def test_a_request_beyond_its_room_is_refused_and_goes_on(store) -> None:
     assert whole.shape[1] == CONTEXT_LEN + 21
 
 
-def test_a_request_whose_step_has_failed_is_refused(store, monkeypatch) -> None:
+def test_a_request_is_refused_after_a_failed_step(store, monkeypatch) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session, torch.inference_mode():
         request = session.request()
         with pytest.raises(ContextError, match="vocabulary"):
@@ -514,7 +514,7 @@ def test_a_request_whose_step_has_failed_is_refused(store, monkeypatch) -> None:
         ({"host_budget_bytes": 1}, "a host budget is for decoding on the CPU"),
     ],
 )
-def test_what_a_placement_cannot_do_is_refused(store, options, sentence) -> None:
+def test_options_unsupported_by_the_placement_are_refused(store, options, sentence) -> None:
     with (
         pytest.raises(ConfigError, match=sentence),
         csattn_session(loaded(), artifact_of(store), **{"placement": "device", **options}),
@@ -535,13 +535,13 @@ def test_what_a_placement_cannot_do_is_refused(store, options, sentence) -> None
         ({"tail_capacity": 8.5}, "tail_capacity must be a whole number, got 8.5"),
     ],
 )
-def test_options_of_another_kind_are_refused(store, options, sentence) -> None:
+def test_invalid_session_options_are_refused_with_the_reason(store, options, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence), csattn_session(loaded(), artifact_of(store), **options):
         pass
 
 
 @pytest.mark.parametrize("question", [["a", "b"], None, b"who?", 7])
-def test_a_question_is_text(store, question) -> None:
+def test_a_question_that_is_not_text_is_refused(store, question) -> None:
     with (
         csattn_session(loaded(), artifact_of(store)) as session,
         pytest.raises(ConfigError, match="a question must be text"),
@@ -549,7 +549,7 @@ def test_a_question_is_text(store, question) -> None:
         session.ask(question)
 
 
-def test_a_session_that_has_ended_gives_no_request(store) -> None:
+def test_an_ended_session_refuses_new_requests(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         pass
     with pytest.raises(ConfigError, match="has ended; open another with `csattn_session`"), session:
@@ -587,7 +587,7 @@ def test_an_unknown_selector_is_refused(store) -> None:
         pass
 
 
-def test_the_model_is_as_before_when_the_sessions_end(store) -> None:
+def test_the_model_is_restored_when_its_sessions_end(store) -> None:
     """Sessions may end in any order."""
     model, ids = loaded().model, torch.from_numpy(token_ids(5)).long()[None]
     before = inspect.signature(model.forward)
@@ -605,7 +605,7 @@ def test_the_model_is_as_before_when_the_sessions_end(store) -> None:
     assert torch.equal(model(ids).logits, want)
 
 
-def test_an_engine_and_its_maps_go_with_their_session_before_anybody_looks_for_garbage(store) -> None:
+def test_an_engine_is_freed_with_its_session_without_garbage_collection(store) -> None:
     """Otherwise a loop of sessions has the files of all of them open."""
     gc.collect()
     gc.disable()
@@ -619,7 +619,7 @@ def test_an_engine_and_its_maps_go_with_their_session_before_anybody_looks_for_g
         gc.enable()
 
 
-def test_a_session_that_ends_on_another_thread_ends_requests_by_a_sentence(store, monkeypatch) -> None:
+def test_a_request_of_a_session_ended_on_another_thread_is_refused(store, monkeypatch) -> None:
     """A session may end between two checks that it is open."""
     with csattn_session(loaded(), artifact_of(store)) as session:
         request = session.request()
@@ -630,7 +630,7 @@ def test_a_session_that_ends_on_another_thread_ends_requests_by_a_sentence(store
         session.feed(request, [1], 0)
 
 
-def test_sessions_that_begin_at_once_share_the_models_method(monkeypatch) -> None:
+def test_concurrently_opened_sessions_share_one_patched_method(monkeypatch) -> None:
     model = make_model("llama")
     monkeypatch.setattr("workers.session_model.update_wrapper", lambda *_: time.sleep(0.05))
     with ThreadPoolExecutor(2) as threads:
@@ -642,7 +642,7 @@ def test_sessions_that_begin_at_once_share_the_models_method(monkeypatch) -> Non
     assert "forward" not in vars(model)
 
 
-def test_a_session_that_has_ended_holds_nothing_of_its_context(store) -> None:
+def test_an_ended_session_frees_its_context(store) -> None:
     """In a notebook, the names of a session and of its requests outlive the `with` block."""
     with csattn_session(loaded(), artifact_of(store), kv_format="fp8") as session:
         request = session.request()
@@ -655,7 +655,7 @@ def test_a_session_that_has_ended_holds_nothing_of_its_context(store) -> None:
         session.room_for(CONTEXT_LEN, 9)
 
 
-def test_what_a_cell_shows_is_one_line(store) -> None:
+def test_reprs_are_one_line(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session:
         inputs = session.continue_with(token_ids(3))
         loaded().model(**inputs)
@@ -667,7 +667,7 @@ def test_what_a_cell_shows_is_one_line(store) -> None:
     assert repr(loaded()) == "<LoadedModel tiny-llama: float32, on cpu>"
 
 
-def test_threads_may_share_a_session(store) -> None:
+def test_a_session_can_be_shared_by_threads(store) -> None:
     questions = [token_ids(9, seed=seed) for seed in range(4)]
     with csattn_session(loaded(), artifact_of(store), SearchConfig(keep=0.1, lookahead=1)) as session:
         want = [logits_of(session, question, [9]) for question in questions]

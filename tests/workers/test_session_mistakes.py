@@ -1,4 +1,4 @@
-"""Mistaken inputs to a session are refused in a sentence, before anything is computed."""
+"""Invalid inputs to a session are refused with the reason, before anything is computed."""
 
 import inspect
 import re
@@ -55,19 +55,19 @@ def session(artifact) -> Iterator[Session]:
         (np.zeros(0, np.int32), "give at least one token"),
     ],
 )
-def test_what_are_no_token_ids_is_refused(session, ids, sentence) -> None:
+def test_invalid_token_ids_are_refused_with_the_reason(session, ids, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence):
         session.continue_with(ids)
 
 
 @pytest.mark.parametrize("far", [-1, 256, 1 << 31, 1 << 63])
-def test_a_token_that_the_model_does_not_have_is_refused(session, far) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(session, far) -> None:
     with pytest.raises(ContextError, match=f"token id {far} is not in the model's vocabulary of 256"):
         session.continue_with(np.array([far], np.uint64 if far > 0 else np.int64))
 
 
 @pytest.mark.parametrize("kind", [list, np.uint8, np.int64, np.uint64, torch.tensor])
-def test_token_ids_come_in_any_kind_of_row(session, kind) -> None:
+def test_token_ids_may_be_a_list_array_or_tensor(session, kind) -> None:
     ids = [3, 1, 4]
     given = np.array(ids, kind) if isinstance(kind, type) and issubclass(kind, np.integer) else kind(ids)
     got = session.continue_with(given)["input_ids"]
@@ -82,13 +82,13 @@ def test_token_ids_come_in_any_kind_of_row(session, kind) -> None:
         (lambda: None, "what `load_model` returned, got a NoneType"),
     ],
 )
-def test_the_model_is_what_was_loaded(artifact, given, sentence) -> None:
+def test_a_model_that_is_not_a_loaded_model_is_refused(artifact, given, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence), csattn_session(given(), artifact):
         pass
 
 
 @pytest.mark.parametrize("given", [None, 5, b"/tmp"])
-def test_an_artifact_is_one_or_a_place(given) -> None:
+def test_an_argument_that_is_no_artifact_or_path_is_refused(given) -> None:
     with pytest.raises(ConfigError, match=f"or its directory or URL as text, got {given!r}"):
         csattn_session(loaded(), given).__enter__()
 
@@ -124,12 +124,12 @@ def test_an_artifact_is_one_or_a_place(given) -> None:
         ({"host_budget_bytes": 1.5}, "host_budget_bytes must be a whole number, got 1.5"),
     ],
 )
-def test_an_option_that_is_none_is_refused(artifact, options, sentence) -> None:
+def test_unknown_or_invalid_options_are_refused_with_a_hint(artifact, options, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence), csattn_session(loaded(), artifact, **options):
         pass
 
 
-def test_what_memory_refuses_is_of_the_one_family(artifact) -> None:
+def test_memory_errors_are_csattn_errors(artifact) -> None:
     """An `except CsattnError` around a session also catches errors of `offload`."""
     with (
         pytest.raises(CsattnError, match="budget") as refused,
@@ -139,7 +139,7 @@ def test_what_memory_refuses_is_of_the_one_family(artifact) -> None:
     assert isinstance(refused.value, TierError)
 
 
-def test_a_budget_may_be_written_as_on_the_command_line(artifact) -> None:
+def test_a_host_budget_may_be_given_with_a_unit(artifact) -> None:
     with csattn_session(loaded(), artifact, SearchConfig(keep=0.1), host_budget_bytes="4MiB") as session:
         assert session.engine._host_budget.num_bytes == 4 << 20
 
@@ -168,24 +168,24 @@ def test_a_question_without_text_is_refused(session, question, sentence) -> None
         (CONTEXT_LEN + 9, -1, "max_new_tokens must be at least 0, got -1"),
     ],
 )
-def test_room_is_asked_for_in_whole_numbers(session, prompt_len, max_new_tokens, sentence) -> None:
+def test_room_for_refuses_invalid_lengths(session, prompt_len, max_new_tokens, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence):
         session.room_for(prompt_len, max_new_tokens)
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "max_length"])
-def test_an_answers_length_is_a_whole_number(session, name) -> None:
+def test_generate_refuses_a_length_that_is_not_a_whole_number(session, name) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be a whole number, got '5'"):
         loaded().model.generate(**session.continue_with(token_ids(9)), **{name: "5"})
 
 
-def test_a_length_that_the_prompt_has_already_is_for_transformers_to_refuse(session) -> None:
+def test_a_max_length_below_the_prompts_is_refused_by_transformers(session) -> None:
     with pytest.raises(ValueError, match="max_length"):
         loaded().model.generate(**session.continue_with(token_ids(9)), max_length=20)
 
 
 @pytest.mark.parametrize("name", ["paged", "static"])
-def test_another_cache_beside_a_request_is_refused(session, name, monkeypatch) -> None:
+def test_cache_implementation_with_a_request_is_refused(session, name, monkeypatch) -> None:
     """With `paged`, transformers would ignore the request."""
     model = loaded().model
     said = {"cache_implementation": name}
@@ -208,7 +208,7 @@ def test_another_cache_beside_a_request_is_refused(session, name, monkeypatch) -
         ("batch_select_indices", "is one sequence"),
     ],
 )
-def test_what_a_cache_does_and_a_request_does_not_is_refused(session, method, sentence) -> None:
+def test_cache_methods_unsupported_by_requests_are_refused(session, method, sentence) -> None:
     given = [] if method == "reset" else [torch.tensor([0])]
     with pytest.raises(ConfigError, match=sentence):
         getattr(session.request(), method)(*given)
@@ -223,7 +223,7 @@ def test_what_a_cache_does_and_a_request_does_not_is_refused(session, method, se
         (torch.tensor([[1.5, 2.0]]), r"got torch.float32 of shape \(1, 2\)"),
     ],
 )
-def test_what_are_no_ids_of_a_sequence_is_refused(session, ids, sentence) -> None:
+def test_input_ids_that_are_not_one_sequence_are_refused(session, ids, sentence) -> None:
     request = session.request()
     for call in (loaded().model, loaded().model.generate)[: 1 if ids is None else 2]:
         with pytest.raises(ConfigError, match=sentence):
@@ -231,14 +231,14 @@ def test_what_are_no_ids_of_a_sequence_is_refused(session, ids, sentence) -> Non
 
 
 @pytest.mark.parametrize("mask", [torch.zeros(1, 1, 409, 409, dtype=torch.bool), {"full_attention": None}])
-def test_another_mask_than_of_tokens_is_refused(session, mask) -> None:
+def test_a_mask_that_is_not_over_tokens_is_refused(session, mask) -> None:
     inputs = {**session.continue_with(token_ids(9)), "attention_mask": mask}
     with pytest.raises(ConfigError, match="attends to all of its tokens; leave out padding and its mask"):
         loaded().model(**inputs)
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, CONTEXT_LEN + 9), (1, 900)])
-def test_a_mask_of_other_tokens_is_refused(session, shape) -> None:
+def test_a_mask_of_the_wrong_shape_is_refused(session, shape) -> None:
     inputs = {**session.continue_with(token_ids(9)), "attention_mask": torch.ones(shape)}
     sentence = f"mask of shape {shape} does not belong to 409 token ids of one sequence; leave it out, or give ones of"
     for call in (loaded().model, loaded().model.generate):
@@ -250,7 +250,7 @@ def test_a_mask_of_other_tokens_is_refused(session, shape) -> None:
     ("positions", "got"),
     [([[*range(CONTEXT_LEN + 9)]], "a value of type list"), (torch.arange(409.0)[None], r"torch.float32 of shape")],
 )
-def test_positions_are_whole_numbers(session, positions, got) -> None:
+def test_position_ids_that_are_not_whole_numbers_are_refused(session, positions, got) -> None:
     with pytest.raises(ConfigError, match=f"must be a tensor of whole numbers .*, got {got}.*; leave them out"):
         loaded().model(**session.continue_with(token_ids(9)), position_ids=positions)
 
@@ -266,7 +266,7 @@ def test_positions_are_whole_numbers(session, positions, got) -> None:
         (torch.tensor(3), "3"),
     ],
 )
-def test_logits_that_no_token_has_are_refused_before_anything_is_computed(session, keep, got) -> None:
+def test_invalid_logits_to_keep_is_refused_before_decoding(session, keep, got) -> None:
     inputs = session.continue_with(token_ids(9))
     with pytest.raises(ConfigError, match=f"logits_to_keep must be .* below 9 in one row, got {got}; leave it out"):
         loaded().model(**inputs, logits_to_keep=keep)
@@ -283,18 +283,18 @@ def test_logits_that_no_token_has_are_refused_before_anything_is_computed(sessio
         [[]],
     ],
 )
-def test_positions_that_are_not_one_after_another_are_refused(session, positions) -> None:
+def test_position_ids_that_are_not_consecutive_are_refused(session, positions) -> None:
     with pytest.raises(ConfigError, match="not those of 409 tokens in one sequence, one after another; leave them out"):
         loaded().model(**session.continue_with(token_ids(9)), position_ids=torch.tensor(positions, dtype=torch.long))
 
 
-def test_a_place_may_be_a_path(artifact) -> None:
+def test_an_artifacts_place_may_be_a_path_or_text(artifact) -> None:
     for place in (Path(artifact.path), str(artifact.path)):
         with csattn_session(loaded(), place) as session:
             assert session.artifact.spec == artifact.spec
 
 
-def test_the_documented_options_are_there() -> None:
+def test_the_documented_options_exist() -> None:
     table = USE.read_text().split("## The options that matter\n")[1].split("\n## ")[0]
     named = re.findall(r"^\|[^|]*\| `(?:(\w+)\()?(\w+)=\)?`", table, re.MULTILINE)
     takes = {"SearchConfig": [SearchConfig], "build_context": [build_context], "": [open_engine, CpuEngine]}

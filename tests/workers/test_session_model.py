@@ -85,7 +85,7 @@ def test_a_model_that_changes_within_a_session_is_refused(artifact, mine, change
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_was_changed_is_neither_opened_nor_built_with(artifact, mine, tmp_path, change) -> None:
+def test_a_changed_model_is_refused_for_sessions_and_builds(artifact, mine, tmp_path, change) -> None:
     change(mine.model)
     with pytest.raises(ModelError, match=SENTENCE), csattn_session(mine, artifact):
         pass
@@ -105,7 +105,7 @@ def test_a_model_that_is_not_in_memory_is_refused(artifact, mine) -> None:
 
 
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
-def test_a_layers_hook_is_refused_and_the_models_own_is_called(artifact, mine, kind) -> None:
+def test_a_layers_hook_is_refused_and_a_hook_of_the_model_is_called(artifact, mine, kind) -> None:
     model, calls = mine.model, []
     with csattn_session(mine, artifact) as session:
         model(torch.ones(1, 2, dtype=torch.long), output_hidden_states=True)  # leaves hooks of transformers on layers
@@ -153,7 +153,7 @@ ANOTHER = "put in the place of its own"
     ("put", "what"),
     [(put_hook, "hook"), (put_forward, ANOTHER), (put_another, ANOTHER), (put_hook_by_accelerate, ANOTHER)],
 )
-def test_what_layers_would_do_besides_is_neither_opened_nor_built_with(artifact, mine, tmp_path, put, what) -> None:
+def test_added_hooks_and_forwards_are_refused_for_sessions_and_builds(artifact, mine, tmp_path, put, what) -> None:
     """Otherwise the artifact would be stored as that of the model without the addition."""
     sentence = f"model.layers.1.mlp of mine has a forward {what}, which contexts are not built with"
     mlp = mine.model.model.layers[1].mlp
@@ -170,8 +170,8 @@ def test_what_layers_would_do_besides_is_neither_opened_nor_built_with(artifact,
         mine.model(**session.continue_with(token_ids(9)))
 
 
-def test_forwards_that_compute_the_same_are_a_models_own(artifact, mine) -> None:
-    """These are forwards that accelerate has wrapped, and compiled ones."""
+def test_wrapped_forwards_that_compute_the_same_are_accepted(artifact, mine) -> None:
+    """Forwards wrapped by accelerate, and compiled ones."""
     first, second = mine.model.model.layers[:2]
     add_hook_to_module(first.mlp, ModelHook())
     second.mlp.forward = torch.compile(second.mlp.forward, backend="eager")
@@ -179,7 +179,7 @@ def test_forwards_that_compute_the_same_are_a_models_own(artifact, mine) -> None
         mine.model(**session.continue_with(token_ids(9)))
 
 
-def test_a_model_whose_memory_moves_within_a_session_is_refused(artifact, mine) -> None:
+def test_weights_that_move_in_memory_within_a_session_are_refused(artifact, mine) -> None:
     """Its engine would read freed memory."""
     with csattn_session(mine, artifact) as session:
         inputs = session.continue_with(token_ids(9))
@@ -191,7 +191,7 @@ def test_a_model_whose_memory_moves_within_a_session_is_refused(artifact, mine) 
         assert torch.equal(mine.model(**session.continue_with(token_ids(9))).logits, want)
 
 
-def test_a_change_that_is_undone_wants_a_new_session(artifact, mine) -> None:
+def test_a_model_whose_change_was_undone_needs_a_new_session(artifact, mine) -> None:
     weight = mine.model.model.layers[1].mlp.up_proj.weight
     with csattn_session(mine, artifact) as session, torch.no_grad():
         before = weight.clone()
@@ -216,7 +216,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_transposed_weight_is_looked_at_where_it_is(artifact, mine) -> None:
+def test_checking_a_transposed_weight_makes_no_copy(artifact, mine) -> None:
     weight = mine.model.lm_head.weight
     with csattn_session(mine, artifact) as session:
         weight.data = weight.data.t().contiguous().t()
@@ -225,7 +225,7 @@ def test_a_transposed_weight_is_looked_at_where_it_is(artifact, mine) -> None:
     assert not copies.shapes
 
 
-def test_results_are_tuples_where_the_config_says_so(artifact, mine) -> None:
+def test_results_are_tuples_where_the_config_has_return_dict_false(artifact, mine) -> None:
     mine.model.config.return_dict = False
     with csattn_session(mine, artifact) as session:
         logits, cache = mine.model(**session.continue_with(token_ids(9)))
@@ -234,7 +234,7 @@ def test_results_are_tuples_where_the_config_says_so(artifact, mine) -> None:
 
 
 def test_a_compiled_models_requests_are_not_compiled(artifact, mine) -> None:
-    """They would be compiled anew for each length, until torch gives up compiling the model."""
+    """Requests would be compiled anew for each length, until torch gives up compiling the model."""
     graphs = []
 
     def backend(graph: Any, given: Any) -> Any:

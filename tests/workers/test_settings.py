@@ -1,4 +1,4 @@
-"""Settings: precedence, origins, errors that say what to do, and secrets that stay secret."""
+"""Settings: sources and their precedence, origins of values, and errors with remedies."""
 
 import os
 import pickle
@@ -24,13 +24,13 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def test_without_anything_all_is_default() -> None:
+def test_settings_without_any_source_are_the_defaults() -> None:
     loaded = load_settings(None, {"PATH": "/bin", "CSATTN_CACHE": "/tmp"}, {"server.port": None})
     assert loaded.settings == Settings()
     assert {leaf.origin.kind for leaf in loaded.leaves.values()} == {"default"}
 
 
-def test_files_that_programs_for_windows_write_are_read(tmp_path: Path) -> None:
+def test_files_with_byte_order_mark_and_crlf_are_read(tmp_path: Path) -> None:
     keys = written(tmp_path / "keys", "\ufeffone\r\ntwo\r\n")
     file = written(tmp_path / "c.toml", f"\ufeff[server]\r\napi_key_file = '{keys}'\r\n")
     assert [load_settings(file, {}, {}).settings.server.admits(key) for key in ("one", "two", "three")] == [1, 1, 0]
@@ -149,7 +149,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         ("[server]\napi_key_file = '/no/such'", ["server.api_key_file (file", "cannot read /no/such"]),
     ],
 )  # fmt: skip
-def test_a_file_that_says_nonsense_is_refused_in_a_sentence(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_an_invalid_settings_file_is_refused_with_the_reason(tmp_path: Path, text: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         load_settings(written(tmp_path / "c.toml", text), {}, {})
     for word in words:
@@ -157,7 +157,7 @@ def test_a_file_that_says_nonsense_is_refused_in_a_sentence(tmp_path: Path, text
     assert len(str(refused.value)) < 400
 
 
-def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+def test_an_empty_settings_file_gives_the_defaults(tmp_path: Path) -> None:
     for text in ("# nothing\n", "", "[server]\n"):
         assert load_settings(written(tmp_path / "c.toml", text), {}, {}).settings == Settings()
 
@@ -170,7 +170,9 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
         ("none.toml", None, "No such file"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
+def test_an_unreadable_settings_file_is_refused_with_the_reason(
+    tmp_path: Path, name: str, content: bytes | None, words: str
+) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=words):
@@ -191,14 +193,14 @@ def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path, name: str, con
         ),
     ],
 )
-def test_an_environment_that_says_nonsense_is_refused(environment: dict[str, str], words: str) -> None:
+def test_invalid_environment_variables_are_refused_with_the_reason(environment: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_settings(None, environment, {})
     assert words in str(refused.value)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/store", "memory://", "file:///data/store", "gs:/bucket"])
-def test_a_store_behind_a_url_is_refused_wherever_it_is_named(tmp_path: Path, url: str) -> None:
+def test_a_store_url_is_refused_from_every_source(tmp_path: Path, url: str) -> None:
     file = written(tmp_path / "c.toml", f"[store]\npath = '{url}'")
     wanted = re.escape(
         f"store.path must be a directory, because a service writes into its store, got the URL {url[:2]}"
@@ -214,7 +216,7 @@ def test_a_store_behind_a_url_is_refused_wherever_it_is_named(tmp_path: Path, ur
 
 
 @pytest.mark.parametrize("path", ["store", "/data/s3:/x", "./a:b/c", "c:/x"])
-def test_a_directory_with_a_colon_is_one(path: str) -> None:
+def test_a_path_with_a_colon_is_a_directory(path: str) -> None:
     assert load_settings(None, {}, {"store.path": path}).settings.store.path == Path(path)
 
 
@@ -223,7 +225,7 @@ def test_an_unknown_flag_is_refused() -> None:
         load_settings(None, {}, {"sever.port": 1})
 
 
-def test_an_empty_variable_is_not_set_where_there_is_such_a_thing() -> None:
+def test_an_empty_variable_counts_as_unset_for_optional_settings() -> None:
     settings = load_settings(None, {"CSATTN_ENGINE_NUM_THREADS": "", "CSATTN_SERVER_API_KEYS": ""}, {}).settings
     assert settings.engine.num_threads is None and settings.server.api_keys == ()
 
@@ -232,13 +234,13 @@ def test_an_empty_variable_is_not_set_where_there_is_such_a_thing() -> None:
     ("part", "bad"),
     [(ServerSettings, {"port": -1}), (EngineSettings, {"placement": "gpu"}), (EngineSettings, {"num_threads": 0})],
 )
-def test_parts_made_by_hand_are_checked_too(part: type, bad: dict[str, object]) -> None:
+def test_settings_sections_are_validated_when_constructed(part: type, bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(bad))} must be"):
         part(**bad)
 
 
 @pytest.mark.parametrize(("placement", "lookahead"), [("cpu", 0), ("device", 0), ("hybrid", 0), ("host", 1)])
-def test_lookahead_suits_the_placement_unless_it_is_said(placement: str, lookahead: int) -> None:
+def test_lookahead_defaults_by_placement_unless_set(placement: str, lookahead: int) -> None:
     loaded = load_settings(None, {"CSATTN_ENGINE_PLACEMENT": placement}, {})
     assert loaded.settings.search.lookahead == lookahead
     assert loaded.leaves["search.lookahead"].origin.kind == "default"
@@ -246,12 +248,12 @@ def test_lookahead_suits_the_placement_unless_it_is_said(placement: str, lookahe
     assert said.settings.search.lookahead == 1 - lookahead
 
 
-def test_settings_travel_between_processes() -> None:
+def test_settings_can_be_pickled() -> None:
     settings = Settings(server=ServerSettings(api_keys=(Secret("k"),)))
     assert pickle.loads(pickle.dumps(settings)) == settings
 
 
-def test_the_example_holds_every_setting_at_its_default(tmp_path: Path) -> None:
+def test_the_example_file_holds_every_setting_at_its_default(tmp_path: Path) -> None:
     text = example()
     loaded = load_settings(written(tmp_path / "example.toml", text), {}, {})
     assert loaded.settings == Settings()
@@ -261,7 +263,7 @@ def test_the_example_holds_every_setting_at_its_default(tmp_path: Path) -> None:
         assert loaded.leaves[key].origin.kind == ("default" if spec.default is None else "file")
 
 
-def test_keys_are_unambiguous_and_explained() -> None:
+def test_setting_keys_are_unambiguous_and_documented() -> None:
     variables = [variable_of(key) for key in KEYS]
     assert len(set(variables)) == len(variables) and not OTHER_VARIABLES & set(variables)
     assert set(SEARCH_WORDS) == {item.name for item in fields(SearchConfig)}
@@ -269,7 +271,7 @@ def test_keys_are_unambiguous_and_explained() -> None:
     assert all(part.__doc__ for part in SECTIONS.values())
 
 
-def test_choices_are_those_of_the_code_that_takes_them() -> None:
+def test_setting_choices_equal_those_of_the_code() -> None:
     from workers.engine.gpu_engine import SLOT_SHARE
     from workers.engine.memory import PLACEMENTS
     from workers.engine.sizing import LEAST_OWN_ROWS
@@ -284,7 +286,7 @@ def test_choices_are_those_of_the_code_that_takes_them() -> None:
 
 
 @given(st.sampled_from(sorted(KEYS)), st.data())
-def test_a_key_with_a_letter_missing_is_recognised(key: str, data: st.DataObject) -> None:
+def test_a_key_with_a_missing_letter_is_recognised(key: str, data: st.DataObject) -> None:
     name = key.split(".")[1]
     gone = data.draw(st.integers(len(key) - len(name), len(key) - 1))
     meant = nearest(key[:gone] + key[gone + 1 :])
@@ -292,7 +294,7 @@ def test_a_key_with_a_letter_missing_is_recognised(key: str, data: st.DataObject
 
 
 @given(st.sampled_from(sorted(KEYS)), st.text(max_size=20))
-def test_any_text_is_taken_or_refused_in_a_sentence(key: str, text: str) -> None:
+def test_any_text_is_accepted_or_refused_with_the_settings_name(key: str, text: str) -> None:
     environment = {variable_of(key): text}
     refused = None
     try:

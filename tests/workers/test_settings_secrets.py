@@ -1,4 +1,4 @@
-"""API keys: read from a file, compared, and never shown."""
+"""API keys are read from a file, compared, and never shown."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_a_refused_secret_is_not_shown(tmp_path: Path, text: str) -> None:
     assert "hush" not in str(refused.value)
 
 
-def test_a_key_keeps_what_follows_a_number_sign_in_it(tmp_path: Path) -> None:
+def test_a_number_sign_within_a_key_is_no_comment(tmp_path: Path) -> None:
     keys = written(tmp_path / "keys", "#none\nhush#1 # the first\n\t# none\n")
     server = load_settings(None, {}, {"server.api_key_file": keys}).settings.server
     assert server.admits("hush#1") and not server.admits("hush")
@@ -49,7 +49,7 @@ def test_a_key_file_without_keys_is_refused(tmp_path: Path, content: str, words:
         load_settings(None, {}, {"server.api_key_file": written(tmp_path / "keys", content)})
 
 
-def test_only_a_right_key_is_admitted() -> None:
+def test_only_a_configured_key_is_admitted() -> None:
     assert ServerSettings().admits(None)
     server = ServerSettings(host="0.0.0.0", api_keys=(Secret("a-key"), Secret("b-key")))
     assert server.admits("a-key") and server.admits("b-key")

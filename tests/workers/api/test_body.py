@@ -36,7 +36,7 @@ values = st.recursive(
 
 
 @given(values, st.booleans(), st.sampled_from([1, 2, 7, 1000]))
-def test_the_outline_is_that_of_the_value(value: Any, ascii_only: bool, stretch: int) -> None:
+def test_outline_equals_the_parsed_values_depth_and_bounds_its_size(value: Any, ascii_only: bool, stretch: int) -> None:
     depth, at_most = outline(json.dumps(value, ensure_ascii=ascii_only).encode(), stretch)
     assert depth == depth_of(value)
     assert num_values_of(value) <= at_most <= 2 * num_values_of(value)
@@ -62,16 +62,16 @@ def test_the_outline_is_that_of_the_value(value: Any, ascii_only: bool, stretch:
         (b"[" + b"0," * 200 + b"0]", "wanted at most 100"),
     ],
 )  # fmt: skip
-def test_bodies_that_are_refused(body: bytes, words: str) -> None:
+def test_malformed_bodies_are_refused_with_a_short_reason(body: bytes, words: str) -> None:
     with pytest.raises(BadRequestError, match=words) as refused:
         parse(body, LIMITS)
     assert len(refused.value.message) < 200
 
 
-def test_bodies_that_are_read() -> None:
+def test_brackets_within_strings_do_not_count_as_nesting() -> None:
     for body in (b"[[[[[]]]]]", b'{"a": "[[[[[[[["}', rb'{"a": "\"[[[[[[[[", "b": "\\"}', b'  {"a": 1.5e3}'):
         assert parse(body, LIMITS) == json.loads(body)
 
 
-def test_a_byte_order_mark_before_a_body_is_no_part_of_it() -> None:
+def test_a_byte_order_mark_before_a_body_is_skipped() -> None:
     assert parse(b'\xef\xbb\xbf{"a": "\xef\xbb\xbf"}', LIMITS) == {"a": "\ufeff"}

@@ -31,7 +31,7 @@ def service() -> Iterator[Running]:
         yield running
 
 
-def test_several_choices_of_a_chat(service: Running, client: openai.OpenAI) -> None:
+def test_a_chat_with_n_returns_n_choices_with_successive_seeds(service: Running, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=ASK, n=3, seed=5)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert {choice.message.content for choice in answer.choices} == {"The answer is 42."}
@@ -40,7 +40,7 @@ def test_several_choices_of_a_chat(service: Running, client: openai.OpenAI) -> N
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (CONTEXT_TOKENS + 7, 12)
 
 
-def test_several_choices_in_a_stream(client: openai.OpenAI) -> None:
+def test_a_stream_with_n_interleaves_complete_choices(client: openai.OpenAI) -> None:
     said, ended = {0: "", 1: "", 2: ""}, []
     stream = client.chat.completions.create(
         model=MODEL, messages=ASK, n=3, stream=True, stream_options={"include_usage": True}
@@ -56,7 +56,7 @@ def test_several_choices_in_a_stream(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
-def test_a_stream_says_what_each_answer_has_taken_so_far(client: openai.OpenAI, kind: str) -> None:
+def test_continuous_usage_stats_report_each_choices_tokens_so_far(client: openai.OpenAI, kind: str) -> None:
     options: Any = {"stream": True, "n": 2, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     if kind == "chat":
         chunks = list(client.chat.completions.create(model=MODEL, messages=ASK, **options))
@@ -70,7 +70,7 @@ def test_a_stream_says_what_each_answer_has_taken_so_far(client: openai.OpenAI, 
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 8
 
 
-def test_several_prompts_each_with_several_choices(service: Running, client: openai.OpenAI) -> None:
+def test_several_prompts_with_n_return_choices_in_prompt_order(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"a": Script(("A",)), "b": Script(("B",))}
     answer = client.completions.create(model=MODEL, prompt=["a", "b"], n=2)
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "A"), (1, "A"), (2, "B"), (3, "B")]
@@ -78,7 +78,7 @@ def test_several_prompts_each_with_several_choices(service: Running, client: ope
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_answer_that_fails_ends_the_others(service: Running, client: openai.OpenAI, stream: bool) -> None:
+def test_a_failed_choice_ends_the_requests_other_choices(service: Running, client: openai.OpenAI, stream: bool) -> None:
     slow = Script(("x",) * 100, pause_s=0.05)
     service.backend.scripts = {"a": slow, "b": Script(fail_at=0, error=OverloadedError("full"))}
     with pytest.raises(openai.APIError if stream else openai.RateLimitError, match="full"):
@@ -87,7 +87,7 @@ def test_one_answer_that_fails_ends_the_others(service: Running, client: openai.
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
-def test_an_answer_whose_backend_is_cancelled_is_not_waited_for(
+def test_a_cancelled_backend_answer_returns_503_without_waiting(
     service: Running, client: openai.OpenAI, prompt: str | list[str]
 ) -> None:
     service.backend.scripts = {"a": Script(fail_at=0, error=asyncio.CancelledError())}
@@ -97,7 +97,7 @@ def test_an_answer_whose_backend_is_cancelled_is_not_waited_for(
     assert eventually(lambda: not service.backend.running)
 
 
-def test_a_client_that_leaves_ends_all_of_its_answers(service: Running, client: openai.OpenAI) -> None:
+def test_a_client_disconnect_ends_all_choices_of_its_request(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"?": Script(("x",) * 1000, pause_s=0.02)}
     stream = client.chat.completions.create(model=MODEL, messages=ASK, n=4, stream=True, max_tokens=1000)
     next(stream)
@@ -106,7 +106,7 @@ def test_a_client_that_leaves_ends_all_of_its_answers(service: Running, client: 
     assert eventually(lambda: not service.backend.running)
 
 
-def test_calls_and_thoughts_of_a_chat(service: Running, client: openai.OpenAI) -> None:
+def test_a_chat_returns_tool_calls_and_reasoning_content(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"?": Script(CALLS, reason="tool_calls")}
     choice = client.chat.completions.create(model=MODEL, messages=ASK, tools=[TOOL]).choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content == "See: "
@@ -117,7 +117,7 @@ def test_calls_and_thoughts_of_a_chat(service: Running, client: openai.OpenAI) -
     assert client.chat.completions.create(model=MODEL, messages=ASK, tools=[TOOL]).choices[0].message.content is None
 
 
-def test_calls_in_a_stream_as_the_clients_helper_puts_them_together(service: Running, client: openai.OpenAI) -> None:
+def test_the_clients_stream_helper_assembles_tool_calls(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"?": Script(CALLS, reason="tool_calls")}
     with client.chat.completions.stream(model=MODEL, messages=ASK, tools=[TOOL]) as stream:
         deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
@@ -128,7 +128,7 @@ def test_calls_in_a_stream_as_the_clients_helper_puts_them_together(service: Run
     ]  # fmt: skip
 
 
-def test_an_answer_goes_back_in_as_it_came(service: Running, client: openai.OpenAI) -> None:
+def test_an_answer_with_tool_calls_can_be_sent_back_as_a_message(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"?": Script(CALLS, reason="tool_calls")}
     message = client.chat.completions.create(model=MODEL, messages=ASK, tools=[TOOL]).choices[0].message
     results: list[Any] = [
@@ -141,7 +141,7 @@ def test_an_answer_goes_back_in_as_it_came(service: Running, client: openai.Open
     assert [turn.call_id for turn in turns[2:]] == ["123456789", "abcdefghi"]
 
 
-def test_an_echo_as_an_evaluation_reads_it(service: Running, client: openai.OpenAI) -> None:
+def test_echo_returns_the_prompts_tokens_and_logprobs(service: Running, client: openai.OpenAI) -> None:
     scores = (TokenScore(1, "It", None), TokenScore(2, " is", -1.5, ((" was", b" was", -0.5),)))
     told = Piece("It is", scores), Piece(" 5", (TokenScore(3, " 5", -0.25, ((" 5", b" 5", -0.25),)),))
     service.backend.scripts = {"It is": Script(told), (1, 2): Script(told)}
@@ -158,7 +158,7 @@ def test_an_echo_as_an_evaluation_reads_it(service: Running, client: openai.Open
     assert service.backend.asks[-1].sampling.max_new_tokens == 0
 
 
-def test_tokens_of_parts_of_characters_are_told_by_their_bytes(service: Running, client: openai.OpenAI) -> None:
+def test_logprobs_report_the_bytes_of_tokens_that_split_characters(service: Running, client: openai.OpenAI) -> None:
     parts = [b"a\xf0\x9f", b"\x98", b"\x80\xc3", b"\xa9", b"b"]
     scores = [TokenScore(i, part.decode(errors="surrogateescape"), -1.0) for i, part in enumerate(parts)]
     top = (("\ufffd", b"\xf0", -1.0), ("\ufffd", b"\xf1", -2.0))
@@ -183,7 +183,7 @@ def test_tokens_of_parts_of_characters_are_told_by_their_bytes(service: Running,
         [b"\xf0\x9f", b"\xc3", b"\xa9\x98z", b"\xff", b"c"],
     ],
 )
-def test_offsets_are_of_the_text_with_what_stands_for_lone_bytes(
+def test_text_offsets_count_the_replacement_characters_of_invalid_bytes(
     service: Running, client: openai.OpenAI, parts: list[bytes]
 ) -> None:
     scores = tuple(TokenScore(i, part.decode(errors="surrogateescape"), -1.0) for i, part in enumerate(parts))
@@ -197,7 +197,7 @@ def test_offsets_are_of_the_text_with_what_stands_for_lone_bytes(
     assert told.logprobs is not None and told.text == text and told.logprobs.text_offset == begins
 
 
-def test_offsets_pass_over_tokens_that_the_text_has_not(service: Running, client: openai.OpenAI) -> None:
+def test_text_offsets_skip_special_tokens_without_text(service: Running, client: openai.OpenAI) -> None:
     parts = [("\u4f60", True), ("<|im_end|>", False), ("\n", True), ("x", True)]
     scores = tuple(TokenScore(i, text, -1.0, is_visible=is_visible) for i, (text, is_visible) in enumerate(parts))
     service.backend.scripts = {"?": Script((Piece("\u4f60\nx", scores),))}
@@ -205,7 +205,7 @@ def test_offsets_pass_over_tokens_that_the_text_has_not(service: Running, client
     assert told is not None and told.text_offset == [0, 1, 1, 2]
 
 
-def test_tokens_and_back(service: Running) -> None:
+def test_tokenize_and_detokenize_endpoints(service: Running) -> None:
     with httpx2.Client(base_url=service.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
         told = http.post("/tokenize", json={"model": MODEL, "prompt": "ab", "return_token_strs": True}).json()
         assert told == {"count": 2, "max_model_len": 2048, "tokens": [97, 98], "token_strs": ["a", "b"]}
@@ -225,7 +225,7 @@ def test_tokens_and_back(service: Running) -> None:
         assert http.post("/tokenize", json={"model": "gpt-4", "prompt": "a"}).status_code == 404
 
 
-def test_what_the_decoding_side_refuses_is_a_400(service: Running, client: openai.OpenAI) -> None:
+def test_a_request_that_the_backend_refuses_returns_400(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"?": Script(fail_at=0, error=BadRequestError("no such schema", "response_format"))}
     with pytest.raises(openai.BadRequestError, match="no such schema") as refused:
         client.chat.completions.create(model=MODEL, messages=ASK, response_format={"type": "json_object"})

@@ -27,7 +27,7 @@ def get(service: Running, path: str, **more: Any) -> httpx2.Response:
     return httpx2.get(service.url + path, headers={"Authorization": f"Bearer {KEY}"}, **more)
 
 
-def test_models_are_the_model_alone_and_the_contexts_that_are_ready(service: Running, client: openai.OpenAI) -> None:
+def test_models_list_the_base_model_and_each_ready_context(service: Running, client: openai.OpenAI) -> None:
     service.backend.add("later", state="building")
     assert [model.id for model in client.models.list()] == ["smollm2-135m", MODEL]
     for name in ("smollm2-135m", MODEL):
@@ -40,13 +40,13 @@ def test_models_are_the_model_alone_and_the_contexts_that_are_ready(service: Run
             client.models.retrieve(name)
 
 
-def test_a_model_says_how_long_it_reads_and_since_when_it_is_there(client: openai.OpenAI) -> None:
+def test_models_report_max_model_len_and_creation_time(client: openai.OpenAI) -> None:
     alone, handbook = client.models.list().data
     assert 0 <= time.time() - alone.created < 600 and handbook.created == 1.7e9
     assert [model.to_dict()["max_model_len"] for model in (alone, handbook)] == [2048, 2048]
 
 
-def test_a_chat(service: Running, client: openai.OpenAI) -> None:
+def test_chat_completion(service: Running, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=ASK)
     assert answer.choices[0].message.content == "The answer is 42."
     assert answer.choices[0].finish_reason == "stop"
@@ -58,7 +58,7 @@ def test_a_chat(service: Running, client: openai.OpenAI) -> None:
     assert (shorter.choices[0].message.content, shorter.choices[0].finish_reason) == ("The answer ", "length")
 
 
-def test_a_stream_of_chat_says_the_same(service: Running, client: openai.OpenAI) -> None:
+def test_a_chat_stream_has_the_same_text_finish_reason_and_usage(service: Running, client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
             model=MODEL, messages=ASK, stream=True, stream_options={"include_usage": True}, max_tokens=3
@@ -73,7 +73,7 @@ def test_a_stream_of_chat_says_the_same(service: Running, client: openai.OpenAI)
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_the_clients_own_stream_helper(client: openai.OpenAI) -> None:
+def test_the_clients_stream_helper_reads_text_and_logprobs(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(model=MODEL, messages=ASK, logprobs=True) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.content == "The answer is 42."
@@ -81,7 +81,7 @@ def test_the_clients_own_stream_helper(client: openai.OpenAI) -> None:
     assert len(final.choices[0].logprobs.content) == 4
 
 
-def test_completions(client: openai.OpenAI) -> None:
+def test_text_completion_whole_and_streamed(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="It is")
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("The answer is 42.", "stop")
     chunks = list(client.completions.create(model=MODEL, prompt="It is", stream=True))
@@ -89,7 +89,7 @@ def test_completions(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "stop" and chunks[0].id.startswith("cmpl-")
 
 
-def test_logprobs_of_a_chat(service: Running, client: openai.OpenAI) -> None:
+def test_chat_logprobs_report_bytes_and_top_alternatives(service: Running, client: openai.OpenAI) -> None:
     top = (("A", b"A", -0.5), ("\ufffd", b"\xc3", float("-inf")))
     service.backend.scripts["What is it?"] = Script(words=("\u00e9", "\ufffd"), top=top)
     answer = client.chat.completions.create(model=MODEL, messages=ASK, logprobs=True, top_logprobs=2)
@@ -102,7 +102,7 @@ def test_logprobs_of_a_chat(service: Running, client: openai.OpenAI) -> None:
     assert second.bytes == [0xEF, 0xBF, 0xBD]  # the model has generated U+FFFD itself
 
 
-def test_logprobs_of_a_completion_stream_as_in_one_object(service: Running, client: openai.OpenAI) -> None:
+def test_streamed_completion_logprobs_equal_unstreamed_ones(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts["x"] = Script(top=(("A", b"A", -0.25),))
     whole = client.completions.create(model=MODEL, prompt="x", logprobs=1).choices[0].logprobs
     assert whole is not None and whole.tokens == ["The ", "answer ", "is ", "42."]
@@ -114,7 +114,7 @@ def test_logprobs_of_a_completion_stream_as_in_one_object(service: Running, clie
     assert [offset for part in parts for offset in part.text_offset or []] == whole.text_offset
 
 
-def test_our_own_fields_go_in_extra_body(service: Running, client: openai.OpenAI) -> None:
+def test_extra_body_passes_keep_lookahead_and_selector(service: Running, client: openai.OpenAI) -> None:
     client.chat.completions.create(
         model=MODEL, messages=ASK, extra_body={"keep": 0.25, "lookahead": 1, "selector": "exact"}
     )
@@ -132,7 +132,7 @@ def test_our_own_fields_go_in_extra_body(service: Running, client: openai.OpenAI
         (RuntimeError("a secret of ours"), 500, "internal_error"),
     ],
 )
-def test_what_fails_before_the_first_piece_has_a_status(
+def test_a_failure_before_the_first_token_sets_the_http_status(
     service: Running, client: openai.OpenAI, error: Exception, status: int, code: str
 ) -> None:
     service.backend.scripts["What is it?"] = Script(fail_at=0, error=error)
@@ -147,7 +147,7 @@ def test_what_fails_before_the_first_piece_has_a_status(
 
 @pytest.mark.parametrize("error", [WorkerLostError("the worker ended"), RuntimeError("a secret of ours")])
 @pytest.mark.parametrize("api", ["chat", "text"])
-def test_what_fails_in_mid_stream_is_an_event(
+def test_a_failure_in_mid_stream_is_sent_as_an_error_event(
     service: Running, client: openai.OpenAI, error: Exception, api: str
 ) -> None:
     service.backend.scripts["What is it?"] = Script(fail_at=2, error=error)
@@ -162,7 +162,7 @@ def test_what_fails_in_mid_stream_is_an_event(
     assert "csattn_http_stream_errors_total" in get(service, "/metrics").text
 
 
-def test_a_broken_stream_ends_without_done(service: Running) -> None:
+def test_a_failed_stream_ends_without_the_done_marker(service: Running) -> None:
     for script in (Script(fail_at=1, error=WorkerLostError("x")), Script(ends_without_done=True)):
         service.backend.scripts["x"] = script
         body = {"model": MODEL, "prompt": "x", "stream": True}
@@ -173,7 +173,7 @@ def test_a_broken_stream_ends_without_done(service: Running) -> None:
         assert "[DONE]" not in reply.text
 
 
-def test_a_request_has_its_time(service: Running, client: openai.OpenAI) -> None:
+def test_a_request_beyond_its_timeout_returns_504_or_ends_its_stream(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts["What is it?"] = Script(pause_s=1.2)
     with pytest.raises(openai.APIStatusError) as failed:
         client.chat.completions.create(model=MODEL, messages=ASK)
@@ -186,7 +186,7 @@ def test_a_request_has_its_time(service: Running, client: openai.OpenAI) -> None
     assert not service.backend.running
 
 
-def test_contexts_over_http(service: Running) -> None:
+def test_contexts_are_created_listed_and_deleted_over_http(service: Running) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx2.Client(base_url=service.url, headers=headers) as http:
         made = http.post("/v1/contexts", json={"name": "novel", "text": "Once."})
@@ -216,7 +216,7 @@ def test_contexts_over_http(service: Running) -> None:
             assert (gone.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
 
 
-def test_live_ready_and_version(service: Running) -> None:
+def test_health_ready_and_version_endpoints(service: Running) -> None:
     assert httpx2.get(f"{service.url}/health").json() == {"status": "ok"}
     assert httpx2.get(f"{service.url}/ready").status_code == 200
     service.backend.health_now = Health(False, "the worker starts")
@@ -230,7 +230,7 @@ def test_live_ready_and_version(service: Running) -> None:
     assert set(get(service, "/version").json()) == {"version"}
 
 
-def test_overload_is_told_at_once() -> None:
+def test_overload_returns_429_with_retry_after_at_once() -> None:
     backend = FakeBackend(num_slots=1, max_queued=0, scripts={"slow": Script(first_after_s=1.0)})
     with (
         serving(backend) as service,

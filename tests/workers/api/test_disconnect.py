@@ -1,4 +1,4 @@
-"""A client that leaves frees its slot at once, whether it is receiving or waiting."""
+"""A client disconnect frees its slot at once, whether the client is receiving or waiting."""
 
 import asyncio
 import errno
@@ -36,7 +36,7 @@ def ask(service: Running, *, stream: bool) -> socket.socket:
     ],
     ids=["being sent to", "between pieces", "before the first"],
 )
-def test_a_client_that_leaves_frees_its_slot(script: Script, stream: bool) -> None:
+def test_a_client_disconnect_frees_its_slot(script: Script, stream: bool) -> None:
     with serving(FakeBackend(scripts={"go": script})) as service:
         backend = service.backend
         for number in range(1, 6):
@@ -51,7 +51,7 @@ def test_a_client_that_leaves_frees_its_slot(script: Script, stream: bool) -> No
             assert not backend.running
 
 
-def test_a_client_that_leaves_the_queue_leaves_it() -> None:
+def test_a_queued_clients_disconnect_removes_it_from_the_queue() -> None:
     with serving(FakeBackend(num_slots=1, scripts={"go": Script(first_after_s=30.0)})) as service:
         first, second = ask(service, stream=True), None
         assert eventually(lambda: len(service.backend.running) == 1)
@@ -64,7 +64,7 @@ def test_a_client_that_leaves_the_queue_leaves_it() -> None:
         assert eventually(lambda: not service.backend.running)
 
 
-def test_two_hundred_leave_at_random() -> None:
+def test_two_hundred_disconnects_free_all_slots() -> None:
     script = Script(words=("word ",) * 1000, pause_s=0.5)
     with serving(FakeBackend(num_slots=200, scripts={"go": script})) as service:
         connections = [ask(service, stream=index % 2 == 0) for index in range(200)]
@@ -75,7 +75,7 @@ def test_two_hundred_leave_at_random() -> None:
         assert not service.backend.running
 
 
-def test_a_client_that_takes_nothing_is_given_up() -> None:
+def test_a_client_that_stops_reading_is_disconnected() -> None:
     script = Script(words=("word " * 20_000,) * 1000)
     with serving(FakeBackend(scripts={"go": script}), settings_with(stall_timeout_s=0.5)) as service:
         connection = ask(service, stream=True)
@@ -105,7 +105,7 @@ async def drive(backend: FakeBackend, send: Send, **limits: Any) -> None:
     await asyncio.wait_for(make_app(backend, settings_with(**limits))(scope, receive, send), 10)
 
 
-def test_a_send_that_never_ends_is_given_up_under_any_server() -> None:
+def test_a_send_that_never_returns_times_out_under_any_asgi_server() -> None:
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
             await asyncio.Future()
@@ -115,7 +115,7 @@ def test_a_send_that_never_ends_is_given_up_under_any_server() -> None:
     assert backend.num_ended_early == 1 and not backend.running
 
 
-def test_a_send_that_fails_is_a_client_that_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_send_counts_as_a_client_disconnect(caplog: pytest.LogCaptureFixture) -> None:
     async def send(message: Any) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 

@@ -58,7 +58,7 @@ def head(path: str = "/v1/completions", *lines: str) -> bytes:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/status", "/metrics", "/version", "/v1/contexts/x", "/nothing"])
-def test_all_but_health_is_locked(service: Running, path: str) -> None:
+def test_endpoints_other_than_health_and_page_require_a_key(service: Running, path: str) -> None:
     for headers in (
         {}, {"Authorization": "Bearer"}, {"Authorization": f"Basic {KEY}"}, {"Authorization": f"Bearer {KEY}x"},
         {"Authorization": f"Bearer {KEY[:-1]}"}, {"Authorization": b"Bearer \xff\xfe"},
@@ -68,19 +68,19 @@ def test_all_but_health_is_locked(service: Running, path: str) -> None:
     assert httpx2.get(service.url + path, headers=AUTH).status_code != 401
 
 
-def test_a_key_file_that_nobody_read_locks_nothing_and_is_refused(tmp_path: Path) -> None:
+def test_an_app_whose_api_key_file_was_not_read_is_refused(tmp_path: Path) -> None:
     settings = Settings(server=ServerSettings(api_key_file=tmp_path / "keys"))
     with pytest.raises(ConfigError, match="its keys were not read"):
         make_app(FakeBackend(), settings)
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/", "/static/page.js"])
-def test_what_is_open(service: Running, path: str) -> None:
+def test_health_and_page_need_no_key(service: Running, path: str) -> None:
     assert httpx2.get(service.url + path).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/", "/static/page.js", "/v1/models", "/v1/contexts/none"])
-def test_head_is_get_without_a_body(service: Running, path: str) -> None:
+def test_head_replies_like_get_without_a_body(service: Running, path: str) -> None:
     with httpx2.Client(base_url=service.url, headers=AUTH) as client:
         got, headed = client.get(path), client.head(path)
         assert (headed.status_code, headed.content) == (got.status_code, b"")
@@ -89,7 +89,7 @@ def test_head_is_get_without_a_body(service: Running, path: str) -> None:
         assert client.get("/health").json() == {"status": "ok"}, "the connection is not out of step"
 
 
-def test_head_asks_for_the_key_and_tells_what_is_not_ready(service: Running) -> None:
+def test_head_returns_401_without_a_key_and_503_when_not_ready(service: Running) -> None:
     assert httpx2.head(service.url + "/v1/models").status_code == 401
     service.backend.health_now = Health(False, "not yet")
     try:
@@ -98,7 +98,7 @@ def test_head_asks_for_the_key_and_tells_what_is_not_ready(service: Running) -> 
         service.backend.health_now = Health(True)
 
 
-def test_without_a_key_only_this_machines_names_are_answered() -> None:
+def test_without_api_keys_only_loopback_hosts_are_answered() -> None:
     with serving(settings=Settings()) as service:
         for host, status in (
             ("localhost", 200), (f"127.0.0.1:{service.port}", 200), ("[::1]:80", 200), ("evil.example", 403),
@@ -126,18 +126,18 @@ def test_without_a_key_only_this_machines_names_are_answered() -> None:
         ("BREW", "/v1/contexts", 405),
     ],
 )
-def test_there_is_nothing_else(service: Running, method: str, path: str, status: int) -> None:
+def test_unknown_paths_and_methods_return_404_or_405(service: Running, method: str, path: str, status: int) -> None:
     reply = httpx2.request(method, service.url + path, headers=AUTH)
     assert reply.status_code == status and reply.json()["error"]["type"].endswith("_error")
     assert ("allow" in reply.headers) == (status == 405)
 
 
-def test_an_address_without_its_beginning_is_told_what_it_lacks(service: Running) -> None:
+def test_a_path_without_v1_is_refused_with_a_hint(service: Running) -> None:
     reply = httpx2.post(f"{service.url}/chat/completions", headers=AUTH, json={})
     assert 'nothing at "/chat/completions"; OpenAI\'s API is below /v1' in reply.json()["error"]["message"]
 
 
-def test_a_requests_id_comes_back(service: Running) -> None:
+def test_x_request_id_is_echoed_or_replaced_if_invalid(service: Running) -> None:
     assert httpx2.get(f"{service.url}/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
     for bad in ("a" * 129, "a b", "<x>", "\u00e9".encode()):
         own = httpx2.get(f"{service.url}/health", headers={"X-Request-Id": bad}).headers["x-request-id"]
@@ -167,11 +167,13 @@ def test_a_requests_id_comes_back(service: Running) -> None:
         (b'{"model": "\\u0000\\u0001\xe2\x80\xae' + b"\\u0007" * 200 + b'", "prompt": "x"}', "application/json", 404),
     ],
 )
-def test_bodies_that_are_no_request(service: Running, content: bytes, kind: str, status: int) -> None:
+def test_invalid_bodies_and_content_types_return_400_404_or_415(
+    service: Running, content: bytes, kind: str, status: int
+) -> None:
     assert post(service, content=content, headers={**AUTH, "Content-Type": kind}).status_code == status
 
 
-def test_a_large_body_is_refused_unread_and_the_refusal_arrives(service: Running) -> None:
+def test_a_large_body_returns_413_without_being_read(service: Running) -> None:
     assert post(service, json={"x": "y" * 200_000}).status_code == 413
     with socket.create_connection(("127.0.0.1", service.port)) as connection:
         connection.sendall(head("/v1/contexts", "Content-Length: 99999999999999999999"))
@@ -182,7 +184,7 @@ def test_a_large_body_is_refused_unread_and_the_refusal_arrives(service: Running
         assert reply.startswith(b"HTTP/1.1 413 ") and b"connection: close" in reply
 
 
-def test_a_refusal_also_reaches_a_client_that_sends_all_before_it_reads(service: Running) -> None:
+def test_a_413_reaches_a_client_that_sends_its_whole_body_before_reading(service: Running) -> None:
     with socket.create_connection(("127.0.0.1", service.port)) as connection:
         connection.sendall(head("/v1/contexts", "Content-Length: 600000"))
         for _ in range(6):
@@ -191,7 +193,7 @@ def test_a_refusal_also_reaches_a_client_that_sends_all_before_it_reads(service:
         assert said(connection).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_large_body_in_chunks_is_refused_as_it_comes(service: Running) -> None:
+def test_a_large_chunked_body_returns_413_before_it_is_complete(service: Running) -> None:
     pieces = iter([b"x" * 50_000] * 200)
     num_sent = 0
 
@@ -206,7 +208,7 @@ def test_a_large_body_in_chunks_is_refused_as_it_comes(service: Running) -> None
     assert num_sent < 200  # the body was not read to its end
 
 
-def test_an_endless_body_is_cut_off(service: Running) -> None:
+def test_an_endless_chunked_body_is_cut_off(service: Running) -> None:
     started_at = time.monotonic()
     with socket.create_connection(("127.0.0.1", service.port)) as connection:
         connection.sendall(head("/v1/contexts", "Transfer-Encoding: chunked"))
@@ -216,7 +218,7 @@ def test_an_endless_body_is_cut_off(service: Running) -> None:
     assert time.monotonic() < started_at + 8
 
 
-def test_a_body_that_trickles_is_cut_off(service: Running) -> None:
+def test_a_trickling_body_returns_408(service: Running) -> None:
     with socket.create_connection(("127.0.0.1", service.port)) as connection:
         started_at = time.monotonic()
         connection.sendall(head("/v1/completions", "Content-Length: 1000"))
@@ -228,7 +230,7 @@ def test_a_body_that_trickles_is_cut_off(service: Running) -> None:
     assert time.monotonic() - started_at < 4.5
 
 
-def test_a_body_that_stops_is_cut_off() -> None:
+def test_a_stalled_body_returns_408() -> None:
     patient = {**LIMITS, "body_timeout_s": 60.0}  # long enough that the stall is noticed first
     with (
         serving(settings=settings_with(**patient)) as service,
@@ -239,7 +241,7 @@ def test_a_body_that_stops_is_cut_off() -> None:
         assert b" 408 " in connection.recv(4096)
 
 
-def test_a_header_that_trickles_is_cut_off(service: Running) -> None:
+def test_a_connection_with_an_incomplete_header_is_closed(service: Running) -> None:
     for begin in (b"", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"):
         with socket.create_connection(("127.0.0.1", service.port)) as connection:
             connection.sendall(begin)
@@ -248,7 +250,7 @@ def test_a_header_that_trickles_is_cut_off(service: Running) -> None:
             assert 0.5 < time.monotonic() - started_at < 4.5
 
 
-def test_a_large_header_is_refused(service: Running) -> None:
+def test_a_large_header_returns_431(service: Running) -> None:
     reply = httpx2.get(f"{service.url}/health", headers={"X-Large": "x" * 3990})
     assert reply.status_code == 431 and reply.json()["error"]["code"] == "header_too_large"
     with socket.create_connection(("127.0.0.1", service.port)) as connection:
@@ -257,21 +259,21 @@ def test_a_large_header_is_refused(service: Running) -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 999])
-def test_what_is_no_http_is_refused(service: Running, garbage: bytes) -> None:
+def test_bytes_that_are_not_http_are_refused(service: Running, garbage: bytes) -> None:
     with socket.create_connection(("127.0.0.1", service.port)) as connection:
         connection.sendall(garbage + b"\r\n\r\n")
         assert len(said(connection)) < 4096
     assert httpx2.get(f"{service.url}/health").status_code == 200
 
 
-def test_a_refusal_keeps_the_connection_when_the_body_was_read(service: Running) -> None:
+def test_a_400_keeps_the_connection_open_once_the_body_is_read(service: Running) -> None:
     with httpx2.Client(base_url=service.url, headers=AUTH) as http:
         for _ in range(3):
             reply = http.post("/v1/completions", json={"model": "x"})
             assert reply.status_code == 400 and reply.headers.get("connection") != "close"
 
 
-def test_too_many_open_requests_are_told_so_and_health_still_answers() -> None:
+def test_too_many_open_requests_return_503_while_health_answers() -> None:
     backend = FakeBackend(scripts={"slow": Script(first_after_s=30.0)})
     with serving(backend, settings_with(max_open_requests=2)) as service:
         body = json.dumps({"model": "smollm2-135m@handbook", "prompt": "slow"}).encode()
@@ -287,8 +289,8 @@ def test_too_many_open_requests_are_told_so_and_health_still_answers() -> None:
         assert eventually(lambda: httpx2.get(f"{service.url}/v1/models", headers=AUTH).status_code == 200)
 
 
-def test_who_is_refused_takes_no_place() -> None:
-    """However many refused clients stay connected without sending the bodies that they announced."""
+def test_clients_refused_with_401_do_not_count_as_open_requests() -> None:
+    """The refused clients stay connected and never send the bodies that they announced."""
     with serving(settings=settings_with(max_open_requests=2)) as service, ExitStack() as opened:
         for _ in range(4):
             connection = opened.enter_context(socket.create_connection(("127.0.0.1", service.port)))
@@ -297,7 +299,7 @@ def test_who_is_refused_takes_no_place() -> None:
         assert httpx2.get(f"{service.url}/v1/models", headers=AUTH).status_code == 200
 
 
-def test_a_length_beside_chunks_is_refused_and_nothing_behind_it_is_read(service: Running) -> None:
+def test_content_length_with_chunked_encoding_is_refused_without_reading_on(service: Running) -> None:
     hidden = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.create_connection(("127.0.0.1", service.port)) as connection:
         connection.sendall(head("/v1/completions", "Content-Length: 5", "Transfer-Encoding: chunked") + hidden)
@@ -305,7 +307,7 @@ def test_a_length_beside_chunks_is_refused_and_nothing_behind_it_is_read(service
     assert told.startswith(b"HTTP/1.1 400") and b"send one of them" in told and told.count(b"HTTP/1.1") == 1
 
 
-def test_connections_leave_room_for_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_are_limited_to_half_of_the_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """If they took all file descriptors of the process, accepted requests would fail, and each turn of the event loop
     would log thousands of lines."""
     given = []
@@ -326,7 +328,7 @@ def test_connections_leave_room_for_other_files(monkeypatch: pytest.MonkeyPatch)
     [(256, -1, 10240, 5120), (-1, -1, -1, sys.maxsize // 2), (256, -1, -1, sys.maxsize // 2), (256, 512, 256, 128)],
     ids=["macOS", "no limit", "none but one's own", "no more is given"],
 )
-def test_limits_of_files_are_as_systems_have_them(soft, hard, most_given, want, monkeypatch) -> None:
+def test_most_connections_follow_each_systems_descriptor_limits(soft, hard, most_given, want, monkeypatch) -> None:
     def give(_: int, limits: tuple[int, int]) -> None:
         if most_given != -1 and not 0 <= limits[0] <= most_given:
             raise ValueError("current limit exceeds maximum limit")
@@ -336,7 +338,7 @@ def test_limits_of_files_are_as_systems_have_them(soft, hard, most_given, want, 
     assert server._most_connections() == want
 
 
-def test_all_bodies_together_hold_a_bounded_share_of_memory() -> None:
+def test_request_bodies_beyond_their_total_memory_return_503() -> None:
     with serving(settings=settings_with(max_body_bytes=50_000)) as service, ExitStack() as opened:
         replies = []
         for number in range(9):
@@ -348,7 +350,7 @@ def test_all_bodies_together_hold_a_bounded_share_of_memory() -> None:
         assert len(replies) == 1 and b" 503 " in replies[0] and b"retry-after: 1" in replies[0]
 
 
-def test_eight_megabytes_of_json_do_not_hold_up_health() -> None:
+def test_parsing_eight_megabytes_of_json_does_not_delay_health() -> None:
     body = b'{"model": "m", "prompt": ["' + b"\\u00e9" * 500_000 + b'", ' + b"[]," * 1_600_000 + b"1]}"
     headers = {**AUTH, "Content-Type": "application/json"}
     with serving() as service, httpx2.Client(base_url=service.url, timeout=20) as http, ThreadPoolExecutor(1) as other:
@@ -367,7 +369,7 @@ def test_eight_megabytes_of_json_do_not_hold_up_health() -> None:
         assert any(slowest_health_s() < 0.25 for _ in range(5))
 
 
-def test_an_error_of_the_disk_is_ours_and_no_client_that_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_error_returns_500_and_is_not_counted_as_a_disconnect(caplog: pytest.LogCaptureFixture) -> None:
     fault = OSError(errno.EIO, os.strerror(errno.EIO))
 
     class Broken(FakeBackend):
@@ -385,7 +387,7 @@ def test_an_error_of_the_disk_is_ours_and_no_client_that_left(caplog: pytest.Log
     assert caplog.text.count("Traceback") == 3 and "Input/output error" in caplog.text
 
 
-def test_metrics_count_by_pattern(service: Running) -> None:
+def test_http_metrics_are_labelled_by_route_pattern(service: Running) -> None:
     for path in ("/v1/contexts/a", "/v1/contexts/b", "/no/1", "/no/2"):
         httpx2.get(service.url + path, headers=AUTH)
     text = httpx2.get(f"{service.url}/metrics", headers=AUTH).text

@@ -1,4 +1,4 @@
-"""A few hundred hostile requests, next to clients that are slow all the time; `python -m bench.hostile` sends more."""
+"""A few hundred hostile requests among permanently slow clients; `python -m bench.hostile` sends more."""
 
 import socket
 
@@ -10,7 +10,7 @@ from tests.workers.api.running import KEY, eventually, serving, settings_with
 MODEL = "smollm2-135m@handbook"
 
 
-def test_the_service_stands_hostile_clients() -> None:
+def test_the_service_withstands_hostile_clients() -> None:
     backend = FakeBackend(num_slots=8, max_queued=8, scripts={"Say one word.": Script(pause_s=0.01)})
     with serving(backend, settings_with(stall_timeout_s=2.0, body_timeout_s=3.0)) as service:
         report = measured(service.url, KEY, MODEL, num_requests=300, concurrency=8, num_slow=4)
@@ -22,14 +22,14 @@ def test_the_service_stands_hostile_clients() -> None:
         assert eventually(lambda: not backend.running and not backend.num_queued)
 
 
-def test_a_refusal_is_as_long_as_it_says_whatever_follows_it() -> None:
+def test_the_hostile_bench_measures_a_refusal_by_its_content_length() -> None:
     refusal = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 3\r\n\r\nabc"
     assert judged(refusal + 9000 * b"x") == ("400", "")
     assert judged(refusal.replace(b": 3", b": 9000"))[1] == "a refusal of 9000 bytes"
     assert judged(b"HTTP/1.1 400 Bad Request\r\n\r\n" + 9000 * b"x")[1] == "a refusal of 9000 bytes"
 
 
-def test_a_reply_that_breaks_off_or_lets_a_wrong_key_in_is_a_fault() -> None:
+def test_the_hostile_bench_counts_truncated_replies_and_admitted_wrong_keys_as_faults() -> None:
     good = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc"
     assert judged(good) == ("200", "")
     assert "broke off" in judged(good[:-1])[1]
@@ -40,7 +40,7 @@ def test_a_reply_that_breaks_off_or_lets_a_wrong_key_in_is_a_fault() -> None:
     assert outcome.faults == ["one: status 200 for a wrong key"]
 
 
-def test_a_service_that_is_gone_does_not_stand_it() -> None:
+def test_the_hostile_bench_reports_faults_of_an_unreachable_service() -> None:
     with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         report = measured(f"http://127.0.0.1:{taken.getsockname()[1]}", KEY, MODEL, num_requests=100, num_slow=0)

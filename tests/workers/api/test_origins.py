@@ -1,4 +1,4 @@
-"""Pages of other origins (CORS): a browser sends a preflight, and hides replies, also refusals, without its origin."""
+"""Pages of other origins (CORS): preflights, and the header without which a browser hides replies and errors."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ def ask_first(service: Running, origin: str, method: str = "POST") -> httpx2.Res
     return httpx2.options(f"{service.url}/v1/chat/completions", headers={"Origin": origin, **wanted})
 
 
-def test_a_page_that_is_allowed_may_ask(service: Running) -> None:
+def test_preflight_is_allowed_for_configured_origins_only(service: Running) -> None:
     for origin in (PAGE, "http://localhost:3000"):
         reply = ask_first(service, origin)
         assert (reply.status_code, reply.headers[ALLOWED]) == (200, origin)
@@ -50,7 +50,7 @@ def test_a_page_that_is_allowed_may_ask(service: Running) -> None:
         ({"content": b"x" * 6000, "json": None}, 413),
     ],
 )
-def test_every_reply_names_the_page_also_a_refusal(service: Running, changes: dict[str, Any], status: int) -> None:
+def test_every_reply_even_an_error_allows_the_origin(service: Running, changes: dict[str, Any], status: int) -> None:
     options = {"json": BODY, **changes}
     headers = {"Origin": PAGE, "Authorization": f"Bearer {KEY}", **options.pop("headers", {})}
     reply = httpx2.post(f"{service.url}/v1/completions", headers=headers, **options)
@@ -58,13 +58,13 @@ def test_every_reply_names_the_page_also_a_refusal(service: Running, changes: di
     assert "x-request-id" in reply.headers["access-control-expose-headers"] and reply.headers["x-request-id"]
 
 
-def test_other_pages_and_other_clients_are_not_named(service: Running) -> None:
+def test_replies_to_other_origins_have_no_cors_header(service: Running) -> None:
     for headers in ({"Origin": "https://other.example.org"}, {}):
         reply = httpx2.get(f"{service.url}/health", headers=headers)
         assert reply.status_code == 200 and ALLOWED not in reply.headers
 
 
-def test_all_pages_may_ask_or_none() -> None:
+def test_wildcard_allows_every_origin_and_no_setting_allows_none() -> None:
     with service_for("*") as service:
         assert ask_first(service, PAGE).headers[ALLOWED] == "*"
         assert httpx2.get(f"{service.url}/health", headers={"Origin": PAGE}).headers[ALLOWED] == "*"

@@ -135,7 +135,7 @@ def answering(reply: dict[str, Any] | None) -> Callable[[Any], None]:
     return lambda route: route.fulfill(**reply) if reply else route.abort()
 
 
-def test_a_service_that_went_away_is_told_in_a_sentence(browser: Any) -> None:
+def test_the_page_explains_failed_replies_and_recovers(browser: Any) -> None:
     with serving(backend_with_figures(), Settings()) as service:
         page = opened(browser, service, [])
         page.wait_for_selector("#charts path.curve[d*=L]", state="attached")
@@ -153,7 +153,7 @@ def test_a_service_that_went_away_is_told_in_a_sentence(browser: Any) -> None:
         page.close()
 
 
-def test_of_two_answers_the_one_to_the_older_question_is_not_shown(browser: Any) -> None:
+def test_the_page_ignores_a_reply_to_a_superseded_status_request(browser: Any) -> None:
     with serving(backend_with_figures(), Settings()) as service:
         page = opened(browser, service, [])
         page.wait_for_selector("main:not([hidden])")
@@ -170,7 +170,7 @@ def test_of_two_answers_the_one_to_the_older_question_is_not_shown(browser: Any)
         page.close()
 
 
-def test_a_key_that_none_can_be_is_told_so(browser: Any) -> None:
+def test_the_page_refuses_an_impossible_key_with_the_reason(browser: Any) -> None:
     with serving(backend_with_figures()) as service:
         page = opened(browser, service, [])
         for key in ("\u05e9\u05dc\u05d5\u05dd", "two words"):
@@ -181,7 +181,7 @@ def test_a_key_that_none_can_be_is_told_so(browser: Any) -> None:
         page.close()
 
 
-def test_selected_text_stays_selected(browser: Any) -> None:
+def test_selected_text_stays_selected_when_the_page_updates(browser: Any) -> None:
     with serving(backend_with_figures(), Settings()) as service:
         page = opened(browser, service, [])
         page.wait_for_selector("#contexts td.id")

@@ -33,7 +33,7 @@ def ask_of(asked: ParsedRequest) -> Ask:
     return ask
 
 
-def test_a_plain_chat() -> None:
+def test_a_minimal_chat_gets_the_defaults() -> None:
     asked = chat()
     ask = ask_of(asked)
     assert (ask.context, ask.turns, ask.prompt) == ("handbook", (Turn("user", "Why?"),), None)
@@ -44,13 +44,13 @@ def test_a_plain_chat() -> None:
     assert (asked.stream, asked.include_usage, asked.kind) == (False, False, "chat")
 
 
-def test_a_plain_completion() -> None:
+def test_a_minimal_completion_gets_the_defaults() -> None:
     ask = ask_of(completion())
     assert (ask.turns, ask.prompt, ask.sampling.max_new_tokens) == ((), "And so", 16)
     assert ask_of(completion(prompt=["one"])).prompt == "one"
 
 
-def test_every_field_arrives() -> None:
+def test_every_chat_field_is_parsed() -> None:
     asked = chat(
         max_completion_tokens=1000, temperature=2, top_p=0.5, seed=-1, stop=["a", "b", "c", "d"], logprobs=True,
         top_logprobs=20, stream=True, stream_options={"include_usage": True, "include_obfuscation": False}, n=1,
@@ -66,7 +66,7 @@ def test_every_field_arrives() -> None:
     assert asked.stream and asked.include_usage
 
 
-def test_ends_arrive() -> None:
+def test_stop_token_ids_min_tokens_and_ignore_eos_are_parsed() -> None:
     given = {"stop_token_ids": [5, 0], "min_tokens": 9, "ignore_eos": True}
     for asked in (chat(**given), completion(**given)):
         sampling = ask_of(asked).sampling
@@ -76,42 +76,42 @@ def test_ends_arrive() -> None:
         assert ask_of(chat(stream=True, stream_options=options)).reports_usage == (usage and continuous)
 
 
-def test_what_the_template_is_given_arrives() -> None:
+def test_chat_template_kwargs_and_reasoning_effort_are_parsed() -> None:
     ask = ask_of(chat(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low"))
     assert (ask.template_options, ask.reasoning_effort) == ({"enable_thinking": False}, "low")
     assert (ask_of(chat()).template_options, ask_of(chat()).reasoning_effort) == ({}, None)
 
 
-def test_an_answer_that_has_begun() -> None:
+def test_continue_final_message_is_parsed() -> None:
     for more in ({}, {"add_generation_prompt": False}):
         ask = ask_of(chat(messages=BEGUN, continue_final_message=True, **more))
         assert ask.continues and ask.turns[-1] == Turn("assistant", "Because")
     assert chat(add_generation_prompt=True, continue_final_message=False) == chat()
 
 
-def test_fields_of_other_servers_that_ask_for_nothing_pass() -> None:
+def test_other_servers_fields_with_neutral_values_are_ignored() -> None:
     assert chat(cache_prompt=True, id_slot=-1, length_penalty=1.0, skip_special_tokens=True, grammar="") == chat()
 
 
 @pytest.mark.parametrize(("asked", "given"), [(999, 999), (1000, 1000), (1001, 1000), (2**31 - 1, 1000)])
-def test_an_answer_ends_at_the_services_limit_however_many_tokens_are_asked_for(asked: int, given: int) -> None:
+def test_max_tokens_is_capped_at_the_services_limit(asked: int, given: int) -> None:
     assert ask_of(chat(max_tokens=asked)).sampling.max_new_tokens == given
     assert ask_of(completion(max_tokens=asked)).sampling.max_new_tokens == given
 
 
-def test_what_tells_a_server_how_to_keep_a_prompt_is_ignored() -> None:
+def test_prompt_caching_hints_are_ignored() -> None:
     mark = {"cache_control": {"type": "ephemeral"}}
     turns = [{"role": "user", "content": [{"type": "text", "text": "Why?", **mark}], **mark}]
     kept = {"messages": turns, "tools": [{**TOOL, **mark}], "prompt_cache_options": {"mode": "explicit"}}
     assert chat(**kept, **mark, verbosity="low") == chat(tools=[TOOL])
 
 
-def test_null_counts_as_absent() -> None:
+def test_null_fields_count_as_absent() -> None:
     nothing = {"temperature": None, "stop": None, "seed": None, "n": None, "stream": None, "keep": None, "xyz": None}
     assert chat(**nothing) == chat()
 
 
-def test_conversations() -> None:
+def test_messages_become_turns() -> None:
     turns = [
         {"role": "developer", "content": "Be short."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
@@ -136,7 +136,7 @@ def call_with(**changes: Any) -> dict[str, Any]:
     return {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}", **changes}}
 
 
-def test_a_conversation_with_tools() -> None:
+def test_tools_tool_calls_and_tool_results_become_turns() -> None:
     turns = [
         {"role": "user", "content": "a"},
         {**CALLING, "tool_calls": [call_with(arguments='{"x": 1}')], "reasoning_content": "hm"},
@@ -150,7 +150,7 @@ def test_a_conversation_with_tools() -> None:
     assert (ask.must_call, ask.parallel_calls) == ((), False)
 
 
-def test_calls_that_were_cut_off_and_answers_without_text_go_back_in() -> None:
+def test_truncated_tool_calls_and_empty_answers_are_accepted_as_messages() -> None:
     half = '{"x": "\\ud83d"}'
     calls = [call_with(arguments=written) for written in ('{"x": ', "[]", half, "")]
     turns = [CHAT["messages"][0], {**CALLING, "tool_calls": calls}, CALLING, CHAT["messages"][0]]
@@ -159,19 +159,19 @@ def test_calls_that_were_cut_off_and_answers_without_text_go_back_in() -> None:
     assert said[2] == Turn("assistant", "")
 
 
-def test_arguments_that_have_no_bytes_go_back_in_as_they_came() -> None:
+def test_arguments_with_lone_surrogates_are_kept_as_written() -> None:
     written = '{"x": "\\ud800"}'
     turns = [CHAT["messages"][0], {**CALLING, "tool_calls": [call_with(arguments=written)]}, CHAT["messages"][0]]
     assert ask_of(chat(messages=turns)).turns[1].calls[0].arguments == written
 
 
-def test_a_schema_goes_into_the_prompt_as_it_came() -> None:
+def test_a_tools_schema_keeps_its_key_order() -> None:
     written = {"properties": {"x": {"type": "integer"}}, "required": ["x"], "title": "f", "type": "object"}
     [tool] = ask_of(chat(tools=[tool_with(parameters=written)])).tools
     assert list(tool.parameters.items()) == list(written.items())
 
 
-def test_which_tool_must_be_called() -> None:
+def test_tool_choice_sets_which_tools_must_be_called() -> None:
     tools = [TOOL, tool_with()]
     named = {"type": "function", "function": {"name": "f"}}
     assert ask_of(chat(tools=tools, tool_choice="required")).must_call == ("look_up", "f")
@@ -180,7 +180,7 @@ def test_which_tool_must_be_called() -> None:
     assert ask_of(chat(tools=tools, tool_choice="none")).tools == ()
 
 
-def test_forms_of_an_answer() -> None:
+def test_response_format_sets_the_answers_schema() -> None:
     schema = {"type": "integer"}
     assert ask_of(chat(response_format={"type": "text"})).schema is None
     assert ask_of(chat(response_format={"type": "json_object"})).schema == {"type": "object"}
@@ -189,7 +189,7 @@ def test_forms_of_an_answer() -> None:
     assert ask_of(completion(response_format=form)).schema == schema
 
 
-def test_several_choices_have_seeds_and_ids_of_their_own() -> None:
+def test_each_choice_has_its_own_seed_and_request_id() -> None:
     asked = chat(n=3, seed=2**63 - 1)
     assert [ask.sampling.seed for ask in asked.asks] == [2**63 - 1, 0, 1]
     assert [ask.request_id for ask in asked.asks] == ["id", "id-1", "id-2"]
@@ -329,7 +329,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), BAD_CHATS)
-def test_a_chat_that_cannot_be_answered(fields: dict[str, Any], param: str, words: str) -> None:
+def test_invalid_chat_fields_are_refused_with_the_field_and_reason(
+    fields: dict[str, Any], param: str, words: str
+) -> None:
     with pytest.raises(BadRequestError) as refused:
         chat(**fields)
     assert words in error_body(refused.value)["error"]["message"]
@@ -362,7 +364,7 @@ def test_a_chat_that_cannot_be_answered(fields: dict[str, Any], param: str, word
         ({"chat_template_kwargs": {"a": 1}}, "a completion's prompt does not use a chat template"),
     ],
 )
-def test_a_completion_that_cannot_be_answered(fields: dict[str, Any], words: str) -> None:
+def test_invalid_completion_fields_are_refused_with_the_reason(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(BadRequestError, match=words.replace("[", r"\[")):
         completion(**fields)
 
@@ -376,7 +378,7 @@ def test_a_completion_that_cannot_be_answered(fields: dict[str, Any], words: str
         ("/models/SmolLM2-135M-Instruct.gguf", ""),
     ],
 )
-def test_the_model_is_known_by_its_usual_names(asked: str, context: str) -> None:
+def test_the_model_is_recognised_by_its_usual_names(asked: str, context: str) -> None:
     assert (ask_of(chat(model=asked)).context, chat(model=asked).model) == (context, asked)
 
 
@@ -394,7 +396,7 @@ def test_the_model_is_known_by_its_usual_names(asked: str, context: str) -> None
         f"{MODEL}-base",
     ],
 )
-def test_models_that_cannot_be(asked: str) -> None:
+def test_unknown_model_names_are_refused(asked: str) -> None:
     with pytest.raises(UnknownModelError) as refused:
         chat(model=asked)
     assert refused.value.param == "model"
@@ -415,13 +417,13 @@ def test_models_that_cannot_be(asked: str) -> None:
         ("///", "model"),
     ],
 )
-def test_short_names_of_models(name: str | None, short: str) -> None:
+def test_short_model_name_of_names_and_paths(name: str | None, short: str) -> None:
     assert short_model_name(name) == short
 
 
 @pytest.mark.parametrize("asked", ["日本語", "///", "..", "", "gpt/中文", "llama-3.1-8b-instruct", "llama"])
 @pytest.mark.parametrize("model", ["model", "llama-3.1-8b", "smollm2-135m"])
-def test_another_model_is_not_taken_for_the_one_that_is_there(asked: str, model: str) -> None:
+def test_another_models_name_is_not_taken_for_the_served_model(asked: str, model: str) -> None:
     with pytest.raises(UnknownModelError):
         context_or_own(asked, model)
 
@@ -436,7 +438,7 @@ def test_another_model_is_not_taken_for_the_one_that_is_there(asked: str, model:
         ({"name": "a", "text": "x", "path": "/etc/passwd"}, "path is not a field"),
     ],
 )
-def test_a_context_that_cannot_be_registered(body: Any, words: str) -> None:
+def test_invalid_context_registrations_are_refused_with_the_reason(body: Any, words: str) -> None:
     with pytest.raises(BadRequestError, match=words):
         read_new_context(body)
 
@@ -450,7 +452,7 @@ FIELD_NAMES = sorted({name for fields, _, _ in BAD_CHATS for name in fields} | {
 
 
 @given(st.dictionaries(st.sampled_from(FIELD_NAMES), json_values, max_size=4), st.booleans())
-def test_whatever_comes_is_read_or_refused_shortly(fields: dict[str, Any], is_chat: bool) -> None:
+def test_arbitrary_fields_are_parsed_or_refused_with_a_short_error(fields: dict[str, Any], is_chat: bool) -> None:
     said = ""
     try:
         chat(**fields) if is_chat else completion(**fields)

@@ -38,7 +38,7 @@ def service() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def telling() -> Iterator[Running]:
+def service_with_access_log() -> Iterator[Running]:
     with serve_with(access_log=True) as running:
         yield running
 
@@ -62,7 +62,7 @@ def ask(service: Running, **more: Any) -> httpx2.Response:
         (BadRequestError("it is wrong"), None),
     ],
 )
-def test_a_line_for_what_fails_by_no_fault_of_the_clients(
+def test_failures_other_than_client_errors_are_logged_with_their_reason(
     service: Running,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -77,7 +77,7 @@ def test_a_line_for_what_fails_by_no_fault_of_the_clients(
     assert lines == ([f"POST /v1/completions: {words} (request mine)"] if words else [])
 
 
-def test_a_fault_of_ours_has_a_trace(service: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_is_logged_with_a_traceback(service: Running, caplog: pytest.LogCaptureFixture) -> None:
     service.backend.scripts[PROMPT] = Script(fail_at=1, error=RuntimeError("of ours"))
     ask(service, stream=True)
     ask(service)
@@ -85,7 +85,9 @@ def test_a_fault_of_ours_has_a_trace(service: Running, caplog: pytest.LogCapture
     assert caplog.text.count("RuntimeError: of ours") == 2
 
 
-def test_without_the_setting_what_is_answered_has_no_line(service: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_access_log_a_successful_request_is_not_logged(
+    service: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     service.backend.scripts.clear()
     assert ask(service).status_code == 200
@@ -93,21 +95,25 @@ def test_without_the_setting_what_is_answered_has_no_line(service: Running, capl
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_with_it_each_request_has_one(telling: Running, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+def test_with_access_log_each_request_logs_one_line(
+    service_with_access_log: Running, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
     caplog.set_level(logging.INFO)
-    assert ask(telling, stream=stream, n=2).status_code == 200
+    assert ask(service_with_access_log, stream=stream, n=2).status_code == 200
     told = r"POST /v1/completions: 200 in \d+ ms, 2014 prompt 2000 cached 8 new tokens \(request mine\)"
     [line] = lines(caplog, 1)
     assert re.fullmatch(told, line), line
 
 
-def test_a_stream_that_broke_off_says_so_and_what_it_took(telling: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_streams_log_line_has_the_cause_and_the_tokens_used(
+    service_with_access_log: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    telling.backend.scripts[PROMPT] = Script(fail_at=2, error=WorkerLostError("it ended"))
+    service_with_access_log.backend.scripts[PROMPT] = Script(fail_at=2, error=WorkerLostError("it ended"))
     try:
-        assert ask(telling, stream=True).status_code == 200
+        assert ask(service_with_access_log, stream=True).status_code == 200
     finally:
-        telling.backend.scripts.clear()
+        service_with_access_log.backend.scripts.clear()
     why, line = lines(caplog, 2)
     assert why == "POST /v1/completions: 503 worker_lost, it ended (request mine)"
     tokens = "1007 prompt 1000 cached 2 new tokens"
@@ -115,10 +121,12 @@ def test_a_stream_that_broke_off_says_so_and_what_it_took(telling: Running, capl
     assert re.fullmatch(told, line), line
 
 
-def test_paths_that_clients_invent_stay_on_their_line(telling: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_logged_paths_are_escaped_and_shortened(
+    service_with_access_log: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    httpx2.get(f"{telling.url}/no%0A2026%20INFO?key={KEY}", headers={"Authorization": "Bearer wrong"})
-    httpx2.get(f"{telling.url}/" + "x" * 1000)
+    httpx2.get(f"{service_with_access_log.url}/no%0A2026%20INFO?key={KEY}", headers={"Authorization": "Bearer wrong"})
+    httpx2.get(f"{service_with_access_log.url}/" + "x" * 1000)
     first, second = lines(caplog, 2)
     assert re.fullmatch(r"GET /no%0A2026%20INFO: 401 in \d+ ms \(request [0-9a-f]{32}\)", first)
     assert second.startswith("GET /x") and len(second) < 300

@@ -39,7 +39,7 @@ def read(**fields: Any) -> Any:
     return read_response(body, "id", "smollm2-135m", LimitSettings(max_question_chars=500)).asks[0]
 
 
-def test_text(client: openai.OpenAI) -> None:
+def test_a_response_has_text_status_usage_and_metadata(client: openai.OpenAI) -> None:
     answer = client.responses.create(
         model=MODEL, input="?", instructions="Be short.", max_output_tokens=9, metadata={"a": "b"}
     )
@@ -53,11 +53,11 @@ def test_text(client: openai.OpenAI) -> None:
     assert cut.incomplete_details.reason == "max_output_tokens" and cut.output_text == "The answer "
 
 
-def test_what_its_messages_are_called() -> None:
+def test_errors_about_messages_name_the_input_field() -> None:
     assert read().field == read(input=[{"role": "user", "content": "?"}]).field == "input"
 
 
-def test_a_stream_is_put_together_as_the_whole(service: Running, client: openai.OpenAI) -> None:
+def test_a_streamed_response_equals_the_unstreamed_one(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"?": Script(CALLS, reason="tool_calls")}
     whole = client.responses.create(model=MODEL, input="?", tools=[TOOL])
     events = list(client.responses.create(model=MODEL, input="?", tools=[TOOL], stream=True))
@@ -78,7 +78,7 @@ def test_a_stream_is_put_together_as_the_whole(service: Running, client: openai.
     ]  # fmt: skip
 
 
-def test_logprobs_come_where_they_are_included(service: Running, client: openai.OpenAI) -> None:
+def test_responses_logprobs_cover_every_token_when_included(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"?": Script((Piece("A", (TokenScore(1, "A", -0.5, (("B", b"B", -1.0),)),)),))}
     asked: Any = {"model": MODEL, "input": "?", "include": ["message.output_text.logprobs"], "top_logprobs": 1}
     answer = client.responses.create(**asked)
@@ -105,7 +105,7 @@ def test_an_empty_answer_is_an_empty_message(service: Running, client: openai.Op
     assert answer.output_text == "" and [item.type for item in answer.output] == ["message"]
 
 
-def test_what_fails_in_mid_stream_is_an_event(service: Running, client: openai.OpenAI) -> None:
+def test_a_failure_in_mid_stream_is_sent_as_an_error_event(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"?": Script(fail_at=2, error=WorkerLostError("gone"))}
     said: list[Any] = []
     stream = client.responses.create(model=MODEL, input="?", stream=True)
@@ -114,7 +114,7 @@ def test_what_fails_in_mid_stream_is_an_event(service: Running, client: openai.O
     assert [event.type for event in said][-1] == "response.output_text.delta"
 
 
-def test_a_piece_with_the_end_of_a_call_and_what_is_said_behind_it() -> None:
+def test_a_piece_can_end_a_call_and_hold_the_text_after_it() -> None:
     """Such a piece arrives after all of its text was held back as the possible start of a stop string."""
     body = {"model": MODEL, "input": "?", "tools": [TOOL]}
     form = ResponseForm(read_response(body, "id", "smollm2-135m", LimitSettings()))
@@ -124,7 +124,7 @@ def test_a_piece_with_the_end_of_a_call_and_what_is_said_behind_it() -> None:
     assert (one["type"], one["arguments"], other["content"][0]["text"]) == ("function_call", '{"a": 1}', "So.")
 
 
-def test_a_conversation_of_items() -> None:
+def test_input_items_become_turns() -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
         {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
@@ -159,11 +159,11 @@ def test_reasoning_between_a_message_and_a_call_is_kept() -> None:
     assert empty.turns[0] == Turn("assistant", "", calls), "OpenAI's items may have an empty list"
 
 
-def test_what_asks_for_nothing_that_is_not_done_anyway() -> None:
+def test_options_that_match_the_default_behaviour_are_accepted() -> None:
     assert read(truncation="auto", reasoning={"summary": "auto"}) == read()
 
 
-def test_the_form_of_an_answer() -> None:
+def test_text_format_sets_the_answers_schema() -> None:
     form = {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "integer"}}}
     assert read(text=form).schema == {"type": "integer"}
     assert read(text={"format": {"type": "json_object"}, "verbosity": "low"}).schema == {"type": "object"}
@@ -214,7 +214,7 @@ def test_the_form_of_an_answer() -> None:
         ({"messages": []}, "messages is not a field"),
     ],
 )
-def test_what_cannot_be_answered(fields: dict[str, Any], words: str) -> None:
+def test_invalid_responses_fields_are_refused_with_the_reason(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(BadRequestError, match=words):
         read(**fields)
     with pytest.raises(BadRequestError, match="the body is a list"):

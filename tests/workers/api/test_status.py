@@ -1,4 +1,4 @@
-"""The data that the page shows, all of which the decoding side really measures."""
+"""The status and metrics endpoints, and the static page."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from workers.serving.metrics import Metrics
 from workers.serving.step_engine import Fidelity
 
 
-def test_all_that_the_page_draws_is_measured() -> None:
+def test_status_has_every_number_and_histogram_of_the_page() -> None:
     decoding = Metrics()
     decoding.observe_fidelity("novel", 0.0, Fidelity(recall=0.5, mass=0.75))
     decoding.observe_fidelity("novel", 0.0, Fidelity(recall=1.0, mass=0.25))
@@ -58,12 +58,12 @@ def test_all_that_the_page_draws_is_measured() -> None:
     json.dumps(status, allow_nan=False)
 
 
-def test_without_the_decoding_sides_measures_the_page_still_has_a_state() -> None:
+def test_status_without_backend_metrics_still_reports_readiness() -> None:
     status = status_object("m", Health(False, "starting"), [], [], {})
     assert (status["ready"], status["why"], status["numbers"], status["histograms"]) == (False, "starting", {}, {})
 
 
-def test_metrics_are_prometheus_text_of_both_sides() -> None:
+def test_metrics_endpoint_exports_http_and_backend_metrics() -> None:
     backend = FakeBackend(
         more_metrics=[metric for metric in Metrics().collect() if metric.name != "csattn_running_requests"]
     )
@@ -75,7 +75,7 @@ def test_metrics_are_prometheus_text_of_both_sides() -> None:
     assert {"csattn_http_requests", "csattn_http_ttft_seconds", "csattn_running_requests", "csattn_kv_bytes"} <= names
 
 
-def test_what_is_watched_has_a_sample_before_it_moves() -> None:
+def test_http_error_counters_start_at_zero() -> None:
     value = Measures().registry.get_sample_value
     assert value("csattn_http_requests_total", {"route": "/v1/completions", "status": "429"}) == 0
     assert all(value("csattn_http_stream_errors_total", {"code": code}) == 0 for code in STREAM_CODES)
@@ -84,7 +84,7 @@ def test_what_is_watched_has_a_sample_before_it_moves() -> None:
     )
 
 
-def test_the_page_needs_nothing_from_elsewhere() -> None:
+def test_the_page_loads_no_external_resources_or_inline_scripts() -> None:
     page = (STATIC / "index.html").read_text()
     script = "".join((STATIC / name).read_text() for name in PAGE_FILES if name.endswith(".js"))
     everything = page + script + (STATIC / "page.css").read_text()
@@ -93,7 +93,7 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert set(re.findall(r"\$\(\"([\w-]+)\"\)", script)) <= set(re.findall(r'id="([\w-]+)"', page))
 
 
-def test_the_page_is_sent_with_a_strict_policy() -> None:
+def test_the_page_is_sent_with_a_strict_content_security_policy() -> None:
     with serving() as service:
         for path, kind in {"/": "text/html", **{f"/static/{name}": kind for name, kind in PAGE_FILES.items()}}.items():
             reply = httpx2.get(service.url + path)

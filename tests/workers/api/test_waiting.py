@@ -31,7 +31,7 @@ def text_of(service: Running) -> tuple[int, str]:
     return reply.status_code, reply.text
 
 
-def test_comments_come_until_the_answer_begins(service: Running) -> None:
+def test_a_stream_sends_comments_until_the_answer_begins(service: Running) -> None:
     service.backend.scripts["go"] = LATE
     status, text = text_of(service)
     events = text.split("\n\n")
@@ -40,12 +40,12 @@ def test_comments_come_until_the_answer_begins(service: Running) -> None:
     assert all(event.startswith("data: ") for event in events[num_comments:-1]) and events[-2] == "data: [DONE]"
 
 
-def test_an_answer_that_begins_soon_has_none(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_begins_soon_sends_no_comments(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "QUIET_S", 10.0)
     assert ": " not in text_of(service)[1].replace("data: ", "")
 
 
-def test_the_client_skips_them(service: Running, client: openai.OpenAI) -> None:
+def test_openai_client_skips_the_comments(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts["go"] = LATE
     chat = client.chat.completions.create(model=MODEL, messages=ASK, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chat) == "The answer is 42."
@@ -64,7 +64,7 @@ def test_the_client_skips_them(service: Running, client: openai.OpenAI) -> None:
         (RuntimeError("a secret of ours"), "internal_error"),
     ],
 )
-def test_what_fails_after_the_headers_is_an_event(
+def test_a_failure_after_the_headers_is_sent_as_an_error_event(
     service: Running, client: openai.OpenAI, error: Exception, code: str
 ) -> None:
     service.backend.scripts["go"] = Script(first_after_s=1.0, fail_at=0, error=error)
@@ -83,7 +83,7 @@ def test_what_fails_after_the_headers_is_an_event(
     assert not service.backend.running
 
 
-def test_a_client_that_leaves_while_it_waits_frees_its_place(service: Running) -> None:
+def test_a_client_disconnect_before_the_first_token_frees_its_slot(service: Running) -> None:
     service.backend.scripts["go"] = Script(first_after_s=30.0)
     body = {"model": MODEL, "prompt": "go", "stream": True}
     headers = {"Authorization": f"Bearer {KEY}"}

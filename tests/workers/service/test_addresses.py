@@ -10,20 +10,20 @@ from workers.service.addresses import listen, reserve_port, url_of
 from workers.settings import Secret, ServerSettings
 
 
-def test_port_zero_is_one_that_is_free() -> None:
+def test_port_zero_picks_a_free_port() -> None:
     with listen(ServerSettings(port=0)) as first, listen(ServerSettings(port=0)) as second:
         assert first.getsockname()[0] == "127.0.0.1"
         assert first.getsockname()[1] != second.getsockname()[1] > 0
 
 
-def test_a_port_in_use_is_a_sentence() -> None:
+def test_a_port_in_use_is_refused_with_the_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port} of 127.0.0.1 is in use; name another with --port"):
             listen(ServerSettings(port=port))
 
 
-def test_a_port_that_is_held_is_given_to_nobody_but_who_shares_it() -> None:
+def test_a_reserved_port_can_be_bound_only_with_reuseport() -> None:
     with reserve_port(ServerSettings(port=0)) as holder, socket.socket() as serve, socket.socket() as other:
         address = holder.getsockname()
         with pytest.raises(ConnectionRefusedError):
@@ -41,13 +41,13 @@ def test_a_port_that_is_held_is_given_to_nobody_but_who_shares_it() -> None:
             reserve_port(ServerSettings(port=address[1]))
 
 
-def test_an_address_of_another_machine_is_a_sentence() -> None:
+def test_an_address_of_another_machine_is_refused_with_the_remedy() -> None:
     elsewhere = ServerSettings(host="203.0.113.7", port=0, api_keys=(Secret("key"),))
     with pytest.raises(ConfigError, match=r"cannot listen on 203.0.113.7 .*; name an address of this machine"):
         listen(elsewhere)
 
 
-def test_what_is_written_to_a_connection_leaves_at_once() -> None:
+def test_accepted_connections_have_tcp_nodelay() -> None:
     """Without TCP_NODELAY, data waits for a delayed acknowledgement: 40 ms of each answer on a reused connection."""
 
     async def delays() -> bool:
@@ -64,6 +64,6 @@ def test_what_is_written_to_a_connection_leaves_at_once() -> None:
     assert not asyncio.run(delays())
 
 
-def test_urls() -> None:
+def test_url_of_ipv4_and_ipv6_hosts() -> None:
     assert url_of("127.0.0.1", 80) == "http://127.0.0.1:80"
     assert url_of("::1", 8000) == "http://[::1]:8000"

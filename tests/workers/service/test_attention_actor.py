@@ -1,4 +1,4 @@
-"""The attention worker without Ray: what it sends and receives, and when it ends a request that nobody waits for."""
+"""The attention worker without Ray: its replies, and when it ends abandoned requests."""
 
 import asyncio
 import sys
@@ -65,7 +65,7 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_events_and_errors_cross_as_values(backend: Startable) -> None:
+def test_the_actor_returns_events_and_errors_as_values(backend: Startable) -> None:
     async def run() -> None:
         actor = AttentionActor(Settings())
         got = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
@@ -78,7 +78,7 @@ def test_events_and_errors_cross_as_values(backend: Startable) -> None:
     asyncio.run(run())
 
 
-def test_a_store_that_cannot_be_read_is_told_of_and_not_taken_for_a_lost_worker(
+def test_an_unreadable_store_is_reported_and_not_as_a_lost_worker(
     monkeypatch: pytest.MonkeyPatch, backend: Startable
 ) -> None:
     async def start() -> None:
@@ -99,7 +99,7 @@ def test_a_store_that_cannot_be_read_is_told_of_and_not_taken_for_a_lost_worker(
     asyncio.run(run())
 
 
-def test_it_holds_and_drops_what_it_is_told_to(backend: Startable) -> None:
+def test_the_actor_holds_and_drops_contexts_on_request(backend: Startable) -> None:
     book, verse = (Held(name, (name,), 5, 0) for name in ("book", "verse"))
 
     async def run() -> None:
@@ -114,7 +114,7 @@ def test_it_holds_and_drops_what_it_is_told_to(backend: Startable) -> None:
     asyncio.run(run())
 
 
-def test_a_name_that_a_worker_refuses_is_refused_at_the_start() -> None:
+def test_a_context_name_that_a_worker_refuses_fails_the_start() -> None:
     asked = list[tuple[str, ...]]()
 
     def call(*arguments: str) -> ServingError | None:
@@ -128,7 +128,7 @@ def test_a_name_that_a_worker_refuses_is_refused_at_the_start() -> None:
     assert asked == [("name", "a", "1234"), ("name", "b", "5678")]
 
 
-def test_a_request_that_nobody_waits_for_is_ended(backend: Startable) -> None:
+def test_ending_a_request_cancels_its_answer(backend: Startable) -> None:
     async def run() -> None:
         actor = AttentionActor(Settings())
         events = actor.generate("1", "i", ask("slow"))
@@ -143,7 +143,7 @@ def test_a_request_that_nobody_waits_for_is_ended(backend: Startable) -> None:
     asyncio.run(run())
 
 
-def test_requests_of_a_process_that_is_silent_are_ended_and_no_others(backend: Startable) -> None:
+def test_requests_of_an_ingress_without_heartbeats_are_ended_and_no_others(backend: Startable) -> None:
     async def run() -> None:
         actor = AttentionActor(Settings())
         silent, heard = actor.generate("1", "gone", ask("slow")), actor.generate("2", "here", ask("slow"))
@@ -169,7 +169,7 @@ def test_requests_of_a_process_that_is_silent_are_ended_and_no_others(backend: S
     ],
     ids=["refused", "failed", "not imported"],
 )
-def test_a_worker_that_cannot_start_says_why_and_ends(
+def test_a_worker_that_cannot_start_reports_the_reason_and_exits(
     monkeypatch: pytest.MonkeyPatch, backend: Startable, error: Exception | None, why: str
 ) -> None:
     """Its process exits by itself: Ray restarts an actor that has exited, but not one whose constructor has raised."""

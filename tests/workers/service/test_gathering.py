@@ -6,7 +6,7 @@ from workers.service.spread_backend import join_contexts, join_metrics
 from workers.serving.messages import ContextInfo
 
 
-def test_a_context_is_told_by_the_worker_that_got_furthest() -> None:
+def test_join_contexts_keeps_the_furthest_state_of_each_context() -> None:
     waits = ContextInfo(name="a", state="building", created_at=2.0)
     builds = ContextInfo(name="a", state="building", created_at=2.0, progress=0.4)
     failed = ContextInfo(name="b", state="failed", created_at=1.0)
@@ -16,7 +16,7 @@ def test_a_context_is_told_by_the_worker_that_got_furthest() -> None:
     assert join_contexts([[], []]) == []
 
 
-def test_samples_of_one_metric_stand_together_and_say_whose_they_are() -> None:
+def test_join_metrics_groups_samples_with_a_worker_label() -> None:
     def told(value: float) -> list[GaugeMetricFamily | CounterMetricFamily]:
         tokens = CounterMetricFamily("tokens", "Told.", labels=["context"])
         tokens.add_metric(["book"], value)

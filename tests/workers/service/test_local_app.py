@@ -32,7 +32,7 @@ def server() -> Server:
         ),
     ],
 )
-def test_the_log_says_what_ends_and_what_is_waited_for(backend: Any, told: str) -> None:
+def test_the_shutdown_log_names_the_signal_and_the_open_work(backend: Any, told: str) -> None:
     ending = server()
     assert _ending(ending, backend).startswith("the service ends (no signal): ")
     ending.handle_exit(signal.SIGTERM, None)

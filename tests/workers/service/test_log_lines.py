@@ -16,7 +16,7 @@ for name in ("csattn.api", "workers.serving.contexts", "offload.blocks", "others
 """
 
 
-def test_lines_of_one_form_on_stderr_alone() -> None:
+def test_log_lines_have_one_format_and_go_only_to_stderr() -> None:
     ended = subprocess.run([sys.executable, "-c", SAYS], capture_output=True, text=True, check=True)
     lines = ended.stderr.splitlines()
     form = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING) (\S+): (info|warning) of \2"
@@ -24,7 +24,7 @@ def test_lines_of_one_form_on_stderr_alone() -> None:
     assert len(lines) == 7 and "info of others" not in ended.stderr
 
 
-def test_a_name_of_several_lines_writes_one() -> None:
+def test_line_breaks_and_escapes_in_a_message_are_replaced() -> None:
     says = f"{SAYS}\nlogging.getLogger('workers.x').warning('%s is removed', 'a\\n2026 INFO forged\\x1b[31m')"
     ended = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
     assert (
@@ -32,7 +32,7 @@ def test_a_name_of_several_lines_writes_one() -> None:
     )
 
 
-def test_what_another_form_writes_is_cleaned_too() -> None:
+def test_log_lines_of_rays_formatter_are_cleaned_too() -> None:
     """Handlers of Ray Serve have formatters of their own."""
     form = "handler.setFormatter(ServeFormatter('replica', 'x')); logging.getLogger().handlers[:] = [handler]"
     says = f"""{SAYS}
@@ -47,14 +47,14 @@ except OSError:
     assert "\n  2026 forged\N{REPLACEMENT CHARACTER}]0;x" in ended.stderr
 
 
-def test_a_signal_that_ends_it_leaves_a_trace() -> None:
+def test_a_fatal_signal_leaves_a_traceback() -> None:
     ends = "import os, signal; os.kill(os.getpid(), signal.SIGBUS)"
     ended = subprocess.run([sys.executable, "-c", f"{SAYS}\n{ends}"], capture_output=True, text=True, check=False)
     assert ended.returncode == -signal.SIGBUS
     assert "Fatal Python error: Bus error" in ended.stderr and 'File "<string>", line' in ended.stderr
 
 
-def test_no_line_of_a_trace_looks_like_another_message() -> None:
+def test_traceback_lines_are_indented_and_cannot_forge_a_message() -> None:
     says = f"""{SAYS}
 try:
     raise OSError("a name\\n2026-01-01 00:00:00 ERROR workers.api: forged\\x1b]0;x")
@@ -65,13 +65,13 @@ except OSError:
     assert "\n2026-01-01" not in ended.stderr
 
 
-def test_a_stream_without_a_descriptor_is_logged_to() -> None:
+def test_logging_works_on_a_stderr_without_a_file_descriptor() -> None:
     says = f"import io, sys\nsys.__stderr__ = io.StringIO()\n{SAYS}\nprint(sys.__stderr__.getvalue())"
     ended = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
     assert "warning of others" in ended.stdout
 
 
-def test_records_are_made_as_before_and_cleaned_in_every_part_once() -> None:
+def test_every_part_of_a_log_record_is_cleaned_once() -> None:
     """Ray's record factory, which adds a timestamp that Ray's formatter needs, stays in effect."""
     says = """
 import logging

@@ -30,24 +30,24 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     return replace(settings, build=replace(settings.build, dtype="bfloat16"))
 
 
-def test_it_is_one_line(settings: Settings) -> None:
+def test_the_machine_is_described_in_one_line(settings: Settings) -> None:
     line = describe_machine(settings, loaded())
     assert line.startswith("no GPU, 3 CPUs, 0.0 GiB of memory and 5.0 GiB of disk for the store; room")
     assert line.endswith(f" 7 contexts of {loaded().geometry.max_positions:,} tokens") and "\n" not in line
 
 
-def test_workers_of_one_machine_share_its_memory(settings: Settings) -> None:
+def test_several_workers_divide_the_machines_memory(settings: Settings) -> None:
     """Out of room for nearly eight contexts, each of three workers has room for two."""
     line = describe_machine(settings, loaded(), 3)
     assert " 0.0 GiB of memory, shared by 3 workers, and " in line and " 2 contexts of " in line
 
 
-def test_a_budget_is_kept(settings: Settings) -> None:
+def test_the_described_room_respects_context_bytes(settings: Settings) -> None:
     engine = EngineSettings(context_bytes=1)
     assert " 0 contexts of " in describe_machine(replace(settings, engine=engine), loaded())
 
 
-def test_gpus_are_told_with_their_links(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_described_with_memory_and_pcie_link(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(Gpu("NVIDIA H200", "570.1", 140_000, 143_771, "5.0 x16") for _ in range(2))
     monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
     cuda = SimpleNamespace(mem_get_info=lambda: (1 << 40, 1 << 40))
@@ -58,7 +58,7 @@ def test_gpus_are_told_with_their_links(settings: Settings, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("num_devices", "room"), [(1, 0), (2, 1), (4, 3)])
-def test_several_gpus_have_room_together(
+def test_the_room_of_several_gpus_adds_up(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, num_devices: int, room: int
 ) -> None:
     """The free memory of each GPU equals the size of all weights, and that of one context."""

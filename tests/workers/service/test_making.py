@@ -18,9 +18,7 @@ from workers.settings import EngineSettings, LimitSettings, ModelSettings, RaySe
 
 
 @pytest.mark.parametrize(("num_requests", "max_rows"), [(1, QUESTION_ROWS), (QUESTION_ROWS + 4, QUESTION_ROWS + 4)])
-def test_a_step_has_rows_for_a_piece_of_a_question_however_few_requests_there_may_be(
-    num_requests: int, max_rows: int
-) -> None:
+def test_max_rows_is_at_least_question_rows(num_requests: int, max_rows: int) -> None:
     settings = Settings(
         limits=LimitSettings(max_concurrent_requests=num_requests), engine=EngineSettings(num_threads=1)
     )
@@ -39,7 +37,7 @@ def test_a_step_has_rows_for_a_piece_of_a_question_however_few_requests_there_ma
         ("host", "full", "where nothing is searched"),
     ],
 )
-def test_search_workers_that_would_search_nothing_are_refused(
+def test_search_workers_without_a_cpu_search_are_refused(
     placement: str, selector: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(making, "require_device", lambda: None)
@@ -48,7 +46,7 @@ def test_search_workers_that_would_search_nothing_are_refused(
         make_backend(settings, Threads())
 
 
-def test_a_rest_that_the_selector_has_not_is_refused_before_the_model_is_loaded(
+def test_an_unsupported_rest_is_refused_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(making, "load_model", lambda *_, **__: pytest.fail("a model is loaded"))
@@ -57,13 +55,13 @@ def test_a_rest_that_the_selector_has_not_is_refused_before_the_model_is_loaded(
         make_backend(settings, Threads())
 
 
-def test_a_selector_that_no_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_selector_unsupported_on_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(making, "require_device", lambda: None)
     with pytest.raises(ConfigError, match="selector is 'quest', but a GPU decodes with csattn or full"):
         make_backend(Settings(engine=EngineSettings(placement="hybrid", selector="quest")), Threads())
 
 
-def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_devices_than_available_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = Settings(engine=EngineSettings(num_devices=2))
     with pytest.raises(ConfigError, match="2 GPUs were given, and the placement is cpu; choose one device"):
         make_backend(on_cpu, Threads())
@@ -88,13 +86,13 @@ def test_search_workers_for_several_devices_are_refused(monkeypatch: pytest.Monk
         ({"placement": "device"}, {"lookahead": 1}, "but lookahead is 1"),
     ],
 )
-def test_all_where_faster_is_refused_where_it_would_do_nothing(engine, search, message) -> None:
+def test_all_where_faster_is_refused_where_it_has_no_effect(engine, search, message) -> None:
     settings = Settings(engine=EngineSettings(**engine, all_where_faster=True), search=SearchConfig(**search))
     with pytest.raises(ConfigError, match=message):
         make_backend(settings, Threads())
 
 
-def test_numbers_that_it_does_not_read_are_refused_before_the_model_is_loaded(
+def test_all_where_faster_refuses_unsupported_heads_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(making, "load_model", lambda *_, **__: pytest.fail("a model is loaded"))
@@ -104,7 +102,7 @@ def test_numbers_that_it_does_not_read_are_refused_before_the_model_is_loaded(
         make_backend(settings, Threads())
 
 
-def test_an_engine_is_told_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_where_faster_is_passed_to_the_gpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = dict[str, object]()
     monkeypatch.setattr(making, "gpu_engine", lambda *_, **options: passed.update(options))
     for is_set in (False, True):
@@ -112,13 +110,13 @@ def test_an_engine_is_told_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
         assert passed["all_where_faster"] is is_set
 
 
-def test_an_attention_worker_asks_ray_for_all_its_devices() -> None:
+def test_an_attention_worker_requests_all_its_devices_from_ray() -> None:
     settings = Settings(engine=EngineSettings(placement="hybrid", num_devices=4, num_threads=3))
     assert bundles(settings) == [{"CPU": 3, "GPU": 4}]
 
 
 @pytest.mark.parametrize("num_attention_workers", [1, 2])
-def test_search_workers_of_the_only_attention_worker_keep_to_cpus(num_attention_workers: int) -> None:
+def test_search_workers_are_pinned_only_with_a_single_attention_worker(num_attention_workers: int) -> None:
     launch = Threads()
     settings = Settings(
         engine=EngineSettings(num_search_workers=1, num_threads=1),

@@ -1,4 +1,4 @@
-"""How the service starts on a Ray cluster, tested without one: what it finds there, and what it reports."""
+"""How the service starts on a Ray cluster, tested with a fake one: conflicts, ports and errors."""
 
 import socket
 from contextlib import nullcontext, suppress
@@ -32,7 +32,7 @@ def cluster(*found: list[str]) -> Any:
     return SimpleNamespace(util=SimpleNamespace(list_named_actors=list_named_actors))
 
 
-def test_another_service_of_the_cluster_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_is_refused_while_another_service_runs_on_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_app, "_END_TIMEOUT_S", 0.05)
     monkeypatch.setattr(ray_app, "_POLL_S", 0.01)
     with pytest.raises(ConfigError, match="a csattn service runs on this Ray cluster already"):
@@ -46,7 +46,9 @@ def test_another_service_of_the_cluster_is_not_replaced(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("begins_beside", [False, True])
-def test_a_service_that_did_not_come_up_deletes_no_other(monkeypatch: pytest.MonkeyPatch, begins_beside: bool) -> None:
+def test_a_service_that_failed_to_start_deletes_no_other_service(
+    monkeypatch: pytest.MonkeyPatch, begins_beside: bool
+) -> None:
     """Of two that start at once, one may wait long for resources, or find the other only once its own workers run."""
     on_cluster, deleted, ended = cluster([], ["csattn-0123"] * begins_beside), list[str](), list[object]()
 
@@ -75,7 +77,7 @@ def test_a_service_that_did_not_come_up_deletes_no_other(monkeypatch: pytest.Mon
     assert len(ended) == 1 and not deleted
 
 
-def test_another_program_is_not_taken_for_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_of_another_program_or_another_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the health check and clients' requests would go to that program."""
     context = pytest.importorskip("ray.serve.context")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -99,7 +101,9 @@ def test_another_program_is_not_taken_for_serve(monkeypatch: pytest.MonkeyPatch)
         TimeoutError("HTTP proxies not available after 60s."),
     ],
 )
-def test_a_port_that_serve_cannot_have_is_a_sentence(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_port_that_serve_cannot_bind_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def start(**options: object) -> None:
         raise error
 
@@ -109,7 +113,7 @@ def test_a_port_that_serve_cannot_have_is_a_sentence(monkeypatch: pytest.MonkeyP
         ray_app._start_ingress(Settings(), 80, ["attention-0"], "csattn-0123")
 
 
-def test_its_answer_is_not_asked_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readiness_check_ignores_http_proxy_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A company's HTTP proxy, set in the environment for outside addresses, cannot reach this machine."""
 
     class Answering(BaseHTTPRequestHandler):
@@ -134,7 +138,7 @@ def test_its_answer_is_not_asked_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("address", [None, "127.0.0.1:6379"])
-def test_only_a_cluster_that_is_there_may_listen_at_the_port_already(
+def test_a_listening_port_is_accepted_only_on_an_existing_cluster(
     monkeypatch: pytest.MonkeyPatch, address: str | None
 ) -> None:
     """On a cluster whose service has ended, Serve keeps listening."""

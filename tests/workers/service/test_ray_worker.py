@@ -22,7 +22,7 @@ async def dead(*arguments: object) -> None:
     raise ActorDiedError
 
 
-def test_a_worker_that_is_busy_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_worker_is_not_taken_for_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """During a long call, for example to load contexts, requests for its contexts still go to it."""
     monkeypatch.setattr(ray_worker, "_HEALTH_S", 0.01)
     status = WorkerStatus(since=1.0, num_running=0, num_slots=4)

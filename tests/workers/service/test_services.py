@@ -67,7 +67,7 @@ TOOLS: list[Any] = [
 ]
 
 
-def test_a_conversation_brings_its_own_context(local: Service, placement: str) -> None:
+def test_a_conversations_beginning_becomes_a_context(local: Service, placement: str) -> None:
     if placement != "cpu":
         pytest.skip("what becomes a context is the same for every placement")
     with local.client() as client:
@@ -100,17 +100,17 @@ def cached(whole: Any) -> tuple[int, int]:
     return whole.usage.prompt_tokens_details.cached_tokens, whole.usage.prompt_tokens
 
 
-def test_every_answer_is_of_its_schema(local: Service) -> None:
+def test_a_hundred_answers_fit_their_schemas(local: Service) -> None:
     report = ask_all(local.url, "chat@lamps", 100, seed=0)
     require_sound_schemas(report)
     assert report.counts.total() == 100
 
 
-def test_the_same_seed_has_the_same_schemas() -> None:
+def test_schema_cases_depend_only_on_the_seed() -> None:
     assert schema_cases(200, 1) == schema_cases(200, 1) != schema_cases(200, 2)
 
 
-def test_a_context_built_over_http_answers_as_the_command_line_does(
+def test_a_context_built_over_http_answers_like_the_command_line(
     local: Service, place: Path, placement: str, options: tuple[str, ...]
 ) -> None:
     with local.client() as client:
@@ -135,7 +135,7 @@ def test_a_context_built_over_http_answers_as_the_command_line_does(
     assert whole.usage.prompt_tokens_details.cached_tokens == context["num_tokens"]
 
 
-def test_a_port_in_use_is_said_at_once(options: tuple[str, ...]) -> None:
+def test_serve_on_a_port_in_use_exits_with_the_reason(options: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = run("--local", *options, "--port", str(taken.getsockname()[1]))
     assert done.returncode == 1 and not done.stdout
@@ -157,7 +157,7 @@ def test_a_port_in_use_is_said_at_once(options: tuple[str, ...]) -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )
-def test_what_cannot_be_served_is_a_sentence(
+def test_invalid_serve_options_are_refused_with_the_reason(
     place: Path, flags: dict[str, object], contexts: list[str], words: str
 ) -> None:
     given = {"server.port": 0, "store.path": place / "other", "model.name": str(place / "chat"), **flags}
@@ -172,8 +172,8 @@ def test_a_name_for_two_artifacts_is_refused(place: Path) -> None:
         serve(None, given, contexts, in_one_process=True, json=False)
 
 
-def test_a_context_that_can_never_be_loaded_is_refused_at_the_start(place: Path) -> None:
-    """This holds for contexts on the command line; for those that have a name already, it is only logged."""
+def test_a_context_larger_than_context_bytes_is_refused_at_the_start(place: Path) -> None:
+    """Contexts on the command line are refused; for contexts that already have a name it is only logged."""
     store = place / "large"
     artifact_id = build(store, text_of("heron"))
     given = {"server.port": 0, "store.path": store, "model.name": str(place / "chat"), "engine.context_bytes": 1000}
@@ -185,7 +185,7 @@ def test_a_context_that_can_never_be_loaded_is_refused_at_the_start(place: Path)
 
 
 def test_an_artifact_of_another_model_is_refused_at_the_start(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Requests to it would be refused too. It gets no name."""
+    """It is not named in the store."""
     store = place / "of-another"
     artifact_id = build(store, text_of("heron"))
     given = {"server.port": 0, "store.path": store, "model.name": str(place / "chat")}
@@ -214,7 +214,7 @@ def tokens_of(client: openai.OpenAI, text: str) -> list[int]:
     return list(told.json()["tokens"])
 
 
-def test_an_agent_with_three_tools(client: openai.OpenAI, request: pytest.FixtureRequest) -> None:
+def test_an_agent_calls_three_tools_over_many_turns(client: openai.OpenAI, request: pytest.FixtureRequest) -> None:
     """Each of ten turns (fewer on Ray) calls an existing tool, by its schema, and gets the result."""
     messages: list[Any] = [{"role": "user", "content": "Look after the lamps."}]
     bias = endings(client, '"},')
@@ -252,7 +252,7 @@ def streamed(client: openai.OpenAI, messages: list[Any], **fields: Any) -> tuple
     return {key: value for key, value in message.items() if key != "parsed"}, choice.finish_reason
 
 
-def test_an_answer_of_a_schema(client: openai.OpenAI) -> None:
+def test_schema_answers_agree_between_choices_seeds_and_responses(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "lamp", "strict": True, "schema": SCHEMA}}
     asked: Any = {"messages": [{"role": "user", "content": "Which?"}], "max_tokens": 200, "temperature": 1.0, "seed": 3}
     bias = endings(client, "},")
@@ -269,7 +269,7 @@ def test_an_answer_of_a_schema(client: openai.OpenAI) -> None:
     assert told.output_text == answers[0].message.content
 
 
-def test_a_tool_through_responses(client: openai.OpenAI) -> None:
+def test_responses_call_a_tool_and_take_its_result(client: openai.OpenAI) -> None:
     tools: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
     choice: Any = {"type": "function", "name": "switch"}
     more: dict[str, Any] = {"model": MODEL, "tools": tools, "parallel_tool_calls": False, "max_output_tokens": 200}
@@ -283,7 +283,7 @@ def test_a_tool_through_responses(client: openai.OpenAI) -> None:
         assert stream.get_final_response().output[0].type == "function_call"
 
 
-def test_an_echo_has_logprobs_as_evaluations_want_them(client: openai.OpenAI) -> None:
+def test_echo_logprobs_are_complete_and_equal_for_ids_and_text(client: openai.OpenAI) -> None:
     ids = tokens_of(client, "Lamp 7 is lit at 7.")
     by_ids = client.completions.create(model=MODEL, prompt=[ids], echo=True, max_tokens=1, logprobs=1, temperature=0)
     by_text = client.completions.create(model=MODEL, prompt="Lamp 7 is lit at 7.", echo=True, max_tokens=1, logprobs=1)
@@ -295,7 +295,7 @@ def test_an_echo_has_logprobs_as_evaluations_want_them(client: openai.OpenAI) ->
         assert logprob is not None and logprob <= max(top.values()) + 1e-9
 
 
-def test_choices_are_alone_what_they_are_together(client: openai.OpenAI) -> None:
+def test_several_choices_equal_single_requests_with_their_seeds(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {
         "model": MODEL, "prompt": "Lamp", "max_tokens": 12, "temperature": 1.0, "frequency_penalty": 0.7,
         "extra_body": {"top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1},
@@ -317,7 +317,9 @@ def test_choices_are_alone_what_they_are_together(client: openai.OpenAI) -> None
         ({"n": 1000}, "n"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+def test_unsupported_requests_are_refused_with_the_field_name(
+    client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], **fields}
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model=MODEL, **asked)
@@ -325,7 +327,7 @@ def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: d
 
 
 @pytest.mark.ray
-def test_it_answers_as_one_process_does(on_ray: Service, local: Service) -> None:
+def test_the_service_on_ray_answers_like_the_local_one(on_ray: Service, local: Service) -> None:
     assert on_ray.get("/v1/contexts").json() == local.get("/v1/contexts").json()
     for question in QUESTIONS:
         told = list(on_ray.ask(MODEL, question, NUM_TOKENS))
@@ -335,7 +337,7 @@ def test_it_answers_as_one_process_does(on_ray: Service, local: Service) -> None
 
 
 @pytest.mark.ray
-def test_a_client_that_leaves_frees_its_slot(on_ray: Service) -> None:
+def test_a_client_disconnect_frees_its_slot_on_ray(on_ray: Service) -> None:
     for _ in range(5):
         with closing(on_ray.ask(MODEL, QUESTIONS[0], 600)) as pieces:
             next(pieces)
@@ -351,14 +353,14 @@ def running(service: Service) -> float:
 
 
 @pytest.mark.ray
-def test_what_is_no_part_of_the_service_is_not_there(on_ray: Service) -> None:
+def test_serves_own_paths_return_404(on_ray: Service) -> None:
     for path in ("/-/routes", "/-/healthz", "/docs"):
         reply = on_ray.get(path)
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found")
 
 
 @pytest.mark.ray
-def test_no_process_yields_to_others_as_rays_workers_do(on_ray: Service) -> None:
+def test_ray_processes_have_the_services_priority(on_ray: Service) -> None:
     own = os.getpriority(os.PRIO_PROCESS, on_ray.process.pid)
     for target in TARGETS:
         pids = processes(on_ray, target)
@@ -366,7 +368,7 @@ def test_no_process_yields_to_others_as_rays_workers_do(on_ray: Service) -> None
 
 
 @pytest.mark.ray
-def test_a_conversation_brings_its_own_context_to_ray(on_ray: Service, placement: str) -> None:
+def test_a_conversations_beginning_becomes_a_context_on_ray(on_ray: Service, placement: str) -> None:
     """Tested late: the standby process for builds runs by now, and ends with its worker before another one starts."""
     if placement != "cpu":
         pytest.skip("what becomes a context is the same for every placement")
@@ -383,7 +385,9 @@ def plan(on_ray: Service) -> Plan:
 
 @pytest.mark.ray
 @pytest.mark.parametrize(("target", "share"), list(zip(TARGETS, (0.7, 0.4, 0.1), strict=True)))
-def test_killed_in_the_middle_of_answers(on_ray: Service, plan: Plan, target: str, share: float) -> None:
+def test_answers_survive_or_fail_cleanly_when_a_process_is_killed(
+    on_ray: Service, plan: Plan, target: str, share: float
+) -> None:
     """A process is killed once, when `share` of the answers has arrived; `bench.faults` does so at length."""
     trial = try_kill(on_ray, plan, target, share)
     require_sound(target, trial)
@@ -392,7 +396,7 @@ def test_killed_in_the_middle_of_answers(on_ray: Service, plan: Plan, target: st
 
 
 @pytest.mark.ray
-def test_a_proxy_that_has_ended_is_missed_soon(on_ray: Service) -> None:
+def test_a_killed_proxy_is_noticed_and_restarted_soon(on_ray: Service) -> None:
     """Three failed health checks reveal it. A killed proxy is started again."""
 
     def started(title: str) -> psutil.Process:
@@ -416,7 +420,9 @@ def is_ready(service: Service) -> bool:
 
 
 @pytest.mark.parametrize("name", [pytest.param("on_ray", marks=pytest.mark.ray), "local"])
-def test_a_running_answer_ends_before_the_service(request: pytest.FixtureRequest, placement: str, name: str) -> None:
+def test_a_running_answer_is_completed_before_the_service_exits(
+    request: pytest.FixtureRequest, placement: str, name: str
+) -> None:
     """The last test of this file: it ends the services that the others use, with SIGHUP, as a closing terminal does."""
     service: Service = request.getfixturevalue(name)
     wanted = "".join(service.ask(MODEL, QUESTIONS[0], 100))

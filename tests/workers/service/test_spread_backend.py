@@ -96,7 +96,7 @@ def owner(given: list[Here], context: str) -> Here:
     return one
 
 
-def test_a_context_always_goes_to_the_same_worker_whatever_process_asks() -> None:
+def test_a_context_is_routed_to_the_same_worker_by_every_ingress() -> None:
     given = workers()
     owners = {f"context-{number}": owner(given, f"context-{number}").name for number in range(40)}
     assert set(owners.values()) == {worker.name for worker in given}
@@ -104,7 +104,7 @@ def test_a_context_always_goes_to_the_same_worker_whatever_process_asks() -> Non
     assert {context: owner(again, context).name for context in owners} == owners
 
 
-def test_without_one_worker_only_its_contexts_move() -> None:
+def test_removing_a_worker_moves_only_its_contexts() -> None:
     names = [f"context-{number}" for number in range(40)]
     before = {name: owner(workers(), name).name for name in names}
     after = {name: owner(workers()[:3], name).name for name in names}
@@ -112,7 +112,7 @@ def test_without_one_worker_only_its_contexts_move() -> None:
 
 
 @pytest.mark.parametrize("error", [FULL, LOST])
-def test_a_request_that_finds_no_room_goes_to_the_worker_with_the_least_to_do(error: ServingError) -> None:
+def test_a_refused_request_goes_to_the_least_busy_worker(error: ServingError) -> None:
     given = workers()
     own = owner(given, "book")
     own.error = error
@@ -123,7 +123,7 @@ def test_a_request_that_finds_no_room_goes_to_the_worker_with_the_least_to_do(er
     assert [worker.calls for worker in others[:-1]] == [[], []]
 
 
-def test_what_has_told_a_token_is_not_begun_again_elsewhere() -> None:
+def test_a_request_that_has_returned_tokens_is_not_retried_elsewhere() -> None:
     given = workers()
     own = owner(given, "book")
     own.error, own.fails_after = LOST, 2
@@ -139,7 +139,7 @@ def test_what_has_told_a_token_is_not_begun_again_elsewhere() -> None:
     assert not any(worker.calls for worker in given if worker is not own)
 
 
-def test_where_nobody_has_room_the_contexts_own_worker_says_when_to_come_again() -> None:
+def test_overload_of_all_workers_returns_the_owners_retry_after() -> None:
     given = workers(3, error=LOST)
     for worker in given:
         worker.error = FULL if worker.name == owner(workers(3), "book").name else LOST
@@ -149,7 +149,7 @@ def test_where_nobody_has_room_the_contexts_own_worker_says_when_to_come_again()
     assert all(worker.calls == ["book"] for worker in given)
 
 
-def test_a_request_that_is_wrong_is_refused_by_the_first() -> None:
+def test_a_bad_request_is_refused_by_the_first_worker_without_retries() -> None:
     given = workers(error=BadRequestError("wrong"))
     with pytest.raises(BadRequestError):
         said(SpreadBackend(given), "book")
@@ -168,7 +168,7 @@ def test_closing_ends_the_request_at_its_worker() -> None:
     asyncio.run(leave_early())
 
 
-def test_ready_while_any_worker_is() -> None:
+def test_the_backend_is_ready_while_any_worker_is() -> None:
     given = workers(2)
     backend = SpreadBackend(given)
     assert asyncio.run(backend.health()) == Health(True)
@@ -180,7 +180,7 @@ def test_ready_while_any_worker_is() -> None:
     )
 
 
-def test_contexts_are_those_of_the_workers_that_answer() -> None:
+def test_contexts_are_collected_from_the_reachable_workers() -> None:
     info = ContextInfo(name="book", state="ready")
     given = workers(2, answers={"contexts": [info]})
     assert asyncio.run(SpreadBackend(given).contexts("book")) == [info]
@@ -192,7 +192,7 @@ def test_contexts_are_those_of_the_workers_that_answer() -> None:
         asyncio.run(SpreadBackend(given).contexts())
 
 
-def test_a_context_is_built_by_the_worker_that_will_answer_from_it() -> None:
+def test_a_context_is_registered_and_deleted_at_its_own_worker() -> None:
     new, info = ("book", "text"), ContextInfo(name="book", state="building")
     given = workers(answers={"register": info, "delete": None})
     own = owner(given, "book")
@@ -210,14 +210,14 @@ def test_a_context_is_built_by_the_worker_that_will_answer_from_it() -> None:
         asyncio.run(backend.delete("book"))
 
 
-def test_metrics_are_those_of_the_workers_that_answer() -> None:
+def test_metrics_are_collected_from_the_reachable_workers() -> None:
     given = workers(2, answers={"metrics": [GaugeMetricFamily("running", "Now.", value=1.0)]})
     given[0].error = LOST
     [metric] = asyncio.run(SpreadBackend(given).metrics())
     assert [sample.labels for sample in metric.samples] == [{"worker": "attention-1"}]
 
 
-def test_the_turns_of_a_conversation_go_to_one_worker_and_conversations_to_all() -> None:
+def test_a_conversations_turns_share_a_worker_and_conversations_spread() -> None:
     """Conversations with other salts are distributed separately. Prompts of token ids go by their beginnings, too."""
     some = workers()
     backend = SpreadBackend(some)
@@ -258,14 +258,14 @@ def holding(*names: str, num_users: int = 0, idle_s: float = 0.0) -> Held:
     return Held("/".join(names), names, 10, num_users, idle_s)
 
 
-def test_a_request_goes_where_its_context_is() -> None:
+def test_a_request_goes_to_the_worker_that_holds_its_context() -> None:
     for number in range(20):
         given = workers(status=status())
         given[number % 4].status = status(holding("book"))
         assert choose(given, "book") is given[number % 4]
 
 
-def test_what_nobody_holds_goes_where_there_is_room() -> None:
+def test_a_context_that_is_not_loaded_goes_to_a_worker_with_room() -> None:
     given = workers(status=status(holding("x"), has_room=False))
     own = choose(given, "book")
     roomy = next(worker for worker in given if worker is not own)
@@ -274,7 +274,7 @@ def test_what_nobody_holds_goes_where_there_is_room() -> None:
     assert choose(given, "x") is not roomy, "which it would have to load"
 
 
-def test_a_hot_context_is_loaded_elsewhere_too_and_cold_ones_are_dropped() -> None:
+def test_a_busy_context_is_replicated_and_idle_replicas_are_dropped() -> None:
     given = workers(2, status=status())
     hot, other = given
     hot.status = status(holding("book", num_users=3))
@@ -296,7 +296,7 @@ def test_a_hot_context_is_loaded_elsewhere_too_and_cold_ones_are_dropped() -> No
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_a_context_of_two_names_is_never_dropped_by_all(first: str) -> None:
+def test_a_context_of_two_names_keeps_one_replica(first: str) -> None:
     """This holds whichever name each worker was asked for first."""
     for number in range(20):
         names = f"a{number}", f"b{number}"
@@ -306,7 +306,7 @@ def test_a_context_of_two_names_is_never_dropped_by_all(first: str) -> None:
         assert len(surplus_contexts(given)) == 2
 
 
-def test_a_worker_that_does_not_answer_is_asked_last() -> None:
+def test_an_unresponsive_worker_is_chosen_last() -> None:
     given = workers(3, status=status())
     choose(given, "book").status = None
     assert choose(given, "book").status is not None
@@ -321,7 +321,7 @@ async def until(is_so: Callable[[], Any]) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_a_worker_that_comes_back_is_told_what_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_worker_reloads_the_contexts_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread_backend, "HEARTBEAT_S", 0.001)
     held = holding("book"), holding("verse")
     given = workers(2, status=status())
@@ -344,7 +344,7 @@ def test_a_worker_that_comes_back_is_told_what_it_held(monkeypatch: pytest.Monke
     asyncio.run(main())
 
 
-def test_while_workers_load_and_unload_all_are_sent_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_continue_while_a_worker_loads_or_drops_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each worker gets one call at a time, and what it held before a restart is loaded again."""
     monkeypatch.setattr(spread_backend, "HEARTBEAT_S", 0.001)
     given = workers(2)
@@ -374,7 +374,9 @@ def test_while_workers_load_and_unload_all_are_sent_beats(monkeypatch: pytest.Mo
     asyncio.run(main())
 
 
-def test_beats_go_on_after_one_that_failed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_heartbeats_continue_after_a_failed_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class FailsOnce(Here):
         async def heartbeat(self, ingress: str) -> None:
             await super().heartbeat(ingress)
@@ -392,7 +394,7 @@ def test_beats_go_on_after_one_that_failed(monkeypatch: pytest.MonkeyPatch, capl
     assert "what nobody expected" in caplog.text
 
 
-def test_what_is_deleted_is_unloaded_everywhere() -> None:
+def test_a_deleted_context_is_unloaded_by_all_workers() -> None:
     given = workers(3, status=status(holding("book"), holding("verse")))
     asyncio.run(SpreadBackend(given).delete("book"))
     assert all(("drop", [holding("book")]) in worker.calls for worker in given)

@@ -52,7 +52,7 @@ def body(data: bytes, more_body: bool = False) -> dict[str, Any]:
     ],
     ids=["stream", "comment", "object", "the service's own error", "not found"],
 )
-def test_a_whole_reply_passes_unchanged(reply: list[dict[str, Any]]) -> None:
+def test_a_complete_reply_passes_unchanged(reply: list[dict[str, Any]]) -> None:
     assert sent_by(reply) == reply
 
 
@@ -67,7 +67,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
     assert rest == ""  # and no [DONE]: OpenAI's clients raise at the event
 
 
-def test_a_reply_has_one_name() -> None:
+def test_a_repeated_x_request_id_header_is_removed() -> None:
     twice = [(b"x-request-id", b"a"), (b"content-type", b"application/json"), (b"X-Request-Id", b"a")]
     begin, _ = sent_by([{"type": "http.response.start", "status": 200, "headers": twice}, body(b"{}")])
     assert begin["headers"] == twice[:2]
@@ -76,7 +76,7 @@ def test_a_reply_has_one_name() -> None:
 @pytest.mark.parametrize(
     "inside", [[], [start(500, PLAIN), body(b"Internal Server Error")], [start(503, PLAIN), body(b"busy")]]
 )
-def test_no_answer_is_a_503_that_says_when_to_come_again(inside: list[dict[str, Any]]) -> None:
+def test_a_missing_reply_becomes_503_with_retry_after(inside: list[dict[str, Any]]) -> None:
     begin, end = sent_by(inside)
     headers = dict(begin["headers"])
     assert begin["status"] == 503 and headers[b"retry-after"] == b"2"
@@ -84,16 +84,16 @@ def test_no_answer_is_a_503_that_says_when_to_come_again(inside: list[dict[str, 
     assert json.loads(end["body"])["error"]["code"] == "worker_lost"
 
 
-def test_serves_own_paths_are_not_there() -> None:
+def test_serves_own_paths_return_404() -> None:
     begin, end = sent_by([start(200, JSON), body(b'{"/": "csattn"}')], path="/-/routes")
     assert begin["status"] == 404 and json.loads(end["body"])["error"]["code"] == "not_found"
 
 
-def test_a_client_is_told_also_where_the_proxy_fails() -> None:
+def test_an_error_of_the_proxy_is_raised() -> None:
     with pytest.raises(RuntimeError):
         sent_by([], error=RuntimeError("of the proxy"))
 
 
-def test_serve_gets_it_as_a_middleware() -> None:
+def test_stream_guard_is_the_only_serve_middleware() -> None:
     [middleware] = middlewares()
     assert middleware.cls is StreamGuard

@@ -1,4 +1,4 @@
-"""A service whose requests name no context, and its answers: for tests of what is kept of prompts."""
+"""A service whose requests name no context, and its answers: for tests of kept rows and contexts."""
 
 import asyncio
 from contextlib import aclosing

@@ -75,12 +75,14 @@ CASES: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
 
 
 @pytest.mark.parametrize(("form", "text", "want"), CASES)
-def test_calls_and_what_only_looks_like_them(form: str, text: str, want: tuple[str, list[tuple[str, str]]]) -> None:
+def test_tool_calls_are_parsed_and_look_alikes_stay_text(
+    form: str, text: str, want: tuple[str, list[tuple[str, str]]]
+) -> None:
     assert told([text], FORMATS[form]) == (want[0], "", want[1])
 
 
 @pytest.mark.parametrize("parallel_calls", [True, False])
-def test_an_object_that_is_no_call_is_told_as_it_comes(parallel_calls: bool) -> None:
+def test_json_that_is_not_a_call_is_streamed_as_text(parallel_calls: bool) -> None:
     parser = AnswerParser("id", HERMES, TOOLS, thinks=False, is_thinking=False, parallel_calls=parallel_calls)
     assert parser.add('{"name": "An').text == ""
     assert parser.add('n", "age": ').text == '{"name": "Ann", "age": '
@@ -88,7 +90,7 @@ def test_an_object_that_is_no_call_is_told_as_it_comes(parallel_calls: bool) -> 
 
 
 @given(st.sampled_from(CASES), st.data())
-def test_cuts_make_no_difference(case: Any, data: st.DataObject) -> None:
+def test_parsing_does_not_depend_on_how_the_text_is_cut(case: Any, data: st.DataObject) -> None:
     form, text, want = case
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -96,7 +98,7 @@ def test_cuts_make_no_difference(case: Any, data: st.DataObject) -> None:
 
 
 @given(st.text('<>{}[]"\\toolcan_/:, \n|', max_size=40), st.sampled_from(sorted(FORMATS)), st.booleans())
-def test_no_text_is_too_odd(text: str, form: str, thinks: bool) -> None:
+def test_arbitrary_text_is_parsed_the_same_whole_and_by_character(text: str, form: str, thinks: bool) -> None:
     whole = told([text], FORMATS[form], thinks=thinks)
     assert told(list(text), FORMATS[form], thinks=thinks) == whole
     if "<think>" not in text:
@@ -116,17 +118,19 @@ def test_no_text_is_too_odd(text: str, form: str, thinks: bool) -> None:
         (" spaces stay", False, False, (" spaces stay", "")),
     ],
 )
-def test_thoughts(size: int, text: str, thinks: bool, is_thinking: bool, want: tuple[str, str]) -> None:
+def test_reasoning_is_separated_from_the_answer(
+    size: int, text: str, thinks: bool, is_thinking: bool, want: tuple[str, str]
+) -> None:
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     assert told(pieces, None, thinks, is_thinking) == (*want, [])
 
 
-def test_a_thought_then_a_call() -> None:
+def test_reasoning_followed_by_a_call() -> None:
     text = f"<think>Add?</think>\n\n<tool_call>\n{ADD}\n</tool_call>"
     assert told([text], HERMES, thinks=True) == ("", "Add?", CALLED[:1])
 
 
-def test_a_call_is_told_while_it_comes() -> None:
+def test_a_calls_arguments_are_streamed() -> None:
     parser = AnswerParser("id", HERMES, TOOLS, thinks=False, is_thinking=False)
     assert not parser.add('<tool_call>{"name": "add"').calls
     [first] = parser.add(', "arguments": {"a": [1').calls
@@ -136,7 +140,7 @@ def test_a_call_is_told_while_it_comes() -> None:
 
 
 @pytest.mark.parametrize("before", ["See: <tool_call>", "", "```json\n"])
-def test_the_only_call_that_may_be_ends_the_answer(before: str) -> None:
+def test_without_parallel_calls_the_first_call_ends_the_answer(before: str) -> None:
     parser = AnswerParser("id", HERMES, TOOLS, thinks=False, is_thinking=False, parallel_calls=False)
     parts = [parser.add(piece) for piece in (before, ADD[:9], ADD[9:-1])]
     assert not parser.has_ended

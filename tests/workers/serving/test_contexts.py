@@ -63,12 +63,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def beside_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def builds_at_normal_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run builds at normal priority: at a lower one, they may wait for other tests for minutes."""
     monkeypatch.setattr(context_build, "_set_nice", lambda process, nice: True)
 
 
-def test_a_text_becomes_a_context_that_answers_and_outlives_its_service(
+def test_a_registered_text_is_built_and_survives_a_service_restart(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "workers")
@@ -129,7 +129,7 @@ asyncio.run(main())
 """
 
 
-def test_a_service_that_is_killed_goes_on_building_when_it_is_back(place: Path) -> None:
+def test_a_build_is_resumed_after_its_service_was_killed(place: Path) -> None:
     text = text_of("killed")
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(place), text], stdout=subprocess.PIPE, cwd=os.getcwd()
@@ -150,9 +150,7 @@ def test_a_service_that_is_killed_goes_on_building_when_it_is_back(place: Path) 
     assert asyncio.run(back()).state == "ready"
 
 
-def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(
-    place: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_builds_are_queued_report_failures_and_end_when_deleted(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         contexts = registry(place)
         await contexts.register("short", "too short")
@@ -183,7 +181,7 @@ def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(
     asyncio.run(main())
 
 
-def test_a_build_that_dies_is_told_of_and_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_build_is_reported_and_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 
     async def die(self: Builder, source: list[str], *args: Any) -> dict[str, Any]:
@@ -205,10 +203,10 @@ def test_a_build_that_dies_is_told_of_and_can_be_tried_again(tmp_path: Path, mon
     asyncio.run(main())
 
 
-def test_a_name_that_stands_for_another_text_since_is_built_of_that(
+def test_a_name_reregistered_by_another_service_is_built_from_its_new_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was deleted and registered again by another service of the store, while this one still builds it."""
+    """Another service of the store deleted and reregistered the name while this one was building it."""
     begun: list[str] = []
 
     async def build(self: Builder, source: list[str], store: Path, tell: Any) -> dict[str, Any]:
@@ -250,7 +248,7 @@ def test_closing_ends_builds_and_leaves_no_process(place: Path) -> None:
     ContextFile(place / "store").change(lambda records: records.pop("closed"))
 
 
-def test_artifacts_of_a_store_are_named(tmp_path: Path) -> None:
+def test_artifacts_are_named_and_renaming_conflicts_are_refused(tmp_path: Path) -> None:
     artifact_id = build(tmp_path, text_of("named"))
     name_artifact(tmp_path, "my.context-1", artifact_id[:6], "float32")
     named = ContextFile(tmp_path).read()
@@ -269,7 +267,7 @@ def test_artifacts_of_a_store_are_named(tmp_path: Path) -> None:
         name_artifact(tmp_path, "c", artifact_id, "bfloat16")
 
 
-def test_a_named_artifacts_own_text_is_the_same_context(built: Path) -> None:
+def test_registering_a_named_artifacts_own_text_finds_that_context(built: Path) -> None:
     async def main() -> None:
         model = load_tiny()
         backend = LocalBackend(FullEngine(model), model, Settings(store=StoreSettings(path=built)))
@@ -293,7 +291,7 @@ def load_tiny() -> Any:
 @pytest.mark.parametrize(
     "name", ["", "a b", "../a", ".a", "a/b", "é", "a" * 65, "a\n", "-", "..", "a@b", "a%2f", "\x00"]
 )
-def test_names_that_are_none_are_refused(tmp_path: Path, name: str) -> None:
+def test_invalid_context_names_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadRequestError, match="context's name") as refused:
         asyncio.run(registry(tmp_path).register(name, "x"))
     assert refused.value.param == "name" and "letters from a to z and A to Z" in refused.value.message
@@ -313,7 +311,7 @@ def test_an_empty_text_is_refused(tmp_path: Path) -> None:
         ("Lamps\0burn. " * 40, "has a NUL at character 5; remove it"),
     ],
 )
-def test_a_text_that_can_never_be_a_context_is_refused_at_once(tmp_path: Path, text: str, why: str) -> None:
+def test_a_text_that_cannot_become_a_context_is_refused_at_once(tmp_path: Path, text: str, why: str) -> None:
     async def main() -> None:
         model = load_tiny()
         async with LocalBackend(FullEngine(model), model, settings_of(tmp_path)) as backend:
@@ -325,7 +323,7 @@ def test_a_text_that_can_never_be_a_context_is_refused_at_once(tmp_path: Path, t
     asyncio.run(main())
 
 
-def test_tokens_that_the_model_does_not_embed_are_no_context() -> None:
+def test_token_ids_beyond_the_embedding_are_refused_for_a_context() -> None:
     model = load_tiny()
     ids = np.full(300, model.geometry.vocab_size, np.int32)
     with pytest.raises(ContextError, match="the model's embedding has ids below"):
@@ -335,7 +333,7 @@ def test_tokens_that_the_model_does_not_embed_are_no_context() -> None:
 @pytest.mark.parametrize(
     "damage", [b"", b"{", b"[]", b"[" * 99_999, b'{"version": 9, "contexts": []}', b'{"version": 1}']
 )
-def test_a_damaged_file_is_refused_with_what_to_do(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_context_file_is_refused_with_the_remedy(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(damage)
     with pytest.raises(ArtifactCorruptError, match="move it away"):
         ContextFile(tmp_path).read()
@@ -351,8 +349,8 @@ def test_a_damaged_file_is_refused_with_what_to_do(tmp_path: Path, damage: bytes
         {"more": 1},
     ],
 )  # fmt: skip
-def test_a_record_that_no_service_writes_is_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
-    """The store may come from somebody else: no record may lead out of it, or cause an error later."""
+def test_an_invalid_context_record_is_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
+    """The store may be of foreign origin: no record may lead out of it, or cause an error later."""
     sound = {"name": "a", "created_at": 1.0, "text_sha256": "0" * 64, "artifact_id": "0" * 16, "num_tokens": 5}
     file = tmp_path / FILE_NAME
     file.write_text(json.dumps({"version": 1, "contexts": [sound]}))
@@ -363,14 +361,14 @@ def test_a_record_that_no_service_writes_is_refused(tmp_path: Path, damage: dict
     assert len(str(refused.value)) < 500
 
 
-def test_a_file_that_cannot_be_read_is_told_with_its_cause(tmp_path: Path) -> None:
+def test_an_unreadable_context_file_is_reported_with_its_cause(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / FILE_NAME).symlink_to("loop")
     with pytest.raises(ArtifactError, match=r"cannot read .*contexts\.json: Too many levels .*; check the store"):
         ContextFile(tmp_path).read()
 
 
-def test_changes_of_several_services_are_all_kept(tmp_path: Path) -> None:
+def test_concurrent_changes_of_the_context_file_are_all_kept(tmp_path: Path) -> None:
     files = [ContextFile(tmp_path) for _ in range(4)]
 
     def add(number: int) -> None:

@@ -27,7 +27,9 @@ from workers.serving.local import LocalBackend
 from workers.serving.messages import ContextExistsError, ContextNotReadyError, ServingError, StorageUnavailableError
 
 
-def test_a_context_whose_artifact_has_gone_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_context_whose_artifact_was_removed_is_rebuilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = tmp_path / "store"
     artifact_id = build(store, text_of("gone"))
     builds: list[str] = []
@@ -50,7 +52,7 @@ def test_a_context_whose_artifact_has_gone_is_built_again(tmp_path: Path, monkey
     asyncio.run(main())
 
 
-def test_a_name_whose_artifact_has_gone_takes_no_text_until_it_is_deleted(tmp_path: Path) -> None:
+def test_a_name_whose_artifact_is_missing_cannot_be_registered_until_deleted(tmp_path: Path) -> None:
     store = settings_of(tmp_path).store.path
     name_artifact(store, "a", artifact_id := build(store, text_of("gone")), "float32")
     shutil.rmtree(store / artifact_id)
@@ -63,7 +65,7 @@ def test_a_name_whose_artifact_has_gone_takes_no_text_until_it_is_deleted(tmp_pa
     asyncio.run(main())
 
 
-def test_a_file_of_contexts_that_is_damaged_is_told_to_who_asks(tmp_path: Path) -> None:
+def test_a_damaged_context_file_fails_every_request_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / context_file.FILE_NAME).write_bytes(b"{")
     contexts = registry(tmp_path)
@@ -73,7 +75,7 @@ def test_a_file_of_contexts_that_is_damaged_is_told_to_who_asks(tmp_path: Path) 
         assert str(tmp_path) not in refused.value.message and str(tmp_path) in refused.value.detail
 
 
-def test_a_service_begins_once_the_damaged_file_has_been_moved_away(tmp_path: Path) -> None:
+def test_a_service_starts_once_the_damaged_context_file_is_removed(tmp_path: Path) -> None:
     settings, model = settings_of(tmp_path), loaded()
     file = settings.store.path / context_file.FILE_NAME
     file.parent.mkdir()
@@ -97,7 +99,7 @@ def test_a_service_begins_once_the_damaged_file_has_been_moved_away(tmp_path: Pa
     asyncio.run(main())
 
 
-def test_a_service_on_a_store_that_cannot_be_written_says_so(
+def test_an_unwritable_store_is_logged_at_startup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def lines() -> list[str]:
@@ -110,10 +112,10 @@ def test_a_service_on_a_store_that_cannot_be_written_says_so(
     assert line.startswith(f"{tmp_path / 'store'} cannot be written: nothing can be registered")
 
 
-def test_a_build_whose_end_cannot_be_written_down_is_told_of(
+def test_a_failed_build_on_a_full_disk_is_reported_though_unrecorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A full disk stops both the build and the file of contexts, and nobody may wait forever."""
+    """A full disk stops both the build and the context file; clients must still learn of the failure."""
 
     async def fill_the_disk(*args: Any) -> dict[str, Any]:
         monkeypatch.setattr(context_file, "write_bytes", no_room)
@@ -148,7 +150,7 @@ def test_a_build_whose_end_cannot_be_written_down_is_told_of(
     asyncio.run(main())
 
 
-def test_many_texts_at_once_leave_threads_to_who_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_registrations_at_once_leave_threads_for_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are few threads, and tokenizing a long text occupies one for seconds."""
     may_go_on, coming = threading.Event(), list[int]()
 
@@ -179,7 +181,7 @@ def test_many_texts_at_once_leave_threads_to_who_reads(tmp_path: Path, monkeypat
     asyncio.run(main())
 
 
-def test_a_text_is_not_dropped_between_its_writing_and_its_record(
+def test_another_process_cannot_drop_a_text_before_its_record_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process, which could not register the same text, tries to drop it."""

@@ -33,7 +33,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store
 
 
-def test_the_prompt_ends_where_the_answer_stopped(store: Path) -> None:
+def test_a_continued_prompt_ends_where_the_given_answer_stops(store: Path) -> None:
     model = chat_model("hermes")
     turns = begun("A he")
     closed = "ron<|im_end|>\n"  # the rest of the whole answer, and its end token
@@ -62,19 +62,21 @@ def test_the_prompt_ends_where_the_answer_stopped(store: Path) -> None:
         ("thinking", "<think>Hm.</think>A he", "ron", ("ron", "", 0)),
     ],
 )
-def test_what_follows_is_told_as_it_is(store: Path, kind: str, said: str, text: str, want: Any) -> None:
+def test_the_continuation_is_parsed_in_the_state_of_the_given_beginning(
+    store: Path, kind: str, said: str, text: str, want: Any
+) -> None:
     pieces, _ = saying(store, kind, text, turns=begun(said), continues=True, tools=(ADD,))
     calls = [part.name for piece in pieces for part in piece.calls if part.name]
     told = "".join(piece.text for piece in pieces), "".join(piece.reasoning for piece in pieces), len(calls)
     assert told == want
 
 
-def test_a_schema_holds_for_what_follows(store: Path) -> None:
+def test_a_schema_constrains_the_continuation_alone(store: Path) -> None:
     pieces, _ = saying(store, "thinking", "7", turns=begun("It is "), continues=True, schema={"enum": [7, 8]})
     assert "".join(piece.text for piece in pieces) == "7"
 
 
-def test_a_context_without_a_template_has_no_answers_to_go_on_with(store: Path) -> None:
+def test_continuing_an_answer_is_refused_for_a_context_without_a_template(store: Path) -> None:
     async def main() -> None:
         async with backend_of(chat_model("hermes"), store) as backend:
             with pytest.raises(BadRequestError, match="got an answer to continue"):

@@ -62,7 +62,7 @@ def kinds() -> Iterator[Ask]:
         )
 
 
-def test_sixteen_streams_at_once_equal_each_alone(built: Path) -> None:
+def test_sixteen_concurrent_answers_equal_each_alone(built: Path) -> None:
     async def main() -> None:
         async with backend_of(built) as backend:
             alone = [await answer(backend, kind) for kind in kinds()]
@@ -76,8 +76,8 @@ def test_sixteen_streams_at_once_equal_each_alone(built: Path) -> None:
     asyncio.run(main())
 
 
-def test_coded_contexts_take_turns_in_the_memory_there_is(built: Path, monkeypatch) -> None:
-    """There is memory for two of them."""
+def test_quantized_contexts_take_turns_in_limited_memory(built: Path, monkeypatch) -> None:
+    """Memory has room for two of the three contexts."""
 
     async def main() -> None:
         async with backend_of(built, kv_format=KvFormat.parse("float16")) as backend:
@@ -104,7 +104,7 @@ def test_coded_contexts_take_turns_in_the_memory_there_is(built: Path, monkeypat
 
 
 @pytest.mark.parametrize("selector", ["csattn", "full"])
-def test_tokens_are_those_of_a_session(built: Path, selector) -> None:
+def test_the_services_text_equals_a_sessions_at_keep_1(built: Path, selector) -> None:
     """If every row is read, the text is that of `csattn generate`."""
     search = SearchConfig(keep=1.0, window_len=32, lookahead=1)
     path = built / str(ContextFile(built).read()["heron"].artifact_id)
@@ -123,8 +123,8 @@ def test_tokens_are_those_of_a_session(built: Path, selector) -> None:
     assert done.context_tokens + done.question_tokens == arguments["input_ids"].shape[1]
 
 
-def test_a_model_that_chooses_its_rows_itself_is_served(tmp_path: Path) -> None:
-    """From a context and from kept turns. A selector that it cannot use is refused, and other requests go on."""
+def test_a_model_with_its_own_indexer_is_served(tmp_path: Path) -> None:
+    """It answers from a context and from kept rows; an unsupported selector is refused, and other requests go on."""
     model = loaded("deepseek_v32")
     name_artifact(tmp_path, "heron", build(tmp_path, text_of("heron"), model=model), "float32")
     engine = CpuEngine(model, max_rows=8, num_slots=4, tail_capacity=700, num_threads=2)

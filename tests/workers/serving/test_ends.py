@@ -31,7 +31,7 @@ def ended(store: Path, stop_ids: set[int], **sampling: Any) -> tuple[list[int], 
     return request.token_ids, text, last
 
 
-def test_an_end_that_is_ignored_is_a_token_like_others(built: Path) -> None:
+def test_ignore_eos_generates_past_the_end_token(built: Path) -> None:
     ids, text = alone(built, {"max_new_tokens": 20})
     got, told, last = ended(built, {ids[6]}, max_new_tokens=20, ignore_eos=True)
     assert (got, told, last.reason) == (ids, text, "length")
@@ -48,7 +48,7 @@ def test_a_stop_token_ends_the_answer_before_it(built: Path, ignore_eos: bool) -
 
 @pytest.mark.parametrize("stops", ["model", "client"])
 @pytest.mark.parametrize("min_tokens", [0, 1, 7, 19, 20, 1000])
-def test_no_end_comes_before_so_many_tokens(built: Path, min_tokens: int, stops: str) -> None:
+def test_no_end_or_stop_token_comes_before_min_tokens(built: Path, min_tokens: int, stops: str) -> None:
     ids = alone(built, {"max_new_tokens": 20})[0]
     common = {max(set(ids), key=ids.count)}
     more = {"stop_token_ids": tuple(common)} if stops == "client" else {}
@@ -57,7 +57,7 @@ def test_no_end_comes_before_so_many_tokens(built: Path, min_tokens: int, stops:
     assert len(got) > min(min_tokens, 19) and (last.reason == "stop") == (got[-1] in common)
 
 
-def test_a_text_that_stops_is_looked_for_behind_so_many_tokens() -> None:
+def test_stop_strings_are_searched_only_after_min_tokens() -> None:
     """A token is a byte here."""
     tokenizer = byte_tokenizer()
     for min_tokens, told in (
@@ -95,12 +95,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"min_tokens": 5, "stop_token_ids": (TWO,)}, "1"),  # nothing but the stop token may follow
     ],
 )
-def test_where_a_grammar_allows_nothing_but_an_end_it_comes(store: Path, more: dict[str, Any], said: str) -> None:
+def test_an_answer_ends_where_its_grammar_allows_only_the_end(store: Path, more: dict[str, Any], said: str) -> None:
     pieces, done = saying(store, "hermes", "1", schema={"enum": [1, 12]}, **more)
     assert ("".join(piece.text for piece in pieces), done.reason) == (said, "stop")
 
 
-def test_pieces_say_what_was_used_so_far_where_that_is_asked_for(store: Path) -> None:
+def test_pieces_report_usage_only_if_requested(store: Path) -> None:
     pieces, done = saying(store, "hermes", "No.", reports_usage=True)
     assert [piece.usage and piece.usage.new_tokens for piece in pieces] == [1, 2, 3]
     used = pieces[0].usage
@@ -112,7 +112,7 @@ def test_pieces_say_what_was_used_so_far_where_that_is_asked_for(store: Path) ->
 
 
 @given(st.sets(st.integers(0, 9)), st.lists(st.booleans(), min_size=7, max_size=7))
-def test_what_is_allowed_without_some_tokens(token_ids: set[int], mask: list[bool]) -> None:
+def test_allowed_without_removes_tokens_unless_none_would_remain(token_ids: set[int], mask: list[bool]) -> None:
     """The mask is unchanged if nothing would be left of it."""
     before = set(np.flatnonzero(mask).tolist())
     after = set(np.flatnonzero(allowed_without(np.array(mask), token_ids)).tolist())

@@ -47,7 +47,7 @@ async def only(backend: LocalBackend) -> ContextInfo:
     return info
 
 
-def test_what_another_model_built_is_not_ready_here(store: Path, other: LoadedModel, monkeypatch) -> None:
+def test_a_context_built_with_another_model_is_reported_as_failed(store: Path, other: LoadedModel, monkeypatch) -> None:
     opened: Counter[Path] = Counter()
     real = examiner.open_artifact
 
@@ -79,7 +79,7 @@ def test_what_another_model_built_is_not_ready_here(store: Path, other: LoadedMo
     asyncio.run(main())
 
 
-def test_one_context_is_told_of_without_a_look_at_the_others(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asking_for_one_context_does_not_examine_the_others(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name_artifact(store, "otter", build(store, text_of("otter")), "float32")
     looked: list[Path] = []
     real = examiner.Examiner.examine
@@ -102,7 +102,7 @@ def test_one_context_is_told_of_without_a_look_at_the_others(store: Path, monkey
     asyncio.run(main())
 
 
-def test_what_is_missing_is_looked_for_again(store: Path) -> None:
+def test_a_missing_artifact_that_returns_is_ready_again(store: Path) -> None:
     async def main() -> None:
         (artifact,) = (path for path in store.iterdir() if (path / "manifest.json").exists())
         away = shutil.move(artifact, store / "away")
@@ -115,7 +115,7 @@ def test_what_is_missing_is_looked_for_again(store: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_file_that_lost_bytes_since_it_was_looked_at_is_told_of(store: Path) -> None:
+def test_a_truncated_file_is_reported_until_it_is_restored(store: Path) -> None:
     index = next(store.glob("*/layer-001.index.safetensors"))
     whole = index.read_bytes()
     index.chmod(0o644)
@@ -140,7 +140,7 @@ class Copying(FullEngine):
         self.contexts[context_id] = [layer.copy() for layer in self.contexts[context_id]]
 
 
-def test_a_loaded_context_that_lost_bytes_is_refused_before_a_row_is_read(store: Path, monkeypatch) -> None:
+def test_a_truncated_loaded_context_is_refused_before_any_row_is_read(store: Path, monkeypatch) -> None:
     """Its rows are memory-mapped: reading a lost one would kill the process. A running request does not keep the
     context for others, and a repaired one is loaded anew, because its bytes may lie in other files."""
     monkeypatch.setattr(residency, "_CHECK_S", 0.0)
@@ -171,7 +171,7 @@ def test_a_loaded_context_that_lost_bytes_is_refused_before_a_row_is_read(store:
     asyncio.run(main())
 
 
-def test_a_loaded_context_whose_files_cannot_be_asked_is_answered_from(store: Path, monkeypatch) -> None:
+def test_a_loaded_context_stays_usable_while_its_path_is_missing(store: Path, monkeypatch) -> None:
     """A mapped file stays readable after its path is gone."""
     monkeypatch.setattr(residency, "_CHECK_S", 0.0)
     rows = next(store.glob("*/layer-001.kv.safetensors"))
@@ -189,7 +189,7 @@ def test_a_loaded_context_whose_files_cannot_be_asked_is_answered_from(store: Pa
     asyncio.run(main())
 
 
-def test_damage_that_a_load_found_is_told_of_until_the_file_is_another(store: Path, monkeypatch) -> None:
+def test_damage_found_on_load_is_reported_until_the_file_changes(store: Path, monkeypatch) -> None:
     """File sizes do not show the damage: the index holds NaN."""
     index = next(store.glob("*/layer-001.index.safetensors"))
     whole = index.read_bytes()
@@ -227,8 +227,8 @@ def test_damage_that_a_load_found_is_told_of_until_the_file_is_another(store: Pa
 @pytest.mark.parametrize(
     ("file", "name"), [(state_file(0), "memory"), (state_file(2), "conv"), (index_file(3), "next_query_scale")]
 )
-def test_what_layers_without_an_index_keep_is_looked_at(tmp_path: Path, file: str, name: str) -> None:
-    """A model with linear attention: NaN in its states or in a prediction's scale would spoil every answer."""
+def test_states_and_scales_with_nan_are_refused(tmp_path: Path, file: str, name: str) -> None:
+    """In a model with linear attention, they would spoil every answer."""
     model = loaded("qwen3_5_text")
     path = tmp_path / build(tmp_path, text_of("heron"), model=model)
     found = examiner.Examiner(model)

@@ -1,4 +1,4 @@
-"""The time after which a request that finds no room may try again. The clock is fake."""
+"""The retry-after time of requests that are refused for overload, with a fake clock."""
 
 from dataclasses import dataclass
 
@@ -52,14 +52,14 @@ def answer_alone(flow: Flow, clock: Clock, took_s: float) -> None:
     flow.release(was_answered=True)
 
 
-def test_while_busy_it_is_the_time_that_the_queue_takes(flow: Flow, clock: Clock) -> None:
+def test_retry_after_is_the_time_that_a_full_queue_takes(flow: Flow, clock: Clock) -> None:
     for _ in range(10):
         fill(flow)
         answer(flow, clock, 2, took_s=3.0)
     assert fill(flow) == pytest.approx(2 * 3.0, rel=0.1)  # two batches wait
 
 
-def test_time_in_which_nobody_asks_does_not_count(flow: Flow, clock: Clock) -> None:
+def test_idle_time_does_not_change_retry_after(flow: Flow, clock: Clock) -> None:
     for _ in range(10):
         fill(flow)
         answer(flow, clock, 3, took_s=3.0)
@@ -70,7 +70,7 @@ def test_time_in_which_nobody_asks_does_not_count(flow: Flow, clock: Clock) -> N
     assert fill(flow) == pytest.approx(before, rel=0.1)
 
 
-def test_a_request_that_waits_for_a_build_by_itself_does_not_count(flow: Flow, clock: Clock) -> None:
+def test_slow_requests_without_a_queue_do_not_raise_retry_after(flow: Flow, clock: Clock) -> None:
     answer_alone(flow, clock, 600.0)
     assert fill(flow) == 1.0
     answer(flow, clock, 3, took_s=3.0)
@@ -79,7 +79,7 @@ def test_a_request_that_waits_for_a_build_by_itself_does_not_count(flow: Flow, c
     assert fill(flow) <= 10.0
 
 
-def test_the_first_burst_is_told_more_the_longer_it_takes(flow: Flow, clock: Clock) -> None:
+def test_retry_after_grows_while_the_first_burst_is_unanswered(flow: Flow, clock: Clock) -> None:
     told = [fill(flow)]
     for _ in range(4):
         clock.now += 2.0
@@ -89,7 +89,7 @@ def test_the_first_burst_is_told_more_the_longer_it_takes(flow: Flow, clock: Clo
     assert fill(flow) == 600.0
 
 
-def test_what_was_not_answered_tells_nothing(flow: Flow, clock: Clock) -> None:
+def test_requests_that_were_not_answered_do_not_count_for_retry_after(flow: Flow, clock: Clock) -> None:
     fill(flow)
     for _ in range(100):  # refused because of what they ask for
         flow.release(was_answered=False)

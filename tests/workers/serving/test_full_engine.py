@@ -1,4 +1,4 @@
-"""The engine that other tests rely on has the logits of `transformers`."""
+"""The engine that other tests rely on computes the logits of `transformers`."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def context(store: Path, name: str) -> Path:
     return store / artifact_id
 
 
-def test_its_logits_are_those_of_transformers(built: Path) -> None:
+def test_full_engine_logits_equal_transformers(built: Path) -> None:
     engine = FullEngine(loaded())
     with open_artifact(context(built, "heron")) as artifact:
         engine.add_context(0, artifact)
@@ -35,7 +35,7 @@ def test_its_logits_are_those_of_transformers(built: Path) -> None:
     assert (result.next_ids == want.argmax(-1)).all()
 
 
-def test_window_reads_less(built: Path) -> None:
+def test_window_selector_changes_the_logits(built: Path) -> None:
     engine = FullEngine(loaded())
     with open_artifact(context(built, "heron")) as artifact:
         engine.add_context(0, artifact)

@@ -118,7 +118,7 @@ class Fuzz:
         assert all(len(request.outlet) <= outlet.MAX_UNREAD + 2 for request in self.alive)
 
 
-def test_random_traffic_loses_nothing(built: Path, rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_traffic_loses_and_disturbs_no_request(built: Path, rng, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outlet, "MAX_UNREAD", 12)  # so that slow readers are paused, and ended, within these answers
     monkeypatch.setattr(scheduler, "STALL_S", 0.8)
     fuzz = Fuzz(built, rng)

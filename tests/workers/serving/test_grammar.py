@@ -88,7 +88,7 @@ def walk(
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:30])
-def test_every_answer_is_of_its_schema(schema: Any) -> None:
+def test_every_answer_fits_its_schema(schema: Any) -> None:
     for seed in range(3):
         text, _, calls = walk("hermes", ask(schema=schema), seed)
         jsonschema.validate(json.loads(text), schema)
@@ -97,7 +97,7 @@ def test_every_answer_is_of_its_schema(schema: Any) -> None:
 
 @pytest.mark.parametrize("own_tokens", [True, False])
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_tools_are_called_in_the_templates_form(kind: str, own_tokens: bool) -> None:
+def test_required_tool_calls_have_the_templates_form_and_fit_their_schemas(kind: str, own_tokens: bool) -> None:
     by_name = {tool.name: tool.parameters for tool in TOOLS}
     counts = set()
     for seed in range(4):
@@ -124,7 +124,7 @@ def test_tools_are_called_in_the_templates_form(kind: str, own_tokens: bool) -> 
         ("may_think", "<think>Hm.</think>\nSee: <tool_call>"),
     ],
 )
-def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(kind: str, opening: str, own_tokens: bool) -> None:
+def test_a_strict_tools_call_fits_its_schema_and_text_stays_allowed(kind: str, opening: str, own_tokens: bool) -> None:
     asked = ask(tools=(Tool("add", INT, strict=True),))
     for seed in range(4):
         _, _, calls = walk(kind, asked, seed, own_tokens, opening)
@@ -151,7 +151,7 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(kind: str, opening:
         ('So: {"name": "add", "arguments": {"b": 1}}', True),
     ],
 )
-def test_a_strict_tool_is_called_by_its_schema_without_a_marker_too(
+def test_a_strict_tools_call_without_a_marker_fits_its_schema(
     kind: str, own_tokens: bool, text: str, may_be: bool | None
 ) -> None:
     model = chat_model(kind, own_tokens)
@@ -171,7 +171,7 @@ def test_a_strict_tool_is_called_by_its_schema_without_a_marker_too(
 
 @pytest.mark.parametrize("own_tokens", [True, False])
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
-def test_an_answer_of_a_schema_may_be_a_call_instead(kind: str, own_tokens: bool) -> None:
+def test_an_answer_with_a_schema_may_be_a_tool_call_instead(kind: str, own_tokens: bool) -> None:
     lists = {"type": "object", "properties": {"z": {"type": "null"}}, "required": ["z"], "additionalProperties": False}
     opening = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": '{"name": '}[kind]
     tools = (Tool("add", INT, strict=True), Tool("go", {"type": "object"}), Tool("get-tree", TOOLS[1].parameters))
@@ -184,7 +184,7 @@ def test_an_answer_of_a_schema_may_be_a_call_instead(kind: str, own_tokens: bool
         assert json.loads(text) == {"z": None} and not calls
 
 
-def test_the_line_of_the_last_call_may_end_before_the_answer_does() -> None:
+def test_a_line_end_may_follow_the_last_call_before_the_end_token() -> None:
     model = chat_model("hermes")
     grammar = Grammars(model).make_now(ask(tools=TOOLS, must_call=("add",)), ChatForm(model.tokenizer))
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -206,7 +206,9 @@ def test_the_line_of_the_last_call_may_end_before_the_answer_does() -> None:
         ({"required": ["b"]}, True),
     ],
 )
-def test_a_function_is_called_without_arguments_that_it_does_not_name(more: dict[str, Any], may_be_open: bool) -> None:
+def test_undeclared_arguments_are_allowed_only_where_the_schema_is_open(
+    more: dict[str, Any], may_be_open: bool
+) -> None:
     model = chat_model("hermes")
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
     required = '"a": 1, ' if more.get("required") == ["a"] else ""
@@ -223,14 +225,14 @@ def test_a_function_is_called_without_arguments_that_it_does_not_name(more: dict
 
 
 @pytest.mark.parametrize("required", [5, [[1]], [None]])
-def test_what_is_no_list_of_names_is_refused(required: Any) -> None:
+def test_required_that_is_not_a_list_of_names_is_refused(required: Any) -> None:
     model = chat_model("hermes")
     parameters = {"type": "object", "properties": {}, "required": required}
     with pytest.raises(BadRequestError, match="tools: f"):
         Grammars(model).make_now(ask(tools=(Tool("f", parameters),), must_call=("f",)), ChatForm(model.tokenizer))
 
 
-def test_a_tool_whose_schema_is_not_held_to_may_have_any() -> None:
+def test_a_tool_that_is_not_strict_may_have_an_unsupported_schema() -> None:
     odd = Tool("odd", {"type": "object", "properties": {"a": {"uniqueItems": True}}, "required": ["a"]})
     asked = ask(tools=(Tool("add", INT, strict=True), odd))
     assert walk("hermes", asked, 0, begins='<tool_call>\n{"name": "odd", "arguments": {}}\n</tool_call>')[2] == [
@@ -244,7 +246,7 @@ def test_a_tool_whose_schema_is_not_held_to_may_have_any() -> None:
     ("kind", "begins"),
     [("thinking", "Hm\n</think>\n\n"), ("may_think", "<think>Hm\n</think>\n"), ("may_think", "{")],
 )
-def test_a_thought_is_free_and_the_answer_is_not(kind: str, begins: str, own_tokens: bool) -> None:
+def test_reasoning_is_unconstrained_and_the_answer_fits_the_schema(kind: str, begins: str, own_tokens: bool) -> None:
     for seed in range(3):
         text, reasoning, _ = walk(kind, ask(schema=INT), seed, own_tokens, begins)
         jsonschema.validate(json.loads(text), INT)
@@ -270,7 +272,7 @@ def test_a_thought_is_free_and_the_answer_is_not(kind: str, begins: str, own_tok
         ({"type": "string", "description": "x" * 70_000}, "characters"),
     ],
 )
-def test_what_no_answer_can_be_held_to_is_said_beforehand(schema: Any, words: str) -> None:
+def test_unsupported_schemas_are_refused_with_the_reason(schema: Any, words: str) -> None:
     model = chat_model("hermes")
     form = ChatForm(model.tokenizer)
     with pytest.raises(BadRequestError, match=words) as refused:
@@ -284,19 +286,19 @@ def test_what_no_answer_can_be_held_to_is_said_beforehand(schema: Any, words: st
 
 
 @pytest.mark.parametrize(("keyword", "most"), [("maxItems", 10_000), ("multipleOf", 100_000)])
-def test_what_is_too_costly_begins_behind_the_most_that_is_told(keyword: str, most: int) -> None:
+def test_too_costly_keywords_are_refused_only_above_the_reported_maximum(keyword: str, most: int) -> None:
     _require_moderate([("x", {keyword: most, "title": "日" * 60_000})])
     with pytest.raises(BadRequestError, match=f"too costly.* {most:,}"):
         _require_moderate([("x", {keyword: most + 1})])
 
 
-def test_a_schema_that_turns_out_too_costly_is_at_fault_itself() -> None:
+def test_a_schema_that_becomes_too_costly_is_reported_as_a_bad_request() -> None:
     grammar = Grammars(loaded()).make_now(ask(schema={"$ref": "#"}), ChatForm(loaded().tokenizer))
     with pytest.raises(BadRequestError, match=r"became too costly: .*; ask for a simpler one"):
         grammar.allowed(256)
 
 
-def test_an_answer_without_an_end_token_goes_on_while_it_may() -> None:
+def test_a_model_without_an_end_token_generates_while_the_grammar_allows() -> None:
     grammar = Grammars(loaded()).make_now(ask(schema={"type": "integer"}), ChatForm(loaded().tokenizer))
     [one] = loaded().tokenizer("1").input_ids
     grammar.accept(one)
@@ -304,7 +306,7 @@ def test_an_answer_without_an_end_token_goes_on_while_it_may() -> None:
     assert loaded().tokenizer.decode(allowed) == "0123456789" and not grammar.is_over
 
 
-def test_multiples_that_go_together_are_held_to() -> None:
+def test_moderate_multipleof_values_are_enforced() -> None:
     schema = {
         "type": "array",
         "prefixItems": [{"type": "number", "multipleOf": m} for m in (0.25, 60, 100, 7)],
@@ -314,7 +316,7 @@ def test_multiples_that_go_together_are_held_to() -> None:
     jsonschema.validate(json.loads(text), schema)
 
 
-def test_a_decoder_of_bytes_may_stand_behind_others() -> None:
+def test_a_byte_level_decoder_is_recognised_after_other_decoders() -> None:
     """Some releases of transformers make such a decoder from a GGUF file; tokens are still bytes."""
     model = deepcopy(loaded())
     others = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]
@@ -326,14 +328,14 @@ def test_a_decoder_of_bytes_may_stand_behind_others() -> None:
         grammar.accept(token_id)
 
 
-def test_free_answers_have_no_grammar() -> None:
+def test_unconstrained_answers_have_no_grammar() -> None:
     grammars, form = Grammars(loaded()), ChatForm(loaded().tokenizer)
     assert asyncio.run(grammars.make(ask(), form)) is None
     assert asyncio.run(grammars.make(ask(tools=(Tool("f", INT),)), form)) is None
     assert asyncio.run(grammars.make(ask(schema=True), form)) is not None
 
 
-def test_a_grammar_that_nobody_holds_is_gone() -> None:
+def test_a_grammar_without_references_is_freed() -> None:
     model = chat_model("hermes")
     grammar: Grammar | None = Grammars(model).make_now(ask(schema=INT), ChatForm(model.tokenizer))
     assert grammar is not None

@@ -1,4 +1,4 @@
-"""What services keep in a store: measured and removed from outside, and running services go on without it."""
+"""Files that services keep in a store: they can be measured and removed, and running services do without them."""
 
 import asyncio
 import errno
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("builds")  # build in this process
 ASKED = ask(DOCUMENT + "Which are red?"), ask(FIRST, "x", SECOND)
 
 
-def test_what_was_kept_is_measured_and_removed_and_made_again(tmp_path: Path, builds) -> None:
+def test_kept_files_are_measured_removed_and_rebuilt(tmp_path: Path, builds) -> None:
     said = [text for text, _ in answers(tmp_path, *ASKED)]
     there = kept_files(tmp_path)
     on_disk = [path for path in (tmp_path / DIRECTORY).rglob("*") if path.is_file()]
@@ -35,7 +35,7 @@ def test_what_was_kept_is_measured_and_removed_and_made_again(tmp_path: Path, bu
     assert kept_files(tmp_path / "none") == KeptFiles(0, 0, 0)
 
 
-def test_a_context_that_goes_while_all_are_measured_counts_nothing(tmp_path: Path, monkeypatch) -> None:
+def test_a_context_removed_during_measuring_counts_zero_bytes(tmp_path: Path, monkeypatch) -> None:
     """Another service removes it; an error would fail the request for whose context this one makes room."""
     said, real, gone = answers(tmp_path, ASKED[0]), os.scandir, list[str]()
 
@@ -50,7 +50,7 @@ def test_a_context_that_goes_while_all_are_measured_counts_nothing(tmp_path: Pat
     assert said and gone and (there.num_contexts, there.context_bytes) == (1, 0)
 
 
-def test_nothing_is_removed_while_a_service_uses_the_store(tmp_path: Path) -> None:
+def test_kept_files_are_not_removed_while_a_service_uses_the_store(tmp_path: Path) -> None:
     async def main() -> None:
         async with make_backend(tmp_path) as backend:
             await answer(backend, ASKED[0])
@@ -64,8 +64,8 @@ def test_nothing_is_removed_while_a_service_uses_the_store(tmp_path: Path) -> No
     assert kept_files(tmp_path).num_bytes == 0
 
 
-def test_a_service_that_no_lock_tells_of_goes_on_without_what_was_removed(tmp_path: Path, builds) -> None:
-    """Its file system has no locks, or it runs on another machine."""
+def test_a_service_continues_after_its_kept_files_were_removed_without_a_lock(tmp_path: Path, builds) -> None:
+    """The store's file system has no locks, or the service runs on another machine."""
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -82,7 +82,7 @@ def test_a_service_that_no_lock_tells_of_goes_on_without_what_was_removed(tmp_pa
     asyncio.run(main())
 
 
-def test_leavings_go_and_a_build_that_runs_keeps_its_work(tmp_path: Path) -> None:
+def test_leftovers_are_removed_and_a_running_builds_files_stay(tmp_path: Path) -> None:
     place = tmp_path / DIRECTORY / ("0" * 32)
     for name in ("gone-0123", f".building-{'0' * 16}", f".building-{'1' * 16}"):
         (place / name).mkdir(parents=True)
@@ -101,7 +101,7 @@ def test_leavings_go_and_a_build_that_runs_keeps_its_work(tmp_path: Path) -> Non
     assert not list((tmp_path / DIRECTORY).iterdir())
 
 
-def test_a_store_has_many_users_or_one_who_is_alone_in_it(tmp_path: Path) -> None:
+def test_a_store_has_shared_users_or_one_exclusive_user(tmp_path: Path) -> None:
     store = tmp_path / "store"
     first, second = StoreUse(store), StoreUse(store)
     first.begin()
@@ -130,7 +130,7 @@ def test_a_store_has_many_users_or_one_who_is_alone_in_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_process_that_is_forked_does_not_stay_alone_in_a_store(tmp_path: Path) -> None:
+def test_a_forked_process_does_not_hold_a_stores_exclusive_lock(tmp_path: Path) -> None:
     with alone_in(tmp_path) as is_alone:
         assert is_alone
         has_begun, begins = os.pipe()
@@ -151,8 +151,8 @@ def test_a_process_that_is_forked_does_not_stay_alone_in_a_store(tmp_path: Path)
 
 
 @pytest.mark.parametrize("link", ["kept", "kept/0123", f"kept/{'0' * 32}"])
-def test_links_of_a_store_that_was_copied_lead_nowhere(tmp_path: Path, link: str) -> None:
-    """They may point at any file of the user who cleans up."""
+def test_symlinks_in_a_store_are_not_followed_by_removal(tmp_path: Path, link: str) -> None:
+    """Links in a copied store may point at any file of the user who cleans up."""
     own, store = tmp_path / "home", tmp_path / "store"
     (own / "docs" / "old").mkdir(parents=True)
     (own / "docs" / "letter").write_text("precious")

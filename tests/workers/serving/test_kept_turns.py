@@ -1,4 +1,4 @@
-"""Turns are kept: a prompt reuses the rows kept of earlier ones, and its answer is the same as without them."""
+"""Rows of turns are kept: a prompt reuses those of earlier prompts, and its answer is the same as without them."""
 
 import asyncio
 import errno
@@ -36,7 +36,7 @@ from workers.settings import BuildSettings, EngineSettings, KeptSettings, Settin
 pytestmark = pytest.mark.usefixtures("builds")  # build in this process
 
 
-def test_a_turn_computes_what_is_new_and_says_the_same(tmp_path) -> None:
+def test_a_turn_computes_only_new_tokens_and_answers_the_same(tmp_path) -> None:
     """Each turn has a new service, over what the services before have stored."""
     said, texts = "", [FIRST]
     for turn in range(4):
@@ -47,7 +47,7 @@ def test_a_turn_computes_what_is_new_and_says_the_same(tmp_path) -> None:
         texts += [said, SECOND]
 
 
-def test_a_conversation_in_one_service_finds_its_turns_in_memory(tmp_path) -> None:
+def test_a_conversation_reuses_its_turns_from_memory(tmp_path) -> None:
     async def main() -> None:
         async with make_backend(tmp_path, disk_bytes=0) as backend:
             first, done = await answer(backend, ask(FIRST))
@@ -65,7 +65,7 @@ def test_a_conversation_in_one_service_finds_its_turns_in_memory(tmp_path) -> No
     asyncio.run(main())
 
 
-def test_a_salt_keeps_what_it_leaves_for_itself(tmp_path, builds) -> None:
+def test_kept_rows_and_contexts_are_separated_by_salt(tmp_path, builds) -> None:
     """Both rows and contexts: each salt has a store of its own, and neither file names nor rows contain the salt."""
     long, short = DOCUMENT + "Which are red?", FIRST
     asks = [ask(text, salt=salt) for text in (short, long) for salt in ("mine", "yours", "")]
@@ -79,7 +79,7 @@ def test_a_salt_keeps_what_it_leaves_for_itself(tmp_path, builds) -> None:
     assert "mine" not in names and b"mine" not in b"".join(path.read_bytes() for path in files_of(tmp_path))
 
 
-def test_tenants_with_one_text_and_secrets_of_their_own_stay_apart(tmp_path) -> None:
+def test_eight_tenants_reuse_only_their_own_rows(tmp_path) -> None:
     """240 requests of 8 tenants, 60 of them at once: each is answered as if alone, and finds only its tenant's rows."""
     tenants = [f"tenant {number}" for number in range(8)]
     asks = {tenant: ask(f"{FIRST} The word is {tenant[::-1]}.", new=6, salt=tenant) for tenant in tenants}
@@ -99,8 +99,8 @@ def test_tenants_with_one_text_and_secrets_of_their_own_stay_apart(tmp_path) -> 
     asyncio.run(main())
 
 
-def test_rows_are_kept_apart_by_all_that_decides_them(tmp_path) -> None:
-    """By the context, if any, by `keep` and selector, and by the model."""
+def test_kept_rows_are_separated_by_context_keep_selector_and_model(tmp_path) -> None:
+    """Rows are not reused if any of these differs."""
     long = DOCUMENT + "Which are red?" + FIRST
     answers(tmp_path, ask(long), ask(FIRST))
     for asked in (ask(long, keep=0.5), ask(long, selector="full")):
@@ -112,7 +112,7 @@ def test_rows_are_kept_apart_by_all_that_decides_them(tmp_path) -> None:
     assert answers(tmp_path, ask(FIRST))[0][1].cached_tokens > 0
 
 
-def test_a_hash_that_two_prompts_share_finds_neither_s_rows_for_the_other(tmp_path, monkeypatch) -> None:
+def test_hash_collisions_never_return_another_prompts_rows(tmp_path, monkeypatch) -> None:
     """Tried with one key for all blocks, and with keys that depend only on the length of a prompt."""
 
     class Stub:
@@ -136,7 +136,7 @@ def test_a_hash_that_two_prompts_share_finds_neither_s_rows_for_the_other(tmp_pa
         assert any(done.cached_tokens for _, done in got), "what was stored is found by whose it is"
 
 
-def test_a_long_prompt_of_which_nothing_is_kept_takes_no_memory(tmp_path) -> None:
+def test_looking_up_a_long_unknown_prompt_takes_little_memory(tmp_path) -> None:
     settings = Settings(store=StoreSettings(path=tmp_path))
     kept, token_ids = open_kept_rows(loaded(), settings), list(range(64_000))
     tracemalloc.start()
@@ -148,8 +148,8 @@ def test_a_long_prompt_of_which_nothing_is_kept_takes_no_memory(tmp_path) -> Non
         kept.close()
 
 
-def test_what_a_long_prompt_s_blocks_are_takes_little_memory(tmp_path) -> None:
-    """Not counting their rows, which have a budget of their own and take a byte here."""
+def test_the_block_records_of_a_long_prompt_take_little_memory(tmp_path) -> None:
+    """The rows themselves, which have a budget of their own, take a byte here."""
     kept = open_kept_rows(loaded(), Settings(store=StoreSettings(path=tmp_path), kept=KeptSettings(disk_bytes=0)))
     own = kept.find(b"mine", [])
     tracemalloc.start()
@@ -163,7 +163,7 @@ def test_what_a_long_prompt_s_blocks_are_takes_little_memory(tmp_path) -> None:
         kept.close()
 
 
-def test_a_small_machine_keeps_rows_in_a_quarter_of_its_memory(tmp_path, monkeypatch, caplog) -> None:
+def test_kept_rows_use_at_most_a_quarter_of_the_free_memory(tmp_path, monkeypatch, caplog) -> None:
     caplog.set_level("INFO")
     monkeypatch.setattr(kept_rows, "host_memory_bytes", lambda: 4 * 100)
     with closing(
@@ -175,8 +175,8 @@ def test_a_small_machine_keeps_rows_in_a_quarter_of_its_memory(tmp_path, monkeyp
     assert "GiB, but only 100 B is used: a quarter of the free memory" in caplog.text
 
 
-def test_tokens_are_looked_at_when_a_block_has_become_whole(tmp_path, monkeypatch) -> None:
-    """And only its own block's name is made."""
+def test_rows_are_kept_once_per_complete_block(tmp_path, monkeypatch) -> None:
+    """Each time, only the new block's name is made."""
     kept: list[int] = []
     named: list[BlockName] = []
     real = OwnRows.keep
@@ -204,7 +204,7 @@ def test_tokens_are_looked_at_when_a_block_has_become_whole(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "empty", "gone", "swapped"])
-def test_a_damaged_file_is_a_fresh_prefill(tmp_path, damage) -> None:
+def test_a_damaged_block_is_computed_and_stored_again(tmp_path, damage) -> None:
     store = tmp_path / "kept"
     [(want, _)] = answers(store, ask(FIRST + SECOND))
     first, second, *_ = files_of(store)
@@ -237,7 +237,7 @@ def test_a_full_disk_changes_no_answer(tmp_path, monkeypatch) -> None:
     assert not list((tmp_path / "kept" / DIRECTORY).iterdir())
 
 
-def test_rows_of_one_who_left_are_kept(tmp_path) -> None:
+def test_rows_of_a_cancelled_request_are_kept(tmp_path) -> None:
     async def main() -> None:
         async with make_backend(tmp_path) as backend:
             events = backend.generate(ask(FIRST, new=200))
@@ -253,8 +253,8 @@ def test_rows_of_one_who_left_are_kept(tmp_path) -> None:
     asyncio.run(main())
 
 
-def test_prompts_and_scores_of_them(tmp_path) -> None:
-    """A prompt whose tokens are scored is computed whole; one of token ids reuses the rows of its text."""
+def test_a_scored_prompt_is_computed_whole_and_token_ids_reuse_text_rows(tmp_path) -> None:
+    """A prompt of token ids has the identity of its text."""
     ids = tuple(loaded().tokenizer(FIRST).input_ids)
     asks = ask(prompt=FIRST), ask(prompt=ids), ask(prompt=FIRST, echo=True, top_logprobs=1, new=5)
     (said, first), (again, second), (echoed, third) = answers(tmp_path, *asks)
@@ -262,8 +262,8 @@ def test_prompts_and_scores_of_them(tmp_path) -> None:
     assert said == again and echoed == FIRST + said[: len(echoed) - len(FIRST)]
 
 
-def test_every_token_of_a_long_prompt_has_its_score(tmp_path, builds) -> None:
-    """So no part of it becomes a context or comes from kept rows."""
+def test_echo_scores_every_token_of_a_long_prompt(tmp_path, builds) -> None:
+    """No part of the prompt becomes a context or comes from kept rows."""
     prompt = FIRST * 3
 
     async def main() -> None:
@@ -283,18 +283,18 @@ def test_every_token_of_a_long_prompt_has_its_score(tmp_path, builds) -> None:
 
 
 @pytest.mark.parametrize("selector", ["h2o", "exact"])
-def test_selectors_that_remember_keep_nothing(tmp_path, selector) -> None:
+def test_stateful_selectors_keep_no_rows(tmp_path, selector) -> None:
     asked = ask(DOCUMENT + FIRST, selector=selector)
     (said, _), (again, done) = answers(tmp_path, asked, asked)
     assert said == again and done.cached_tokens == done.context_tokens and not files_of(tmp_path)
 
 
-def test_with_a_search_period_nothing_is_kept(tmp_path) -> None:
+def test_with_a_search_period_no_rows_are_kept(tmp_path) -> None:
     answers(tmp_path, ask(FIRST), search=SearchConfig(keep=0.1, search_period=3))
     assert not files_of(tmp_path)
 
 
-def test_the_disk_keeps_to_its_budget(tmp_path) -> None:
+def test_kept_rows_on_disk_stay_within_their_budget(tmp_path) -> None:
     num_bytes = files_bytes(tmp_path / "one", ask(FIRST))
     budget = 5 * num_bytes
     asks = [ask(f"{n} {FIRST}") for n in range(8)]
@@ -308,14 +308,14 @@ def files_bytes(store: Path, asked: Ask) -> int:
     return max(path.stat().st_size for path in files_of(store))
 
 
-def test_rows_that_were_read_otherwise_have_another_identity() -> None:
+def test_row_identity_depends_on_all_where_faster() -> None:
     """With `all_where_faster`, steps attend to more rows: requests without it must not reuse theirs."""
     settings = [Settings(engine=EngineSettings(placement="device", all_where_faster=x)) for x in (False, True)]
     some, every = (row_identity(loaded(), each, "a", "", "csattn", SearchConfig()) for each in settings)
     assert some != every
 
 
-def test_rows_without_a_context_have_another_identity_with_another_preset() -> None:
+def test_row_identity_without_a_context_depends_on_the_preset() -> None:
     """On a GPU, they become segments with the preset of a sketch, and with one of lists all are attended to."""
     settings = [Settings(build=BuildSettings(preset=x)) for x in ("default", "lists")]
     one, other = (row_identity(loaded(), each, None, "", "csattn", SearchConfig()) for each in settings)

@@ -1,4 +1,4 @@
-"""The backend in one process: many readers on one event loop, one engine, and every way in which readers leave."""
+"""The backend in one process: many readers on one event loop, one engine, cancellations and shutdown."""
 
 import asyncio
 import dataclasses
@@ -116,7 +116,7 @@ def test_mixed_requests_are_answered_from_their_own_contexts(built: Path) -> Non
     asyncio.run(main())
 
 
-def test_readers_that_leave_free_their_slots_at_once(built: Path) -> None:
+def test_cancelled_readers_free_their_slots_at_once(built: Path) -> None:
     async def main() -> None:
         engine = FullEngine(loaded(), num_slots=4, tail_capacity=600)
         async with running(built, engine) as backend:
@@ -141,7 +141,7 @@ def test_readers_that_leave_free_their_slots_at_once(built: Path) -> None:
     asyncio.run(main())
 
 
-def test_overload_is_told_at_once_and_passes(built: Path) -> None:
+def test_overload_is_refused_at_once_and_passes(built: Path) -> None:
     async def main() -> None:
         async with running(built, max_concurrent_requests=2, max_queued_requests=2) as backend:
             held = [backend.generate(ask(max_new_tokens=200)) for _ in range(4)]
@@ -181,7 +181,7 @@ def test_overload_is_told_at_once_and_passes(built: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_answered_is_refused_before_the_first_event(built: Path, asked, error, words) -> None:
+def test_invalid_requests_are_refused_before_the_first_event(built: Path, asked, error, words) -> None:
     async def main() -> None:
         async with running(built) as backend:
             with pytest.raises(error, match=words):
@@ -192,7 +192,7 @@ def test_what_cannot_be_answered_is_refused_before_the_first_event(built: Path, 
     asyncio.run(main())
 
 
-def test_a_request_that_takes_too_long_is_ended(built: Path) -> None:
+def test_a_request_beyond_its_timeout_is_ended(built: Path) -> None:
     async def main() -> None:
         engine = FullEngine(loaded(), tail_capacity=900)
         async with running(built, engine, request_timeout_s=0.3) as backend:
@@ -206,7 +206,9 @@ def test_a_request_that_takes_too_long_is_ended(built: Path) -> None:
 
 
 @pytest.mark.parametrize("waits_for", ["tokens", "slot", "context"])
-def test_whoever_waits_too_long_over_http_is_told_in_time_and_counted(built: Path, monkeypatch, waits_for: str) -> None:
+def test_http_requests_beyond_their_timeout_end_in_time_and_are_counted(
+    built: Path, monkeypatch, waits_for: str
+) -> None:
     async def never(*args: Any) -> None:
         await asyncio.Future()
 
@@ -235,7 +237,7 @@ def test_whoever_waits_too_long_over_http_is_told_in_time_and_counted(built: Pat
     asyncio.run(main())
 
 
-def test_contexts_that_do_not_fit_take_turns(built: Path) -> None:
+def test_contexts_that_do_not_fit_together_take_turns(built: Path) -> None:
     class Small(FullEngine):
         def add_context(self, context_id, artifact, meanwhile):
             if len(self.contexts) == 2:
@@ -264,7 +266,7 @@ def test_contexts_that_do_not_fit_take_turns(built: Path) -> None:
     asyncio.run(main())
 
 
-def test_an_engine_that_breaks_is_not_ready_and_comes_back(built: Path) -> None:
+def test_a_broken_engine_is_not_ready_and_recovers(built: Path) -> None:
     async def main() -> None:
         engine = FullEngine(loaded(), tail_capacity=600)
         async with running(built, engine) as backend:
@@ -293,7 +295,7 @@ def test_an_engine_that_breaks_is_not_ready_and_comes_back(built: Path) -> None:
     asyncio.run(main())
 
 
-def test_closing_lets_requests_finish_and_then_ends_them(built: Path) -> None:
+def test_closing_drains_requests_and_then_ends_them(built: Path) -> None:
     async def main() -> None:
         for drain_s, ending in ((5.0, Done), (0.0, WorkerLostError)):
             engine = FullEngine(loaded(), tail_capacity=600)
@@ -318,7 +320,7 @@ def test_closing_lets_requests_finish_and_then_ends_them(built: Path) -> None:
     asyncio.run(main())
 
 
-def test_no_thread_of_a_closed_backend_is_left(built: Path) -> None:
+def test_closing_a_backend_ends_all_of_its_threads(built: Path) -> None:
     before = set(threading.enumerate())
 
     async def main() -> LocalBackend:
@@ -334,8 +336,8 @@ def test_no_thread_of_a_closed_backend_is_left(built: Path) -> None:
     assert not asyncio.run(backend.health()).ready
 
 
-def test_the_time_to_finish_counts_from_the_beginning_of_the_end(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not count from the end of builds, which may take as long again."""
+def test_drain_time_counts_from_the_start_of_closing(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ending the builds may take as long again."""
     given: list[float] = []
     end, end_builds = StepThread.close, Builder.close
 
@@ -360,8 +362,8 @@ def test_the_time_to_finish_counts_from_the_beginning_of_the_end(built: Path, mo
     assert 0.0 < given[0] <= 4.8 and given[1] == 0.0
 
 
-def test_closing_ends_requests_that_no_step_has_seen(built: Path) -> None:
-    """They wait for the tokenizer, or have just left it: nobody would take them any more."""
+def test_closing_ends_requests_that_are_not_yet_scheduled(built: Path) -> None:
+    """Such requests wait for the tokenizer, or have just been tokenized."""
 
     async def main() -> None:
         opened = threading.Event()
@@ -398,7 +400,7 @@ def test_closing_ends_requests_that_no_step_has_seen(built: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_token_without_an_embedding_is_the_requests_fault(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_id_beyond_the_embedding_is_a_bad_request(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         vocab_size = loaded().geometry.vocab_size
         async with running(built) as backend:
@@ -411,7 +413,7 @@ def test_a_token_without_an_embedding_is_the_requests_fault(built: Path, monkeyp
     asyncio.run(main())
 
 
-def test_an_idle_service_takes_no_cpu(built: Path) -> None:
+def test_an_idle_service_uses_no_cpu(built: Path) -> None:
     async def main() -> None:
         async with running(built) as backend:
             await answer(backend, ask())
@@ -420,7 +422,7 @@ def test_an_idle_service_takes_no_cpu(built: Path) -> None:
     asyncio.run(main())
 
 
-def test_measures_tell_of_requests_and_engine(built: Path) -> None:
+def test_metrics_count_requests_tokens_and_engine_state(built: Path) -> None:
     async def main() -> None:
         async with running(built) as backend:
             for secret in SECRETS:

@@ -22,7 +22,7 @@ def labels_of(metrics: Metrics) -> set[str]:
     return recall
 
 
-def test_what_is_watched_has_a_sample_before_it_moves() -> None:
+def test_request_counters_start_at_zero() -> None:
     value = Metrics().registry.get_sample_value
     for found in ("memory", "store"):
         assert value("csattn_context_requests_total", {"found": found}) == 0
@@ -30,13 +30,13 @@ def test_what_is_watched_has_a_sample_before_it_moves() -> None:
         assert value("csattn_requests_total", {"outcome": outcome}) == 0
 
 
-def test_each_metric_is_explained() -> None:
-    """By a sentence, not by its name again."""
+def test_each_metric_is_documented_by_a_sentence() -> None:
+    """A documentation that only repeats the name fails."""
     for metric in Metrics().collect():
         assert metric.documentation.endswith(".") and " " in metric.documentation, metric.name
 
 
-def test_contexts_that_are_built_and_held_have_gauges_beside_their_budgets() -> None:
+def test_gauges_report_context_builds_bytes_and_budgets() -> None:
     metrics = Metrics()
     builds = {"registered": BuildCounts(2, 1, 3), "prompt": BuildCounts(num_building=1)}
     metrics.context_counts = lambda: ContextCounts(builds=builds, loaded_bytes=5, kept_budget=7)
@@ -48,7 +48,7 @@ def test_contexts_that_are_built_and_held_have_gauges_beside_their_budgets() -> 
     assert value("csattn_kept_context_bytes") is None and value("csattn_kept_context_budget_bytes") == 7
 
 
-def test_deleted_contexts_leave_room_for_new_ones_whatever_still_runs() -> None:
+def test_deleted_contexts_free_their_labels_for_new_ones() -> None:
     metrics, first_at = Metrics(), time.monotonic()
     for number in range(MAX_CONTEXTS + 5):
         metrics.observe_fidelity(f"c{number}", first_at, SEEN)
@@ -62,16 +62,14 @@ def test_deleted_contexts_leave_room_for_new_ones_whatever_still_runs() -> None:
     assert metrics.registry.get_sample_value("csattn_fidelity_recall_count", {"context": "c0"}) == 1
 
 
-def test_names_of_deleted_contexts_are_not_kept_for_ever() -> None:
+def test_the_number_of_remembered_deleted_contexts_is_bounded() -> None:
     metrics = Metrics()
     for number in range(MAX_FORGOTTEN + 5):
         metrics.forget_context(f"c{number}")
     assert len(metrics._forgotten) == MAX_FORGOTTEN
 
 
-def test_a_request_that_outlives_its_context_does_not_bring_its_label_back(
-    built: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_outlives_its_context_is_counted_as_other(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduling, "WATCH_EVERY", 1)
     scheduler, _, clock = make_scheduler(built)
     clock.now = time.monotonic()

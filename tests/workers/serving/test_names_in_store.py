@@ -1,4 +1,4 @@
-"""Messages name files by their paths in the store, and no other path or word is changed."""
+"""Messages to clients name files by their paths within the store; other paths and words are unchanged."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from workers.serving.names_in_store import by_names_in_store
         ("/", "cannot read /x", "cannot read /x"),
     ],
 )  # fmt: skip
-def test_whole_paths_alone_are_taken_out(store, why, told, tmp_path, monkeypatch) -> None:
+def test_only_whole_store_paths_are_removed_from_messages(store, why, told, tmp_path, monkeypatch) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "here").mkdir()

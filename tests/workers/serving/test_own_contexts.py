@@ -34,7 +34,7 @@ from workers.serving.residency import Residency
 pytestmark = pytest.mark.usefixtures("builds")  # build in this process
 
 
-def test_a_long_beginning_becomes_a_context_that_others_find(tmp_path, builds, caplog) -> None:
+def test_a_long_prompts_beginning_becomes_a_context_that_others_reuse(tmp_path, builds, caplog) -> None:
     caplog.set_level(logging.INFO, "workers")
     question = ask(DOCUMENT + "Which are red?"), ask(DOCUMENT + "How many hours does lamp 3 burn?")
     (_, first), (said, second) = answers(tmp_path / "kept", *question)
@@ -50,7 +50,7 @@ def test_a_long_beginning_becomes_a_context_that_others_find(tmp_path, builds, c
     assert other == said and computed(done) == done.context_tokens + done.question_tokens and len(builds) == 2
 
 
-def test_many_that_come_at_once_with_one_document_wait_for_one_build(tmp_path, builds) -> None:
+def test_concurrent_requests_with_one_document_share_one_build(tmp_path, builds) -> None:
     async def main() -> None:
         async with make_backend(tmp_path) as backend:
             said = await asyncio.gather(*(answer(backend, ask(DOCUMENT + "Which are red?")) for _ in range(4)))
@@ -59,7 +59,7 @@ def test_many_that_come_at_once_with_one_document_wait_for_one_build(tmp_path, b
     asyncio.run(main())
 
 
-def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, monkeypatch) -> None:
+def test_no_context_is_built_for_requests_cancelled_before_its_build(tmp_path, builds, monkeypatch) -> None:
     """The context of a request that has stayed or is repeated is still built."""
     begun, may_end, real = asyncio.Event(), asyncio.Event(), Builder.build
 
@@ -90,7 +90,7 @@ def test_nothing_is_built_for_those_who_left_before_it_began(tmp_path, builds, m
     asyncio.run(main())
 
 
-def test_no_build_begins_in_a_service_that_closes(tmp_path, builds, monkeypatch) -> None:
+def test_no_build_starts_in_a_closing_service(tmp_path, builds, monkeypatch) -> None:
     """Earlier requests that still look for a context, and later ones, fail with WorkerLostError."""
     is_looking, may_go_on, real = threading.Event(), threading.Event(), OwnContexts._longest
 
@@ -123,7 +123,7 @@ def test_no_build_begins_in_a_service_that_closes(tmp_path, builds, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["layer-001.kv.safetensors", "tokens.safetensors"])
-def test_a_damaged_context_is_made_again(tmp_path, builds, name) -> None:
+def test_a_damaged_context_is_rebuilt(tmp_path, builds, name) -> None:
     asked = ask(DOCUMENT + "Which are red?")
     [(want, _)] = answers(tmp_path, asked)
     [file] = builds[0].glob(f"*/{name}")
@@ -136,7 +136,7 @@ def test_a_damaged_context_is_made_again(tmp_path, builds, name) -> None:
     assert again.cached_tokens < again.context_tokens
 
 
-def test_every_byte_is_looked_at_by_one_of_many_who_come_at_once(tmp_path, builds, monkeypatch) -> None:
+def test_concurrent_requests_verify_a_context_once(tmp_path, builds, monkeypatch) -> None:
     """Otherwise all threads would read the same bytes, and everyone who needs a file of the store would wait."""
     answers(tmp_path, ask(DOCUMENT + FIRST, new=1))
     looks, real = [], own_contexts.open_artifact
@@ -160,7 +160,7 @@ def test_every_byte_is_looked_at_by_one_of_many_who_come_at_once(tmp_path, build
     assert len(looks) == 1
 
 
-def test_a_context_that_the_process_may_not_map_stays(tmp_path, builds, monkeypatch) -> None:
+def test_a_context_that_cannot_be_mapped_for_lack_of_files_is_not_removed(tmp_path, builds, monkeypatch) -> None:
     asked = ask(DOCUMENT + "Which are red?")
     [(want, _)] = answers(tmp_path, asked)
     [made] = (path for path in builds[0].iterdir() if path.is_dir())
@@ -180,7 +180,7 @@ def test_a_context_that_the_process_may_not_map_stays(tmp_path, builds, monkeypa
     asyncio.run(main())
 
 
-def test_a_registered_context_is_found_by_its_file_as_the_system_message(tmp_path, builds) -> None:
+def test_a_registered_text_as_system_message_uses_its_context(tmp_path, builds) -> None:
     """Files end with a newline, which builds strip."""
     text = text_of("heron")
     name_artifact(tmp_path / "kept", "heron", build(tmp_path / "kept", text), "float32")
@@ -195,7 +195,7 @@ def test_a_registered_context_is_found_by_its_file_as_the_system_message(tmp_pat
 
 
 @pytest.mark.parametrize("damage", ["gone", "index"])
-def test_a_registered_context_that_cannot_be_loaded_any_more_is_done_without(tmp_path, builds, damage) -> None:
+def test_a_prompt_is_answered_without_a_registered_context_that_is_damaged(tmp_path, builds, damage) -> None:
     asked = ask(DOCUMENT + "Which are red?")
     want = afresh(tmp_path, asked)
     store = tmp_path / "kept"
@@ -226,7 +226,7 @@ def test_a_registered_context_that_cannot_be_loaded_any_more_is_done_without(tmp
     asyncio.run(main())
 
 
-def test_a_context_that_cannot_be_built_is_a_sentence(tmp_path, monkeypatch) -> None:
+def test_a_failed_build_from_a_prompt_is_refused_with_the_reason(tmp_path, monkeypatch) -> None:
     async def fail(*_: Any, **__: Any) -> None:
         raise ArtifactError("the disk is full")
 
@@ -236,7 +236,7 @@ def test_a_context_that_cannot_be_built_is_a_sentence(tmp_path, monkeypatch) -> 
     assert not list((tmp_path / DIRECTORY).rglob("*.json"))
 
 
-def test_a_full_disk_is_told_of_with_the_file_and_what_to_do(tmp_path, monkeypatch, caplog) -> None:
+def test_a_full_disk_is_reported_with_the_file_and_the_remedy(tmp_path, monkeypatch, caplog) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -246,7 +246,7 @@ def test_a_full_disk_is_told_of_with_the_file_and_what_to_do(tmp_path, monkeypat
     assert "Free some space" in caplog.text and "Traceback" not in caplog.text
 
 
-def test_why_a_build_failed_does_not_tell_of_its_salt(tmp_path, monkeypatch, caplog) -> None:
+def test_a_build_failures_reason_does_not_reveal_the_salts_path(tmp_path, monkeypatch, caplog) -> None:
     """Every tenant can see the reason in the status."""
     places: list[Path] = []
 
@@ -267,7 +267,7 @@ def test_why_a_build_failed_does_not_tell_of_its_salt(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("fault", ["damaged", "unreadable"])
-def test_files_that_cannot_be_loaded_are_told_to_the_log_alone(tmp_path, builds, monkeypatch, fault) -> None:
+def test_paths_of_unloadable_files_appear_only_in_the_log(tmp_path, builds, monkeypatch, fault) -> None:
     """Their path contains the salt's hash."""
     whole = Builder.build
 
@@ -291,7 +291,7 @@ def test_files_that_cannot_be_loaded_are_told_to_the_log_alone(tmp_path, builds,
     assert str(builds[0]) in refused.value.detail
 
 
-def test_a_build_that_keeps_failing_is_tried_again_after_waits_that_grow(tmp_path, builds, monkeypatch, caplog) -> None:
+def test_a_failing_build_is_retried_with_exponential_backoff(tmp_path, builds, monkeypatch, caplog) -> None:
     """It does not hold up other prompts' builds, and the status has its reason."""
     tries, is_full, real, clock = [], True, Builder.build, Clock()
 
@@ -325,7 +325,7 @@ def test_a_build_that_keeps_failing_is_tried_again_after_waits_that_grow(tmp_pat
     asyncio.run(main())
 
 
-def test_waits_are_bounded_and_so_are_those_that_wait() -> None:
+def test_build_backoff_bounds_its_waits_and_its_entries() -> None:
     clock = Clock()
     backoff = BuildBackoff(clock)
     waits = [backoff.add("a", 256, "no").retry_in_s for _ in range(2000)]
@@ -339,7 +339,7 @@ def test_waits_are_bounded_and_so_are_those_that_wait() -> None:
     assert [failed.num_tries for failed in backoff.report()] == [1] * 5
 
 
-def test_a_prompt_that_fits_is_answered_without_the_context_that_cannot_be_built(tmp_path, monkeypatch) -> None:
+def test_a_prompt_that_fits_is_answered_though_its_context_build_failed(tmp_path, monkeypatch) -> None:
     async def fail(*_: Any, **__: Any) -> None:
         raise ArtifactError("the disk is full")
 
@@ -350,13 +350,13 @@ def test_a_prompt_that_fits_is_answered_without_the_context_that_cannot_be_built
     assert said == want and done.context_tokens == 0 and done.question_tokens > 300
 
 
-def test_what_the_model_has_no_positions_for_is_refused_before_anything_is_built(tmp_path, builds) -> None:
+def test_a_prompt_beyond_the_models_positions_is_refused_without_a_build(tmp_path, builds) -> None:
     with pytest.raises(ContextTooLongError, match="1,024"):
         answers(tmp_path, ask(DOCUMENT + FIRST * 2))
     assert not builds
 
 
-def test_contexts_keep_to_their_budget(tmp_path, builds) -> None:
+def test_kept_contexts_stay_within_their_budget(tmp_path, builds) -> None:
     documents = [ask(f"{n} {DOCUMENT}") for n in range(4)]
 
     async def main() -> tuple[int, ContextCounts]:
@@ -372,7 +372,7 @@ def test_contexts_keep_to_their_budget(tmp_path, builds) -> None:
     assert len(builds) == 4 and len(left) == 1, "those in use, and the newest, stay"
 
 
-def test_salts_and_contexts_that_went_leave_nothing(tmp_path, builds, monkeypatch) -> None:
+def test_removed_salts_and_contexts_leave_no_directories_or_records(tmp_path, builds, monkeypatch) -> None:
     """On disk and in memory, also in another service on that store, which removed none of them itself."""
     monkeypatch.setattr(examiner, "_FEW", 1)
 
@@ -393,7 +393,7 @@ def test_salts_and_contexts_that_went_leave_nothing(tmp_path, builds, monkeypatc
     asyncio.run(main())
 
 
-def test_two_services_build_the_same_at_once(tmp_path, builds, monkeypatch) -> None:
+def test_two_services_can_build_the_same_context_at_once(tmp_path, builds, monkeypatch) -> None:
     """Neither removes the token ids that the other builds from."""
     real, sources = Builder.build, list[str]()
     is_done = asyncio.Event()
@@ -418,7 +418,7 @@ def test_two_services_build_the_same_at_once(tmp_path, builds, monkeypatch) -> N
     asyncio.run(main())
 
 
-def test_a_directory_that_another_service_removes_is_made_again(tmp_path, builds, monkeypatch) -> None:
+def test_a_directory_removed_by_another_service_is_recreated(tmp_path, builds, monkeypatch) -> None:
     write, removed = Path.write_text, list[Path]()
 
     def remove_before(path: Path, text: str) -> int:
@@ -432,7 +432,7 @@ def test_a_directory_that_another_service_removes_is_made_again(tmp_path, builds
     assert builds == removed
 
 
-def test_what_a_kill_left_is_removed(tmp_path, builds) -> None:
+def test_leftovers_of_a_killed_service_are_removed(tmp_path, builds) -> None:
     first, second = ask(DOCUMENT + "Which are red?"), ask("And now: " + DOCUMENT)
     answers(tmp_path, first)
     [place] = builds
@@ -446,7 +446,7 @@ def test_what_a_kill_left_is_removed(tmp_path, builds) -> None:
     assert len([path for path in place.iterdir() if path.is_dir()]) == 2
 
 
-def test_where_the_oldest_is_in_use_another_makes_room(tmp_path, builds, monkeypatch) -> None:
+def test_a_context_in_use_is_spared_and_another_is_removed(tmp_path, builds, monkeypatch) -> None:
     answers(tmp_path, ask(DOCUMENT))
     [used] = (path for path in builds[0].iterdir() if path.is_dir())
     num_bytes = sum(path.stat().st_size for path in used.iterdir())
@@ -456,7 +456,7 @@ def test_where_the_oldest_is_in_use_another_makes_room(tmp_path, builds, monkeyp
     assert len(builds) == 3 and len(left) == 2 and used in left
 
 
-def test_a_small_disk_keeps_no_more_contexts_than_it_has_left(tmp_path, builds, monkeypatch, caplog) -> None:
+def test_the_context_budget_shrinks_to_the_free_disk_space(tmp_path, builds, monkeypatch, caplog) -> None:
     """The reduced budget is logged once, and is in the metrics."""
     caplog.set_level("INFO", "workers.serving.kept_store")
     answers(tmp_path, ask(DOCUMENT))

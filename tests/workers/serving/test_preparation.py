@@ -45,7 +45,7 @@ def path_of(store: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("search", [SEARCH, ESTIMATING], ids=["selector", "estimate"])
-def test_streams_go_on_while_a_context_is_prepared(built: Path, monkeypatch, gate: Gate, search) -> None:
+def test_other_requests_continue_while_a_context_is_prepared(built: Path, monkeypatch, gate: Gate, search) -> None:
     if search is ESTIMATING:
         gate.opened.set()
         gate = Gate(cpu_context.moments_of)
@@ -70,8 +70,8 @@ def test_streams_go_on_while_a_context_is_prepared(built: Path, monkeypatch, gat
     asyncio.run(main())
 
 
-def test_a_context_that_is_prepared_is_not_unloaded(built: Path, gate: Gate) -> None:
-    """Not even when it is forgotten and no request waits for it any more."""
+def test_a_context_is_not_unloaded_during_its_preparation(built: Path, gate: Gate) -> None:
+    """This holds even if the context was forgotten and no request waits for it."""
 
     async def main() -> None:
         async with backend_of(built) as backend:
@@ -88,7 +88,7 @@ def test_a_context_that_is_prepared_is_not_unloaded(built: Path, gate: Gate) -> 
     asyncio.run(main())
 
 
-def test_a_preparation_that_fails_is_told_and_tried_again(built: Path, monkeypatch) -> None:
+def test_a_failed_preparation_is_reported_and_can_be_retried(built: Path, monkeypatch) -> None:
     def fail(*arguments):
         raise ValueError("the book does not hold")
 
@@ -104,7 +104,7 @@ def test_a_preparation_that_fails_is_told_and_tried_again(built: Path, monkeypat
     asyncio.run(main())
 
 
-def test_contexts_make_room_for_what_is_prepared(built: Path, monkeypatch) -> None:
+def test_unused_contexts_are_unloaded_to_make_room_for_prepared_data(built: Path, monkeypatch) -> None:
     """Unused contexts are unloaded, least recently used first; those in use stay."""
 
     async def main() -> None:
@@ -128,7 +128,7 @@ def test_contexts_make_room_for_what_is_prepared(built: Path, monkeypatch) -> No
     asyncio.run(main())
 
 
-def test_what_cannot_be_prepared_is_the_requests_fault(built: Path) -> None:
+def test_an_unsupported_preparation_is_a_bad_request(built: Path) -> None:
     async def main() -> None:
         async with backend_of(built, ESTIMATING) as backend:
             with pytest.raises(BadRequestError, match="rest moments works only with"):
@@ -137,7 +137,7 @@ def test_what_cannot_be_prepared_is_the_requests_fault(built: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_service_that_ends_does_not_leave_those_who_wait(built: Path, gate: Gate) -> None:
+def test_closing_ends_requests_that_wait_for_a_preparation(built: Path, gate: Gate) -> None:
     async def main() -> None:
         backend = backend_of(built)
         await backend.start()

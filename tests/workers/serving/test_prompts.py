@@ -1,4 +1,4 @@
-"""Messages become the token ids that the chat template puts after a context, or are refused with a sentence."""
+"""Messages become the token ids that the chat template puts after a context, or are refused with the reason."""
 
 import errno
 from dataclasses import replace
@@ -52,7 +52,7 @@ def whole_ids(messages: list[dict[str, str]]) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False).input_ids  # type: ignore[no-any-return]
 
 
-def test_one_user_message_is_asked_as_on_the_command_line(artifact, bare) -> None:
+def test_one_user_message_has_the_token_ids_of_the_command_line(artifact, bare) -> None:
     for opened, wrapping in ((artifact, "system"), (bare, "none")):
         want = question_ids(TOKENIZER, opened.token_ids, "who is it?", wrapping).tolist()
         assert prompt_ids(TOKENIZER, opened, ask(("user", "who is it?"))) == want
@@ -67,13 +67,13 @@ def test_one_user_message_is_asked_as_on_the_command_line(artifact, bare) -> Non
         [("user", "⟨context⟩"), ("assistant", "⟨context⟩ é"), ("system", "now"), ("user", "")],
     ],
 )
-def test_conversations_are_what_the_template_writes(artifact, turns) -> None:
+def test_conversation_token_ids_equal_the_templates_text(artifact, turns) -> None:
     messages = [{"role": "system", "content": text_of("heron")}]
     messages += [{"role": role, "content": content} for role, content in turns]
     assert artifact.token_ids.tolist() + prompt_ids(TOKENIZER, artifact, ask(*turns)) == whole_ids(messages)
 
 
-def test_a_prompt_goes_on_where_the_context_ends(artifact, bare) -> None:
+def test_a_completion_prompt_continues_the_context_unwrapped(artifact, bare) -> None:
     for opened in (artifact, bare):
         assert prompt_ids(TOKENIZER, opened, ask(prompt=" and so")) == TOKENIZER(" and so").input_ids
 
@@ -100,7 +100,7 @@ def test_without_a_system_role_system_turns_follow_the_context(built: Path) -> N
     assert tokenizer.decode(ids) == "a<assistant>b<user>c<assistant>"
 
 
-def test_what_the_template_refuses_is_refused_with_its_words(built: Path) -> None:
+def test_messages_that_the_template_refuses_are_refused_with_its_reason(built: Path) -> None:
     tokenizer, opened = user_wrapped(built)
     with pytest.raises(BadRequestError, match="take turns") as refused:
         prompt_ids(tokenizer, opened, ask(("user", "a"), ("user", "b")))
@@ -109,7 +109,7 @@ def test_what_the_template_refuses_is_refused_with_its_words(built: Path) -> Non
         prompt_ids(tokenizer, opened, ask(("user", "a"), ("system", "b"), ("user", "c")))
 
 
-def test_what_the_machine_refuses_is_no_fault_of_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_error_in_the_template_is_not_a_bad_request(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer()
 
     def fail(*_: object, **__: object) -> None:
@@ -120,12 +120,12 @@ def test_what_the_machine_refuses_is_no_fault_of_the_messages(monkeypatch: pytes
         prompts.whole_ids(tokenizer, ask(("user", "who is it?")))
 
 
-def test_a_context_without_a_template_takes_one_message(bare) -> None:
+def test_a_context_without_a_template_takes_only_one_user_message(bare) -> None:
     with pytest.raises(BadRequestError, match="single user message, got 2"):
         prompt_ids(TOKENIZER, bare, ask(("system", "a"), ("user", "b")))
 
 
-def test_a_message_of_which_the_template_writes_nothing_is_refused() -> None:
+def test_a_message_without_tokens_is_refused() -> None:
     """A request without tokens would make the step fail for all requests."""
     tokenizer = byte_tokenizer("{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
@@ -157,7 +157,7 @@ def test_a_template_that_puts_questions_first_is_refused(artifact) -> None:
         prompt_ids(tokenizer, artifact, ask(("user", "a")))
 
 
-def test_room_is_what_positions_and_rows_leave() -> None:
+def test_the_answers_room_is_what_positions_and_rows_leave() -> None:
     asked = ask(("user", "x"), max_new_tokens=100)
     assert room_for(asked, 900, 24, 1024, 200) == 100
     assert room_for(asked, 950, 24, 1024, 200) == 50
@@ -178,7 +178,7 @@ def test_room_is_what_positions_and_rows_leave() -> None:
 
 
 @given(st.text(max_size=30), st.text(max_size=30))
-def test_behind_a_special_token_only_the_end_is_tokenised_and_nothing_changes(text, question) -> None:
+def test_tokenising_only_after_the_last_special_token_changes_no_ids(text, question) -> None:
     """Texts may contain special tokens, and beginnings of them."""
     tokenizer = byte_tokenizer(
         "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>\n{% endfor %}"

@@ -1,4 +1,4 @@
-"""Contexts that do not fit into memory together: always within the budget, in turn, and loaded only when needed."""
+"""Contexts that do not fit into memory together stay within the budget, take turns, and are loaded only when needed."""
 
 import asyncio
 import errno
@@ -71,7 +71,9 @@ async def keep_asking(backend: LocalBackend, name: str, said: list[str], over: a
 
 
 @pytest.mark.parametrize("spare", [0, -1])
-def test_the_budget_is_kept_to_the_byte(built: Path, monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
+def test_loaded_contexts_stay_within_the_budget_to_the_byte(
+    built: Path, monkeypatch: pytest.MonkeyPatch, spare: int
+) -> None:
     """With one byte less than two contexts take, only one is held."""
     monkeypatch.setattr(resident, "TURN_S", 0.0)
     monkeypatch.setattr(resident, "TURN_LOADS", 0.0)
@@ -95,8 +97,8 @@ def test_the_budget_is_kept_to_the_byte(built: Path, monkeypatch: pytest.MonkeyP
     asyncio.run(main())
 
 
-def test_contexts_that_are_always_in_use_take_turns(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is room for one, and nobody waits forever."""
+def test_contexts_in_constant_use_take_turns_in_memory(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory has room for one context, and no request waits forever."""
     monkeypatch.setattr(resident, "TURN_S", 0.15)
     monkeypatch.setattr(resident, "TURN_LOADS", 0.0)
 
@@ -116,10 +118,10 @@ def test_contexts_that_are_always_in_use_take_turns(built: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("turn_s", [0.0, 1000.0])
-def test_a_context_takes_new_requests_until_it_has_had_its_turn(
+def test_a_loaded_context_takes_new_requests_until_its_turn_ends(
     built: Path, monkeypatch: pytest.MonkeyPatch, turn_s: float
 ) -> None:
-    """It is in use, and another context waits for its room."""
+    """The context is in use, and another context waits for its memory."""
     monkeypatch.setattr(resident, "TURN_S", turn_s)
     monkeypatch.setattr(resident, "TURN_LOADS", 0.0)
 
@@ -142,7 +144,7 @@ def test_a_context_takes_new_requests_until_it_has_had_its_turn(
     asyncio.run(main())
 
 
-def test_a_turn_is_as_long_as_loading_took(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contexts_turn_is_as_long_as_its_load_took(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident, "TURN_S", 0.0)
     monkeypatch.setattr(resident, "TURN_LOADS", 1.0)
 
@@ -161,7 +163,7 @@ def test_a_turn_is_as_long_as_loading_took(built: Path, monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
-def test_what_a_request_uses_or_waits_for_is_in_use(built: Path) -> None:
+def test_a_context_counts_as_used_while_loading_and_answering(built: Path) -> None:
     path, seen = path_of(built, "heron"), list[bool]()
 
     class Looking(FullEngine):
@@ -183,7 +185,7 @@ def test_what_a_request_uses_or_waits_for_is_in_use(built: Path) -> None:
     asyncio.run(main())
 
 
-def test_who_came_first_leaves_first_and_no_more_than_is_needed() -> None:
+def test_contexts_leave_in_turn_order_and_no_more_than_needed() -> None:
     given = [resident.Resident(number, None, num_bytes=10, stays_until=float(3 - number)) for number in range(3)]
     assert resident.choose_leaving(given, 15, 0.5) == 1.0 and not any(one.is_leaving for one in given)
     assert resident.choose_leaving(given, 15, 1.5) == 2.0 and [one.is_leaving for one in given] == [False, False, True]
@@ -193,7 +195,7 @@ def test_who_came_first_leaves_first_and_no_more_than_is_needed() -> None:
     assert not given[2].is_leaving and given[2].stays_until == 9.0 + resident.TURN_LOADS
 
 
-def test_nothing_is_loaded_for_those_who_have_left(built: Path) -> None:
+def test_no_context_is_loaded_for_cancelled_requests(built: Path) -> None:
     async def main() -> None:
         engine = Counting(tail_capacity=600)
         async with within(built, engine, max(size_of(built, name) for name in SECRETS)) as backend:
@@ -214,7 +216,7 @@ def test_nothing_is_loaded_for_those_who_have_left(built: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_context_that_is_deleted_while_it_is_loaded_goes_after_its_requests(built: Path) -> None:
+def test_a_context_deleted_while_loading_is_unloaded_after_its_requests(built: Path) -> None:
     path = path_of(built, "heron")
 
     async def main() -> None:
@@ -233,7 +235,7 @@ def test_a_context_that_is_deleted_while_it_is_loaded_goes_after_its_requests(bu
     asyncio.run(main())
 
 
-def test_a_context_that_is_deleted_while_it_is_loaded_for_nobody_any_more_goes(built: Path) -> None:
+def test_a_context_deleted_while_loading_for_a_cancelled_request_is_unloaded(built: Path) -> None:
     path, begun, may_end = path_of(built, "heron"), threading.Event(), threading.Event()
 
     class Slow(FullEngine):
@@ -257,7 +259,7 @@ def test_a_context_that_is_deleted_while_it_is_loaded_for_nobody_any_more_goes(b
     asyncio.run(main())
 
 
-def test_a_context_larger_than_the_budget_is_refused_in_a_sentence(built: Path) -> None:
+def test_a_context_larger_than_the_budget_is_refused_with_the_reason(built: Path) -> None:
     async def main() -> None:
         async with within(built, Counting(), 5000) as backend:
             with pytest.raises(ContextTooLongError, match=r"engine.context_bytes is 5,000"):
@@ -266,7 +268,7 @@ def test_a_context_larger_than_the_budget_is_refused_in_a_sentence(built: Path) 
     asyncio.run(main())
 
 
-def test_contexts_that_the_process_may_not_map_beside_others_take_their_place(built: Path, monkeypatch) -> None:
+def test_a_context_replaces_others_when_the_file_limit_is_reached(built: Path, monkeypatch) -> None:
     """A limit on open files or mappings is not damage: no request is refused, and no context is reported as failed."""
     engine, real = Counting(), reader.map_file
 
@@ -287,7 +289,7 @@ def test_contexts_that_the_process_may_not_map_beside_others_take_their_place(bu
     asyncio.run(main())
 
 
-def test_what_is_held_ahead_of_need_never_costs_another_its_place(built: Path) -> None:
+def test_preloaded_contexts_never_evict_another(built: Path) -> None:
     async def main() -> None:
         engine = Counting()
         async with within(built, engine, 2 * max(size_of(built, name) for name in SECRETS)) as backend:
@@ -307,7 +309,7 @@ def test_what_is_held_ahead_of_need_never_costs_another_its_place(built: Path) -
     asyncio.run(main())
 
 
-def test_files_are_read_until_they_are_no_longer_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_ahead_until_no_longer_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing directory is no error here: whoever needs its files reports it."""
     for name in ("layer-000.kv.safetensors", "layer-000.index.safetensors", "tokens.safetensors"):
         (tmp_path / name).write_bytes(bytes(1000))
@@ -331,7 +333,7 @@ def test_files_are_read_until_they_are_no_longer_wanted(tmp_path: Path, monkeypa
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing drops pages here")
-def test_what_is_in_memory_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_in_memory_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     piece = page_cache._PIECE_BYTES
     path, never = tmp_path / "layer-000.kv.safetensors", lambda: False
     path.write_bytes(bytes(2 * piece + 100))
@@ -364,7 +366,7 @@ def count_reads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str
     return read
 
 
-def test_room_is_what_the_placement_needs(built: Path) -> None:
+def test_the_number_of_contexts_with_room_follows_the_placement(built: Path) -> None:
     with open_artifact(path_of(built, "heron")) as artifact:
         spec = artifact.spec
     kv, others = context_bytes(spec)

@@ -1,4 +1,4 @@
-"""Sampling: top_p as defined, frequencies as the distribution's, and draws independent of all others."""
+"""Sampling: filters and penalties equal their definitions, and draws depend only on seed and position."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,25 +29,25 @@ def drawn(logits: np.ndarray, temperature: float, top_p: float, num: int, seed: 
     return np.bincount(tokens, minlength=len(logits))
 
 
-def test_temperature_0_takes_the_lowest_of_the_likeliest() -> None:
+def test_temperature_0_takes_the_lowest_id_of_the_likeliest_tokens() -> None:
     assert draw_at(np.array([1, 5, 2, 5], np.float32), how(0.0), 0, 0) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("logits", [[0.0, np.nan, 1.0], [np.nan] * 3, [0.0, np.inf, 1.0], [-np.inf] * 3])
-def test_nothing_is_drawn_from_what_is_no_distribution(logits, temperature) -> None:
+def test_logits_without_a_distribution_are_refused(logits, temperature) -> None:
     with pytest.raises(ValueError, match="the greatest is"):
         draw_at(np.array(logits, np.float32), how(temperature, 0.9), 0, 0)
 
 
-def test_hardly_any_temperature_takes_the_likeliest(rng) -> None:
+def test_a_tiny_temperature_takes_the_likeliest_token(rng) -> None:
     logits = rng.standard_normal(100).astype(np.float32)
     assert {draw_at(logits, how(1e-300), 7, position) for position in range(20)} == {int(logits.argmax())}
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.5, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_exactly_the_nucleus_is_drawn_from(top_p, temperature, rng) -> None:
+def test_top_p_draws_exactly_from_the_nucleus(top_p, temperature, rng) -> None:
     logits = np.round(rng.standard_normal(12), 1).astype(np.float32)
     logits[5] = logits[2]  # a tie
     kept = kept_reference(logits, how(temperature, top_p))
@@ -59,18 +59,18 @@ def test_exactly_the_nucleus_is_drawn_from(top_p, temperature, rng) -> None:
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 1.0])
-def test_all_equal_tokens_enter_by_their_ids(top_p) -> None:
+def test_equal_tokens_enter_the_nucleus_in_id_order(top_p) -> None:
     counts = drawn(np.zeros(10, np.float32), 1.0, top_p, 2000)
     assert set(np.flatnonzero(counts)) == set(range(round(10 * top_p)))
 
 
 @pytest.mark.parametrize("asked", [how(1.0, 0.0), how(1.0, min_p=1.5), how(1.0, 1e-300, top_k=3)], ids=str)
-def test_one_token_is_left_at_least(asked, rng) -> None:
+def test_filters_leave_at_least_the_likeliest_token(asked, rng) -> None:
     logits = rng.standard_normal(100).astype(np.float32)
     assert draw_at(logits, asked, 1, 2) == int(logits.argmax())
 
 
-def test_frequencies_are_the_shares(rng) -> None:
+def test_drawn_frequencies_fit_the_distribution(rng) -> None:
     """Chi-square test with 7 degrees of freedom: 24.3 is exceeded once in a thousand."""
     logits, num = rng.standard_normal(8).astype(np.float32), 20_000
     shares = np.exp(logits.astype(np.float64) / 0.8)
@@ -78,7 +78,7 @@ def test_frequencies_are_the_shares(rng) -> None:
     assert (((drawn(logits, 0.8, 1.0, num) - want) ** 2) / want).sum() < 24.3
 
 
-def test_a_large_vocabulary_is_drawn_from_like_a_small_one(rng) -> None:
+def test_top_p_holds_for_a_large_vocabulary(rng) -> None:
     """The distribution is so flat that thousands of tokens are kept."""
     logits = (0.1 * rng.standard_normal(20_000)).astype(np.float32)
     kept = kept_reference(logits, how(1.0, 0.6))
@@ -101,7 +101,7 @@ def test_a_large_vocabulary_is_drawn_from_like_a_small_one(rng) -> None:
     ],
     ids=str,
 )
-def test_the_token_is_that_of_the_definition(vocab_size, asked, rng) -> None:
+def test_the_drawn_token_equals_the_reference(vocab_size, asked, rng) -> None:
     logits = (2 * rng.standard_normal(vocab_size)).astype(np.float32)
     logits[::3] = np.round(logits[::3], 1)  # many are equal
     logits[rng.permutation(vocab_size)[: vocab_size // 2]] = -np.inf  # half of all tokens are forbidden
@@ -113,7 +113,7 @@ def test_the_token_is_that_of_the_definition(vocab_size, asked, rng) -> None:
 
 @pytest.mark.parametrize("at", [0.0, 0.25, np.nextafter(0.5, 0), 0.5, np.nextafter(1.0, 0)])
 @pytest.mark.parametrize("place", [0, 511, 512, 1023, 1999])
-def test_what_has_no_weight_is_never_drawn(place, at) -> None:
+def test_tokens_of_zero_weight_are_never_drawn(place, at) -> None:
     logits = np.full(2000, -np.inf, np.float32)
     logits[place] = 3.0
     rooms = Scratch().of(2000)
@@ -124,7 +124,7 @@ def test_what_has_no_weight_is_never_drawn(place, at) -> None:
         assert draw_kernel(readonly(logits), *how_it_is_drawn, *rooms) == place
 
 
-def test_seed_and_position_alone_decide(rng) -> None:
+def test_draws_depend_only_on_seed_and_position(rng) -> None:
     logits = rng.standard_normal((4, 50)).astype(np.float32)
     forward = [[draw_at(row, how(1.0, 0.9), 11, position) for row in logits] for position in range(30)]
     backward = [
@@ -136,13 +136,13 @@ def test_seed_and_position_alone_decide(rng) -> None:
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=40), st.integers(0, 50))
-def test_likeliest_orders_by_value_then_id(values, num) -> None:
+def test_top_ids_orders_by_value_then_id(values, num) -> None:
     want = sorted(range(len(values)), key=lambda i: (-values[i], i))[:num]
     assert top_ids(np.array(values, np.float64), num).tolist() == want
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 511, 513, 2000, 40_000])
-def test_log_probabilities_are_those_of_the_definition(vocab_size, rng) -> None:
+def test_log_total_equals_logsumexp(vocab_size, rng) -> None:
     logits = (5 * rng.standard_normal(vocab_size)).astype(np.float32)
     assert log_total(logits) == pytest.approx(float(torch.from_numpy(logits).double().logsumexp(0)), abs=1e-5)
 
@@ -155,7 +155,7 @@ def test_log_probabilities_sum_to_one_and_survive_large_logits() -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 7, 12, 100])
-def test_top_k_and_min_p_leave_the_likeliest(top_k, rng) -> None:
+def test_top_k_and_min_p_keep_only_the_likeliest_tokens(top_k, rng) -> None:
     logits = np.round(rng.standard_normal(12), 1).astype(np.float32)
     logits[5] = logits[2]  # a tie
     best = sorted(range(12), key=lambda i: (-logits[i], i))
@@ -181,7 +181,7 @@ def adjusted_by_definition(logits, asked, answer, in_prompt, allowed) -> list[fl
 @pytest.mark.parametrize("penalty", [1.0, 1.3, 0.7])
 @pytest.mark.parametrize("allowed", [None, [True, False, True, True, False]])
 @pytest.mark.parametrize("answer", [[], [2], [4, 4, 0, 4]])
-def test_logits_are_adjusted_by_the_definition(penalty, allowed, answer) -> None:
+def test_penalties_bias_and_mask_adjust_logits_as_the_reference(penalty, allowed, answer) -> None:
     logits = np.array([2.0, -1.0, 0.5, 0.0, -3.0], np.float32)
     before = logits.copy()
     asked = how(
@@ -214,7 +214,7 @@ class Answer(list[int]):
         return found
 
 
-def test_a_long_answer_is_not_counted_anew_for_every_token(rng) -> None:
+def test_penalty_counts_read_each_answer_token_once(rng) -> None:
     asked = how(1.0, repetition_penalty=1.3, frequency_penalty=0.25, presence_penalty=0.5, logit_bias=((1, 5.0),))
     logits, in_prompt, counted, answer = np.ones(200, np.float32), np.zeros(200, bool), TokenCounts(), Answer()
     for position, token_id in enumerate(rng.integers(0, 200, 300).tolist()):
@@ -225,6 +225,6 @@ def test_a_long_answer_is_not_counted_anew_for_every_token(rng) -> None:
     np.testing.assert_allclose(adjust_logits(logits, how_to), want, rtol=1e-5)
 
 
-def test_nothing_asked_for_changes_nothing() -> None:
+def test_logits_are_unchanged_without_adjustments() -> None:
     logits = np.ones(3, np.float32)
     assert adjust_logits(logits, draw_spec(how(1.0), 0, 0, [1, 2])) is logits

@@ -32,7 +32,7 @@ ASKED = [
     [(False, 0), (False, scheduling.MANY_TOKENS), (True, 0)],
     ids=["drawn side by side", "one by one", "by the engine"],
 )
-def test_sixteen_requests_at_once_are_each_answered_as_if_alone(
+def test_sixteen_batched_requests_are_each_answered_as_if_alone(
     built: Path, engine_draws, many_tokens, monkeypatch
 ) -> None:
     monkeypatch.setattr(scheduling, "MANY_TOKENS", many_tokens)
@@ -55,7 +55,7 @@ def test_sixteen_requests_at_once_are_each_answered_as_if_alone(
     assert scheduler.flow.num_in_flight == 0
 
 
-def test_a_context_is_answered_from_and_no_other(built: Path) -> None:
+def test_each_context_gives_another_answer(built: Path) -> None:
     scheduler, _, _ = make_scheduler(built)
     texts = []
     for context_id in range(3):
@@ -65,7 +65,7 @@ def test_a_context_is_answered_from_and_no_other(built: Path) -> None:
     assert len(set(texts)) == 3
 
 
-def test_a_long_question_delays_nobody_by_more_than_its_share(built: Path) -> None:
+def test_a_long_question_does_not_stall_decoding_or_short_questions(built: Path) -> None:
     scheduler, _, _ = make_scheduler(built)
     decoding = [make_request(scheduler, max_new_tokens=60) for _ in range(4)]
     scheduler.turn()
@@ -82,7 +82,7 @@ def test_a_long_question_delays_nobody_by_more_than_its_share(built: Path) -> No
     assert turns == pytest.approx(150 / 12, abs=3), "where steps take no time at all, it soon has all rows there are"
 
 
-def test_requests_are_admitted_as_they_came(built: Path) -> None:
+def test_requests_are_admitted_in_order_of_arrival(built: Path) -> None:
     scheduler, engine, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2))
     requests = [make_request(scheduler, max_new_tokens=2 + i) for i in range(6)]
     ended = []
@@ -96,7 +96,7 @@ def test_requests_are_admitted_as_they_came(built: Path) -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 7, 100])
 @pytest.mark.parametrize("wants", [[], [5], [1, 50, 2], [3, 3, 3, 3]])
-def test_sharing_out_uses_the_room_and_nobody_gets_more_than_wanted(room, wants) -> None:
+def test_divide_rows_fills_the_room_fairly(room, wants) -> None:
     parts = divide_rows(room, wants)
     assert sum(parts) == min(room, sum(wants))
     assert all(part <= want for part, want in zip(parts, wants, strict=True))
@@ -125,14 +125,14 @@ def test_sharing_out_uses_the_room_and_nobody_gets_more_than_wanted(room, wants)
         ([(4, 0, 0), (4, 8, 0)], 10),
     ],
 )
-def test_how_many_rows_questions_have_follows_from_what_steps_took(steps, room) -> None:
+def test_the_question_row_limit_follows_step_times(steps, room) -> None:
     rows = QuestionRows()
     for num_decoding, num_asking, ms in steps:
         rows.add(num_decoding, num_asking, ms / 1e3)
     assert rows.limit == room
 
 
-def test_what_rows_take_alone_is_asked_again_in_time() -> None:
+def test_the_decoding_only_step_time_expires() -> None:
     rows = QuestionRows()
     rows.add(4, 0, 0.040)
     num_steps = 0
@@ -142,7 +142,7 @@ def test_what_rows_take_alone_is_asked_again_in_time() -> None:
     assert 256 <= num_steps <= 512
 
 
-def test_a_question_beside_others_makes_steps_about_as_long_as_they_may_be(built: Path) -> None:
+def test_a_question_fills_steps_up_to_the_allowed_time_among_decoding_requests(built: Path) -> None:
     """A step takes 20 ms and 5 ms a row. Alone, the question gets all rows."""
     scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_rows=64, num_slots=16))
     rows, sizes = QuestionRows(), list[int]()
@@ -161,7 +161,7 @@ def test_a_question_beside_others_makes_steps_about_as_long_as_they_may_be(built
     assert sizes[10:500].count(14) < 30 and min(sizes[500:510]) == 8
 
 
-def test_steps_go_on_while_a_context_is_loaded(built: Path) -> None:
+def test_steps_continue_while_a_context_is_loaded(built: Path) -> None:
     """Loading or removing another context waits; requests that come meanwhile are begun and finished."""
 
     class Slow(FullEngine):
@@ -204,7 +204,7 @@ def test_a_stop_string_ends_the_answer_before_it(built: Path) -> None:
     assert isinstance(last, Done) and last.reason == "stop" and last.new_tokens < 40
 
 
-def test_the_models_end_token_ends_the_answer_and_is_not_told(built: Path) -> None:
+def test_the_end_token_ends_the_answer_and_is_not_in_its_text(built: Path) -> None:
     ids, text = alone(built, {"max_new_tokens": 20})
     scheduler, _, _ = make_scheduler(built)
     scheduler._stop_ids = {ids[6]}
@@ -216,7 +216,7 @@ def test_the_models_end_token_ends_the_answer_and_is_not_told(built: Path) -> No
     assert isinstance(last, Done) and (last.reason, last.new_tokens) == ("stop", first + 1)
 
 
-def test_scores_come_with_the_text_they_began(built: Path) -> None:
+def test_logprobs_cover_every_token_in_order(built: Path) -> None:
     scheduler, _, _ = make_scheduler(built)
     request = make_request(scheduler, max_new_tokens=8, top_logprobs=2)
     run(scheduler)

@@ -27,7 +27,7 @@ from workers.serving.request import Request
 from workers.serving.scheduler import STALL_S
 
 
-def test_what_takes_too_long_is_ended_wherever_it_is(built: Path) -> None:
+def test_timed_out_requests_are_ended_in_the_queue_and_while_running(built: Path) -> None:
     scheduler, engine, clock = make_scheduler(built, FullEngine(loaded(), num_slots=1))
     running = make_request(scheduler, max_new_tokens=200, timeout_s=5.0)
     queued = make_request(scheduler, timeout_s=3.0)
@@ -41,7 +41,7 @@ def test_what_takes_too_long_is_ended_wherever_it_is(built: Path) -> None:
     assert not engine.slots
 
 
-def test_what_is_given_up_when_its_time_has_passed_took_too_long(built: Path) -> None:
+def test_a_request_cancelled_after_its_deadline_counts_as_timed_out(built: Path) -> None:
     """As after a step that took so long that the reader's own timeout came first."""
     scheduler, _, clock = make_scheduler(built)
     requests = [make_request(scheduler, max_new_tokens=200, timeout_s=timeout_s) for timeout_s in (5.0, 50.0)]
@@ -54,7 +54,7 @@ def test_what_is_given_up_when_its_time_has_passed_took_too_long(built: Path) ->
         assert scheduler.metrics.registry.get_sample_value("csattn_requests_total", {"outcome": outcome}) == 1
 
 
-def test_a_reader_that_does_not_read_is_waited_for_and_then_left(built: Path) -> None:
+def test_a_slow_reader_pauses_its_request_and_then_times_out(built: Path) -> None:
     engine = FullEngine(loaded(), tail_capacity=2000)
     scheduler, _, clock = make_scheduler(built, engine)
     slow = make_request(scheduler, max_new_tokens=MAX_UNREAD + 300)
@@ -85,7 +85,7 @@ def test_a_reader_that_does_not_read_is_waited_for_and_then_left(built: Path) ->
     assert not engine.slots
 
 
-def test_over_the_queues_length_requests_are_told_when_to_come_again(built: Path) -> None:
+def test_requests_beyond_the_queue_are_refused_with_retry_after(built: Path) -> None:
     scheduler, _, clock = make_scheduler(built, FullEngine(loaded(), num_slots=2), max_queued=3)
     for _ in range(5):
         make_request(scheduler, max_new_tokens=4)
@@ -134,7 +134,7 @@ def test_a_failed_step_fails_its_requests_and_no_other(built: Path) -> None:
         ({"temperature": 0.8}, "draw_spec", False),
     ],
 )
-def test_a_fault_in_one_requests_choice_ends_no_other(
+def test_a_fault_in_one_requests_sampling_ends_no_other(
     built: Path, sampling: dict[str, float], name: str, engine_draws: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduling, "MANY_TOKENS", 0)
@@ -157,7 +157,7 @@ def test_a_fault_in_one_requests_choice_ends_no_other(
 
 
 @pytest.mark.parametrize("engine_draws", [False, True])
-def test_what_a_grammar_refuses_is_told_as_the_fault_of_who_asked(built: Path, engine_draws: bool) -> None:
+def test_a_grammars_refusal_ends_its_request_as_a_bad_request(built: Path, engine_draws: bool) -> None:
     scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2, draws=engine_draws))
     request = make_request(scheduler, max_new_tokens=6)
 
@@ -174,7 +174,7 @@ def test_what_a_grammar_refuses_is_told_as_the_fault_of_who_asked(built: Path, e
     check(scheduler)
 
 
-def test_a_mask_is_begun_when_it_is_asked_for_and_waited_for_when_it_is_used(built: Path) -> None:
+def test_a_grammar_mask_is_begun_at_once_and_awaited_when_used(built: Path) -> None:
     scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2, draws=True))
     request = make_request(scheduler, max_new_tokens=6)
     request.grammar = Mock()
@@ -185,7 +185,7 @@ def test_a_mask_is_begun_when_it_is_asked_for_and_waited_for_when_it_is_used(bui
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 1}, {"top_logprobs": 2}])
-def test_a_row_that_is_not_finite_fails_its_request_and_no_other(built: Path, sampling: dict[str, float]) -> None:
+def test_non_finite_logits_fail_their_request_and_no_other(built: Path, sampling: dict[str, float]) -> None:
     engine = FullEngine(loaded(), num_slots=2)
     scheduler, _, _ = make_scheduler(built, engine)
     poisoned = make_request(scheduler, max_new_tokens=6, **sampling)
@@ -211,7 +211,7 @@ def test_a_row_that_is_not_finite_fails_its_request_and_no_other(built: Path, sa
     check(scheduler)
 
 
-def test_an_engine_that_stays_broken_is_told_of_and_asked_again(built: Path) -> None:
+def test_a_broken_engine_refuses_requests_until_it_recovers(built: Path) -> None:
     engine = FullEngine(loaded(), num_slots=2)
     scheduler, _, clock = make_scheduler(built, engine)
     requests = [make_request(scheduler, max_new_tokens=6) for _ in range(4)]
@@ -240,7 +240,7 @@ def test_an_engine_that_stays_broken_is_told_of_and_asked_again(built: Path) -> 
     assert not engine.slots
 
 
-def test_what_an_engine_cannot_do_fails_that_request_alone(built: Path) -> None:
+def test_a_request_unsupported_by_the_engine_fails_alone(built: Path) -> None:
     engine = FullEngine(loaded())
     scheduler, _, _ = make_scheduler(built, engine)
     real = engine.open
@@ -257,7 +257,7 @@ def test_what_an_engine_cannot_do_fails_that_request_alone(built: Path) -> None:
     assert isinstance(read(other)[1], Done)
 
 
-def test_a_step_in_a_hundred_is_watched_round_robin(built: Path) -> None:
+def test_fidelity_is_measured_every_hundred_steps_in_rotation(built: Path) -> None:
     engine = FullEngine(loaded(), tail_capacity=2000)
     scheduler, _, _ = make_scheduler(built, engine)
     seen, real = [], engine.step
@@ -279,7 +279,7 @@ def test_a_step_in_a_hundred_is_watched_round_robin(built: Path) -> None:
     assert sum(s.value for s in text.samples if s.name.endswith("_count")) == len(watched)
 
 
-def test_a_step_takes_a_row_of_every_request_that_decodes(built: Path) -> None:
+def test_a_step_has_one_row_for_every_decoding_request(built: Path) -> None:
     scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_rows=4, num_slots=16))
     requests = [make_request(scheduler, max_new_tokens=30) for _ in range(4)]
     rows = QuestionRows()

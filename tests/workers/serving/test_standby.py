@@ -35,7 +35,7 @@ async def waiting(builder: Builder) -> Process:
     return await builder._standby
 
 
-def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_the_service(
+def test_builds_use_and_replace_the_standby_process_which_ends_with_the_service(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process builds again with the model that it has loaded, unless it failed, was killed, or runs at a lower
@@ -104,7 +104,7 @@ def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_t
     asyncio.run(main())
 
 
-def test_a_build_ends_with_a_service_that_is_killed(settings: Settings) -> None:
+def test_a_build_process_ends_when_its_service_is_killed(settings: Settings) -> None:
     """Otherwise it would wait for another build, or block the next service's, with a model in memory."""
     store, other = settings.store.path, settings.store.path.parent / "killed"
     (text := store.parent / "killed.txt").write_text("Yet another text. " * 20)
@@ -130,7 +130,7 @@ def test_a_build_ends_with_a_service_that_is_killed(settings: Settings) -> None:
     asyncio.run(main())
 
 
-def test_a_build_that_is_ended_while_it_waits_for_its_process_begins_none(
+def test_a_build_cancelled_while_waiting_for_its_process_starts_none(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Any] = []

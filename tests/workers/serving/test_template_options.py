@@ -30,7 +30,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("options", [{}, OFF, {"enable_thinking": True}])
-def test_the_template_is_given_them_with_a_context_and_without(store: Path, options: dict[str, Any]) -> None:
+def test_template_options_reach_the_prompt_with_and_without_a_context(store: Path, options: dict[str, Any]) -> None:
     model = chat_model("switched")
     asked = ask("switched", turns=(ASKED,), template_options=options)
     with open_artifact(store / build(store, text_of("heron"), model=model)) as artifact:
@@ -43,7 +43,7 @@ def test_the_template_is_given_them_with_a_context_and_without(store: Path, opti
     assert list(told.ids) == whole(model, [ASKED], **options)
 
 
-def test_an_effort_is_the_switch_that_the_template_has() -> None:
+def test_reasoning_effort_sets_the_templates_own_switch() -> None:
     form = ChatForm(chat_model("switched").tokenizer)
     for effort, on in (("none", False), ("minimal", True), ("high", True)):
         assert form.switched(ask(reasoning_effort=effort)) == ask(template_options={"enable_thinking": on})
@@ -56,7 +56,7 @@ def test_an_effort_is_the_switch_that_the_template_has() -> None:
 
 
 @pytest.mark.parametrize("kind", ["hermes", "thinking", "may_think"])
-def test_an_effort_without_a_switch_is_refused_unless_it_asks_for_nothing(kind: str) -> None:
+def test_reasoning_effort_is_refused_for_templates_without_a_switch(kind: str) -> None:
     form = ChatForm(chat_model(kind).tokenizer)
     for effort in ("none", "high"):
         if kind == "hermes" and effort == "none":
@@ -71,13 +71,15 @@ def test_an_effort_without_a_switch_is_refused_unless_it_asks_for_nothing(kind: 
     ("options", "text", "want"),
     [({}, "Add.</think>\n\nNo.", ("Add.", "No.")), (OFF, "No.", ("", "No.")), (OFF, "</think>", ("", "</think>"))],
 )
-def test_an_answer_is_read_as_it_was_asked_for(store: Path, options: dict[str, Any], text: str, want: Any) -> None:
+def test_an_answer_is_parsed_according_to_enable_thinking(
+    store: Path, options: dict[str, Any], text: str, want: Any
+) -> None:
     pieces, _ = saying(store, "switched", text, template_options=options)
     assert ("".join(piece.reasoning for piece in pieces), "".join(piece.text for piece in pieces)) == want
 
 
 @pytest.mark.parametrize(("options", "text"), [({}, "Hm</think>7"), (OFF, "7")])
-def test_a_schema_holds_behind_the_thought_or_from_the_start(store: Path, options: dict[str, Any], text: str) -> None:
+def test_a_schema_applies_after_reasoning_or_from_the_start(store: Path, options: dict[str, Any], text: str) -> None:
     pieces, _ = saying(store, "switched", text, template_options=options, schema={"enum": [7, 8]})
     assert "".join(piece.text for piece in pieces) == "7"
 
@@ -91,7 +93,9 @@ def test_a_schema_holds_behind_the_thought_or_from_the_start(store: Path, option
         ("bare", {"reasoning_effort": "none"}, "got template options"),
     ],
 )
-def test_what_the_template_cannot_do_is_refused(store: Path, context: str, more: dict[str, Any], words: str) -> None:
+def test_unknown_or_unusable_template_options_are_refused(
+    store: Path, context: str, more: dict[str, Any], words: str
+) -> None:
     async def main() -> None:
         async with backend_of(chat_model("switched"), store) as backend:
             with pytest.raises(BadRequestError, match=words):

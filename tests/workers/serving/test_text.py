@@ -37,7 +37,7 @@ def streamed(tokenizer, token_ids) -> list[str]:
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, METASPACE], ids=["bytes", "metaspace"])
-def test_pieces_are_exactly_the_text_of_all_tokens(tokenizer, rng) -> None:
+def test_streamed_pieces_join_to_the_decoded_text(tokenizer, rng) -> None:
     for num_tokens in (0, 1, 31, 32, 33, 200):
         for _ in range(10):
             token_ids = rng.integers(0, len(tokenizer), num_tokens).tolist()
@@ -45,17 +45,17 @@ def test_pieces_are_exactly_the_text_of_all_tokens(tokenizer, rng) -> None:
 
 
 @given(st.text(max_size=80))
-def test_any_text_comes_through_bytes(text) -> None:
+def test_any_text_streams_unchanged_with_a_byte_tokenizer(text) -> None:
     token_ids = BYTES(text).input_ids
     assert "".join(streamed(BYTES, token_ids)) == text
 
 
 @given(st.lists(st.integers(0, 263), max_size=100))
-def test_runs_of_bytes_and_words_come_through_metaspace(token_ids) -> None:
+def test_any_tokens_stream_unchanged_with_a_metaspace_tokenizer(token_ids) -> None:
     assert "".join(streamed(METASPACE, token_ids)) == decode(METASPACE, token_ids)
 
 
-def test_a_character_that_was_not_whole_is_not_gone_on_with_behind_silent_tokens() -> None:
+def test_an_incomplete_character_is_not_completed_after_many_tokens() -> None:
     tokenizer = deepcopy(BYTES)
     tokenizer.backend_tokenizer.add_special_tokens(["<quiet>"])
     quiet = tokenizer.convert_tokens_to_ids("<quiet>")
@@ -68,13 +68,13 @@ def test_a_character_that_was_not_whole_is_not_gone_on_with_behind_silent_tokens
     assert TextStream(tokenizer).skips(quiet)
 
 
-def test_a_space_after_many_silent_tokens_is_not_lost() -> None:
+def test_a_space_after_many_special_tokens_is_not_lost() -> None:
     """A decoder that strips a text's first space must not be shown a text that begins there."""
     token_ids = [256, *[262] * 50, 257]
     assert "".join(streamed(METASPACE, token_ids)) == decode(METASPACE, token_ids) == "a tide"
 
 
-def test_a_character_is_told_when_its_last_byte_is_there() -> None:
+def test_a_character_is_streamed_with_its_last_byte() -> None:
     assert streamed(BYTES, BYTES("aé\u20ac").input_ids) == ["a", "", "é", "", "", "\u20ac", ""]
 
 
@@ -91,7 +91,7 @@ REPEATED = {
 
 
 @pytest.mark.parametrize(("tokenizer", "token_ids"), REPEATED.values(), ids=REPEATED)
-def test_old_tokens_are_not_decoded_again_and_again(tokenizer, token_ids) -> None:
+def test_streaming_decodes_a_bounded_number_of_tokens_at_a_time(tokenizer, token_ids) -> None:
     seen = []
 
     class Counting:
@@ -108,12 +108,12 @@ def test_old_tokens_are_not_decoded_again_and_again(tokenizer, token_ids) -> Non
 
 
 @given(st.lists(st.sampled_from([*BYTES(" \nA").input_ids, *EURO, NO_CHARACTER]), max_size=200))
-def test_parts_of_characters_come_through_bytes(token_ids) -> None:
+def test_partial_characters_stream_unchanged_with_a_byte_tokenizer(token_ids) -> None:
     assert "".join(streamed(BYTES, token_ids)) == decode(BYTES, token_ids)
 
 
 @given(st.lists(st.sampled_from([0x0A, 0xE2, 0x82, 0xAC, 0xFF, *range(256, 264)]), max_size=200))
-def test_parts_of_characters_come_through_metaspace(token_ids) -> None:
+def test_partial_characters_stream_unchanged_with_a_metaspace_tokenizer(token_ids) -> None:
     assert "".join(streamed(METASPACE, token_ids)) == decode(METASPACE, token_ids)
 
 
@@ -139,7 +139,7 @@ def found(pieces: list[str], stops: list[str]) -> list[str]:
     st.lists(st.text("ab", max_size=4), max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
 )
-def test_stop_strings_end_the_text_wherever_tokens_begin(pieces, stops) -> None:
+def test_stop_strings_end_the_text_across_any_token_boundaries(pieces, stops) -> None:
     text, told = "".join(pieces), found(pieces, stops)
     assert "".join(told) == stopped_by_definition(text, stops)
     seen = ""
@@ -150,7 +150,7 @@ def test_stop_strings_end_the_text_wherever_tokens_begin(pieces, stops) -> None:
             assert len(seen) - len("".join(told[: at + 1])) == max(map(len, starts), default=0)
 
 
-def test_only_what_could_become_a_stop_string_is_held_back() -> None:
+def test_only_a_possible_start_of_a_stop_string_is_held_back() -> None:
     assert found(["one ", "STO", "NE ", "STOP", "never"], ["STOP"]) == ["one ", "", "STONE ", ""]
     assert found(["a S", "T"], ["STOP"]) == ["a ", "", "ST"]
     assert found(["abc"], ["abcd", "bc"]) == ["a"]
@@ -168,13 +168,13 @@ def written(text: str, stop: str) -> tuple[list[tuple[str, str]], bool]:
     return told, writer.has_stopped
 
 
-def test_scores_are_told_with_their_text_and_those_of_a_stop_string_never() -> None:
+def test_scores_come_with_their_text_and_never_for_a_stop_string() -> None:
     assert written("one STONE", "STOP") == ([(c, c) for c in "one "] + [("STON", "STON"), ("E", "E")], False)
     assert written("one STOP two", "STOP") == ([(c, c) for c in "one "], True)
     assert written("a ST", "STOP") == ([("a", "a"), (" ", " "), ("ST", "ST")], False)
 
 
-def test_scores_know_of_which_tokens_the_text_has_nothing() -> None:
+def test_scores_mark_tokens_without_visible_text() -> None:
     for shown in ({}, {262: "<s>"}):
         writer = Writer(METASPACE, shown=shown)
         pieces = [writer.add(token_id, TokenScore(token_id, "", 0.0)) for token_id in (256, 262, 257)]
@@ -189,7 +189,7 @@ def test_a_hostile_stop_string_costs_no_more_than_its_length() -> None:
     assert told[0] == ""
 
 
-def test_tokens_are_told_as_their_bytes() -> None:
+def test_token_bytes_returns_each_tokens_bytes() -> None:
     for token_id in range(256):
         assert token_bytes(METASPACE, token_id) == bytes([token_id])
     assert token_bytes(METASPACE, 257) == b" tide"

@@ -1,4 +1,4 @@
-"""Tools, reasoning, schemas and echoes on the decoding side: the prompts, and what comes back."""
+"""Tools, reasoning, schemas and echoes on the decoding side: prompts and answers."""
 
 import asyncio
 import json
@@ -76,8 +76,8 @@ def whole(model: LoadedModel, turns: list[Turn], **more: Any) -> list[int]:
 
 @pytest.mark.parametrize("turns", [TALK[:1], TALK, (Turn("system", "Be short."), *TALK)])
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
-def test_tools_are_told_as_the_template_has_them(store: Path, kind: str, turns: tuple[Turn, ...]) -> None:
-    """After the context's own message. If the template puts them there, the ids are those of the whole conversation."""
+def test_tools_are_written_as_the_template_writes_them(store: Path, kind: str, turns: tuple[Turn, ...]) -> None:
+    """If the template puts tools after the context's message, the ids are those of the whole conversation."""
     model = chat_model(kind)
     with open_artifact(store / build(store, text_of("heron"), model=model)) as artifact:
         got = prompt_ids(model.tokenizer, artifact, ask(kind, turns=turns, tools=(ADD,)))
@@ -94,14 +94,14 @@ def test_tools_are_told_as_the_template_has_them(store: Path, kind: str, turns: 
 
 
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
-def test_a_call_that_was_cut_off_is_written_as_it_came(kind: str) -> None:
+def test_a_truncated_calls_arguments_are_written_unchanged(kind: str) -> None:
     turns = (TALK[0], Turn("assistant", "", (ToolCall("123456789", "add", '{"a": 1'),)), *TALK[2:])
     tokenizer = chat_model(kind).tokenizer
     written = tokenize(tokenizer, ChatForm(tokenizer), TokenizeAsk(turns=turns), 99)
     assert r'"{\"a\": 1"' in tokenizer.decode(written.ids)
 
 
-def test_calls_are_looked_at_once_however_many_tools_answer() -> None:
+def test_messages_of_reads_calls_once_for_any_number_of_tool_results() -> None:
     class Calls(tuple):
         num_looks = 0
 
@@ -115,7 +115,7 @@ def test_calls_are_looked_at_once_however_many_tools_answer() -> None:
     assert Calls.num_looks <= 2 * len(called)
 
 
-def test_forms_are_known_by_the_template() -> None:
+def test_the_call_format_is_recognised_from_the_template() -> None:
     for kind, form in (("hermes", HERMES), ("may_think", HERMES), ("mistral", MISTRAL), ("llama", LLAMA)):
         assert ChatForm(chat_model(kind).tokenizer).calls is form
     plain = ChatForm(byte_tokenizer())
@@ -138,7 +138,7 @@ def test_forms_are_known_by_the_template() -> None:
         ("{{ tools }} call them!", "form that this service does not parse"),
     ],
 )
-def test_tools_that_the_template_does_not_have_are_refused(template: str | None, words: str) -> None:
+def test_tools_without_a_supported_call_format_are_refused(template: str | None, words: str) -> None:
     form = ChatForm(byte_tokenizer(template))
     for asked in (ask(tools=(ADD,)), ask(turns=TALK)):
         with pytest.raises(BadRequestError, match=words):
@@ -146,7 +146,7 @@ def test_tools_that_the_template_does_not_have_are_refused(template: str | None,
     form.require(ask())
 
 
-def test_a_context_without_a_template_takes_no_tools(built: Path) -> None:
+def test_tools_are_refused_for_a_context_without_a_template(built: Path) -> None:
     async def main() -> None:
         model = chat_model("hermes")
         bare = build(built, text_of("bare"), chat=False, model=model)
@@ -217,7 +217,7 @@ def saying(store: Path, kind: str, text: str, **more: Any) -> tuple[list[Piece],
         ("hermes", "No.", ("No.", "", "stop")),
     ],
 )
-def test_what_the_model_says_of_itself_is_told_apart(store: Path, kind: str, text: str, want: Any) -> None:
+def test_an_answer_is_split_into_text_reasoning_and_calls(store: Path, kind: str, text: str, want: Any) -> None:
     pieces, done = saying(store, kind, text, tools=(ADD,))
     said = "".join(piece.text for piece in pieces)
     assert (said, "".join(piece.reasoning for piece in pieces), done.reason) == want
@@ -228,24 +228,24 @@ def test_what_the_model_says_of_itself_is_told_apart(store: Path, kind: str, tex
         assert json.loads("".join(part.arguments for part in calls)) == {"a": 7}
 
 
-def test_one_call_where_only_one_may_be(store: Path) -> None:
+def test_without_parallel_calls_only_one_call_is_returned(store: Path) -> None:
     pieces, done = saying(store, "hermes", f"<tool_call>{CALL}</tool_call>" * 2, tools=(ADD,), parallel_calls=False)
     assert told(pieces) == 'add{"a": 7}' and done.reason == "tool_calls"
 
 
-def test_an_echo_scores_the_end_too(store: Path) -> None:
+def test_an_echo_scores_the_end_token_too(store: Path) -> None:
     """An evaluation leaves out the last score, which is the answer's and not the prompt's."""
     pieces, done = saying(store, "hermes", "", prompt="abc", echo=True, top_logprobs=1)
     scores = [score for piece in pieces for score in piece.scores]
     assert [score.text for score in scores] == ["a", "b", "c", "<|im_end|>"] and done.new_tokens == 1
 
 
-def test_without_tools_what_looks_like_a_call_is_said(store: Path) -> None:
+def test_without_tools_a_call_look_alike_stays_text(store: Path) -> None:
     pieces, done = saying(store, "hermes", f"<tool_call>{CALL}</tool_call>")
     assert "".join(piece.text for piece in pieces) == f"<tool_call>{CALL}</tool_call>" and done.reason == "stop"
 
 
-def test_logprobs_are_as_many_as_tokens_whatever_the_text_becomes(store: Path) -> None:
+def test_reasoning_and_calls_keep_one_logprob_per_token(store: Path) -> None:
     text = f"<think>Hm.</think>A <tool_call>{CALL}</tool_call>"
     pieces, done = saying(store, "may_think", text, tools=(ADD,), top_logprobs=1)
     scores = [score for piece in pieces for score in piece.scores]
@@ -254,8 +254,8 @@ def test_logprobs_are_as_many_as_tokens_whatever_the_text_becomes(store: Path) -
 
 
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
-def test_what_must_be_called_is_called(store: Path, kind: str) -> None:
-    """By a model of random weights, greedy or sampled, and with the same result alone and in a batch."""
+def test_a_required_tool_is_called_alone_and_in_a_batch(store: Path, kind: str) -> None:
+    """The model has random weights and is greedy or sampled; the answer is the same alone and in a batch."""
 
     async def main() -> None:
         model = chat_model(kind)
@@ -282,8 +282,8 @@ def told(pieces: list[Piece]) -> str:
     return "".join(part.name + part.arguments for piece in pieces for part in piece.calls)
 
 
-def test_a_grammar_goes_with_its_request(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is freed when the request finishes or is cancelled."""
+def test_a_grammar_is_freed_with_its_request(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds for finished and for cancelled requests."""
     grammars: list[weakref.ref[Any]] = []
     real: Callable[..., Request] = LocalBackend._request  # type: ignore[assignment]
 
@@ -305,7 +305,7 @@ def test_a_grammar_goes_with_its_request(store: Path, monkeypatch: pytest.Monkey
     asyncio.run(main())
 
 
-def test_refusals_come_before_any_work(store: Path) -> None:
+def test_invalid_requests_are_refused_before_any_step(store: Path) -> None:
     async def main() -> None:
         model = chat_model("hermes")
         engine = FullEngine(model)
@@ -328,7 +328,7 @@ def test_refusals_come_before_any_work(store: Path) -> None:
 
 @pytest.mark.parametrize("max_new_tokens", [0, 1, 4])
 @pytest.mark.parametrize("prompt", ["and so é", None])
-def test_an_echo_has_the_prompt_and_its_scores(built: Path, prompt: str | None, max_new_tokens: int) -> None:
+def test_echo_scores_equal_full_attention_logprobs(built: Path, prompt: str | None, max_new_tokens: int) -> None:
     """Each token's logprob is that of full attention to all before it; the first has none."""
     ids = tuple(loaded().tokenizer("and so é").input_ids)
 
@@ -357,7 +357,7 @@ def test_an_echo_has_the_prompt_and_its_scores(built: Path, prompt: str | None, 
     asyncio.run(main())
 
 
-def test_an_echo_has_no_text_of_a_token_that_the_tokenizer_adds(tmp_path: Path) -> None:
+def test_an_echo_omits_the_text_of_an_added_special_token(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -377,8 +377,8 @@ def test_an_echo_has_no_text_of_a_token_that_the_tokenizer_adds(tmp_path: Path) 
     asyncio.run(main())
 
 
-def test_repetition_counts_context_question_and_answer(built: Path) -> None:
-    """A tiny penalty makes their tokens come; a large one keeps them away."""
+def test_repetition_penalty_counts_context_question_and_answer(built: Path) -> None:
+    """A tiny penalty favours tokens of all three; a large one avoids them."""
     context = set(loaded().tokenizer(text_of("heron")).input_ids)
 
     async def main() -> None:
@@ -397,7 +397,7 @@ def test_repetition_counts_context_question_and_answer(built: Path) -> None:
     asyncio.run(main())
 
 
-def test_tokens_of_texts_and_conversations() -> None:
+def test_tokenize_of_texts_and_conversations() -> None:
     model = chat_model("hermes")
     form = ChatForm(model.tokenizer)
     got = tokenize(model.tokenizer, form, TokenizeAsk(text="aé"), 99)

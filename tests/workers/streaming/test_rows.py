@@ -59,7 +59,7 @@ def parts_of(num_tokens, seed):
 
 @pytest.mark.parametrize("sink_len, window_len", [(0, 1), (0, 7), (1, 1), (4, 1), (4, 12), (3, 200)])
 @pytest.mark.parametrize("block_len", [1, 5, 64])
-def test_window_rows_attend_as_defined_however_the_text_is_cut(sink_len, window_len, block_len) -> None:
+def test_window_rows_equal_the_reference_for_any_chunk_sizes(sink_len, window_len, block_len) -> None:
     q, k, v = make_rows(90)
     want = reference.window_attention(q, k, v, FREQUENCIES, SCALE, sink_len, window_len)
     for sizes in ([90], [1] * 90, parts_of(90, seed=block_len)):
@@ -69,7 +69,7 @@ def test_window_rows_attend_as_defined_however_the_text_is_cut(sink_len, window_
 
 @pytest.mark.parametrize("heavy_len, window_len", [(0, 1), (0, 6), (1, 1), (5, 1), (5, 11), (60, 60)])
 @pytest.mark.parametrize("num_kv_heads, group_size", [(1, 1), (3, 2)])
-def test_heavy_rows_attend_as_defined_however_the_text_is_cut(heavy_len, window_len, num_kv_heads, group_size) -> None:
+def test_heavy_rows_equal_the_reference_for_any_chunk_sizes(heavy_len, window_len, num_kv_heads, group_size) -> None:
     q, k, v = make_rows(90, num_kv_heads, group_size)
     want, _ = reference.heavy_attention(q, k, v, FREQUENCIES, SCALE, heavy_len, window_len)
     for sizes in ([90], [1] * 90, parts_of(90, seed=heavy_len)):
@@ -91,7 +91,7 @@ def tokens_kept(rows) -> list[list[int]]:
     spread=st.sampled_from([0.3, 1.5, 60.0]),
     seed=st.integers(0, 1000),
 )
-def test_the_rows_that_leave_are_those_of_the_oracle(heavy_len, window_len, spread, seed) -> None:
+def test_evicted_rows_equal_the_references(heavy_len, window_len, spread, seed) -> None:
     """With a spread of 60 most weights are exactly 0, so that rows tie: the oldest is evicted."""
     q, k, v = make_rows(40, 2, 2, seed, spread)
     v[:, :, 0] = torch.arange(40)
@@ -104,7 +104,7 @@ def test_the_rows_that_leave_are_those_of_the_oracle(heavy_len, window_len, spre
         assert tokens_kept(rows) == seen[token]
 
 
-def test_without_any_preference_the_oldest_rows_are_the_heavy_ones() -> None:
+def test_with_equal_attention_the_oldest_rows_are_kept_as_heavy() -> None:
     """With equal attention, mass grows with age: the newest row outside the window has least."""
     q, k, v = make_rows(20, 1, 1)
     v[:, :, 0] = torch.arange(20)
@@ -113,7 +113,7 @@ def test_without_any_preference_the_oldest_rows_are_the_heavy_ones() -> None:
     assert tokens_kept(rows) == [[0, 1, 2, 16, 17, 18, 19]]
 
 
-def test_a_row_that_is_looked_at_stays_where_a_window_loses_it() -> None:
+def test_an_attended_row_is_kept_beyond_the_window() -> None:
     q, k, v = make_rows(60, 1, 1, spread=0.1)
     k[:, 5] = q[:, :] = torch.tensor([0.0, 0, 0, 6, 0, 0, 0, 0])  # the slowest dimension: RoPE hardly rotates it
     v[:, :, 0] = torch.arange(60)
@@ -122,7 +122,7 @@ def test_a_row_that_is_looked_at_stays_where_a_window_loses_it() -> None:
     assert 5 in tokens_kept(rows)[0]
 
 
-def test_attention_still_counts_after_millions_of_tokens() -> None:
+def test_attention_mass_is_not_lost_to_rounding_after_millions_of_tokens() -> None:
     """A token gives each of four rows a quarter, which a float32 sum of 2 ** 24 would lose."""
     q, k, v = make_rows(5, 1, 1)
     rows = heavy_rows(3, 1, k)
@@ -134,7 +134,7 @@ def test_attention_still_counts_after_millions_of_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("policy", ["window", "heavy"])
-def test_half_precision_rows_attend_nearly_as_defined(dtype, policy) -> None:
+def test_half_precision_rows_are_close_to_the_reference(dtype, policy) -> None:
     q, k, v = make_rows(70, dtype=dtype)
     exact = [x.double() for x in (q, k, v)]
     if policy == "window":
@@ -149,7 +149,7 @@ def test_half_precision_rows_attend_nearly_as_defined(dtype, policy) -> None:
 
 
 @pytest.mark.parametrize("policy", ["window", "heavy"])
-def test_memory_is_fixed_and_places_stay_below_their_number(policy) -> None:
+def test_memory_and_positions_stay_bounded(policy) -> None:
     """The table has as many places as rows are kept; a place beyond it would be an IndexError."""
     q, k, v = make_rows(1500, 1, 1)
     rows = window_rows(4, 28, 1, k) if policy == "window" else heavy_rows(16, 16, k, block_len=1)
@@ -162,7 +162,7 @@ def test_memory_is_fixed_and_places_stay_below_their_number(policy) -> None:
 
 
 @pytest.mark.parametrize("places", [slice(2, 5), torch.tensor([2, 3, 4]), torch.tensor([[2, 3, 4], [2, 3, 4]])])
-def test_places_rotate_as_rope_does_at_that_position(places) -> None:
+def test_places_rotate_like_rope_at_that_position(places) -> None:
     k = make_rows(3)[1]
     half = HEAD_DIM // 2
     pairs = torch.complex(k[..., :half].double(), k[..., half:].double())

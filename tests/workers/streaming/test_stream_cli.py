@@ -1,4 +1,4 @@
-"""`csattn stream` as a user meets it."""
+"""`csattn stream` as a user runs it."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_stream_continues_a_text_beyond_its_window(capsys, model, policy, kept) 
     assert "50 tokens after 16" in done.stderr
 
 
-def test_a_short_stream_says_what_generate_says(capsys, model) -> None:
+def test_a_short_stream_equals_generate(capsys, model) -> None:
     """No row has been evicted, so the policies and full attention agree; the prompt may come from standard input."""
     said = []
     for policy in ("window", "h2o"):
@@ -62,7 +62,7 @@ def test_a_short_stream_says_what_generate_says(capsys, model) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_bad_input_is_a_sentence_and_an_exit_code(capsys, model, arguments, exit_code, words) -> None:
+def test_bad_input_exits_with_a_code_and_the_reason(capsys, model, arguments, exit_code, words) -> None:
     done = in_process("stream", *arguments, "--model", model, "--json", capsys=capsys, stdin=b" \n")
     assert done.returncode == exit_code, done.stderr
     assert words in done.stderr

@@ -75,7 +75,7 @@ def plain_logits(model, ids, kept_of):
 
 @pytest.mark.parametrize(("family", "rope"), KINDS)
 @pytest.mark.parametrize("policy", ["window", "h2o"])
-def test_where_nothing_has_to_leave_a_stream_is_full_attention(family, rope, policy) -> None:
+def test_a_stream_without_evictions_equals_full_attention(family, rope, policy) -> None:
     model, ids = model_of(family, rope), token_ids(100)
     with torch.inference_mode():
         want = model.model(torch.from_numpy(ids).long()[None]).logits[0]
@@ -85,8 +85,8 @@ def test_where_nothing_has_to_leave_a_stream_is_full_attention(family, rope, pol
 
 
 @pytest.mark.parametrize(("family", "rope"), KINDS)
-def test_sinks_and_window_are_transformers_attention_over_the_rows_kept(family, rope) -> None:
-    """Far beyond the window, so that a row's place and its token differ."""
+def test_sinks_and_window_equal_transformers_attention_over_the_kept_rows(family, rope) -> None:
+    """The text is much longer than the window, so that a row's place and its token's position differ."""
     model, ids = model_of(family, rope), token_ids(80)
     want = plain_logits(
         model.model, ids, lambda token: [r for r in range(token) if r < 4 or r > token - 12]
@@ -100,7 +100,7 @@ def test_sinks_and_window_are_transformers_attention_over_the_rows_kept(family, 
     ("family", "prompt_len"), [*((family, 60) for family in FAMILIES), ("llama", MAX_POSITIONS + 50)]
 )
 @pytest.mark.parametrize("policy", ["window", "h2o"])
-def test_generate_gives_the_tokens_of_the_stream_also_beyond_the_models_positions(family, prompt_len, policy) -> None:
+def test_generate_equals_the_stream_even_beyond_the_models_positions(family, prompt_len, policy) -> None:
     model, prompt = loaded(family), token_ids(prompt_len)
     with StreamSession(model, StreamConfig(policy=policy, sink_len=4, heavy_len=8, window_len=24)) as session:
         arguments = session.start(prompt)
@@ -117,7 +117,7 @@ def memory_of(cache) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("policy", ["window", "h2o"])
-def test_many_times_the_models_positions_take_no_more_memory(policy) -> None:
+def test_memory_is_constant_beyond_the_models_positions(policy) -> None:
     model = wrap_model(make_model(num_hidden_layers=1, max_position_embeddings=256), byte_tokenizer(), "one-layer")
     with StreamSession(model, StreamConfig(policy=policy, sink_len=4, heavy_len=8, window_len=24)) as session:
         cache = session.cache()
@@ -132,7 +132,7 @@ def test_many_times_the_models_positions_take_no_more_memory(policy) -> None:
 
 
 @pytest.mark.parametrize("policy", ["window", "h2o"])
-def test_a_step_makes_no_mask_that_grows_with_the_stream(policy) -> None:
+def test_a_step_makes_no_attention_mask(policy) -> None:
     asked = []
     with StreamSession(loaded(), StreamConfig(policy=policy, heavy_len=8, window_len=24)) as session:
         cache = session.cache()
@@ -149,7 +149,7 @@ def test_a_step_makes_no_mask_that_grows_with_the_stream(policy) -> None:
     assert asked == [None] * 3
 
 
-def test_a_stream_up_to_the_models_last_position() -> None:
+def test_a_stream_may_keep_as_many_rows_as_the_model_has_positions() -> None:
     config = StreamConfig(sink_len=4, window_len=MAX_POSITIONS - 4)
     with StreamSession(loaded(), config) as session:
         assert len(session._places._cos) == MAX_POSITIONS
@@ -158,7 +158,7 @@ def test_a_stream_up_to_the_models_last_position() -> None:
         StreamSession(loaded(), StreamConfig(sink_len=5, window_len=MAX_POSITIONS - 4))
 
 
-def test_streams_of_one_session_do_not_see_each_other() -> None:
+def test_streams_of_one_session_are_independent() -> None:
     first, second = token_ids(60, seed=1), token_ids(60, seed=2)
     with StreamSession(loaded(), StreamConfig(policy="h2o", heavy_len=6, window_len=10)) as session:
         alone = logits_of(session, first, [60])
@@ -170,7 +170,7 @@ def test_streams_of_one_session_do_not_see_each_other() -> None:
     torch.testing.assert_close(torch.cat(mixed[::2]), alone, rtol=1e-3, atol=1e-3)
 
 
-def test_the_model_is_as_before_beside_and_after_a_session() -> None:
+def test_the_model_itself_is_unchanged_during_and_after_a_session() -> None:
     model, ids = loaded().model, torch.from_numpy(token_ids(40)).long()[None]
     with torch.inference_mode():
         want = model(ids).logits
@@ -196,7 +196,7 @@ def test_sessions_over_one_model_may_end_in_any_order() -> None:
     assert model.model.config._attn_implementation == before
 
 
-def test_a_stream_without_an_open_session_is_refused_and_goes_on_in_one() -> None:
+def test_a_stream_without_an_open_session_is_refused_and_continues_in_one() -> None:
     session, ids = StreamSession(loaded(), StreamConfig(window_len=8)), token_ids(20)
     with pytest.raises(ConfigError, match="has ended, or has not begun; continue in an open one"):
         next(session.tokens(ids))
@@ -215,7 +215,7 @@ def test_a_stream_without_an_open_session_is_refused_and_goes_on_in_one() -> Non
 
 @pytest.mark.parametrize("policy", ["window", "h2o"])
 @pytest.mark.parametrize("place", ["an MLP", "the first rows", "the last rows"])
-def test_a_stream_whose_step_was_left_in_its_middle_does_not_go_on(policy, place, monkeypatch) -> None:
+def test_a_stream_whose_step_was_interrupted_is_refused(policy, place, monkeypatch) -> None:
     def leave(*args: object) -> None:
         raise KeyboardInterrupt
 
@@ -248,12 +248,12 @@ def test_a_stream_whose_step_was_left_in_its_middle_does_not_go_on(policy, place
         ({"policy": "h2o", "heavy_len": -1}, "heavy_len must be at least 0"),
     ],
 )
-def test_a_bad_configuration_is_refused_with_a_sentence(changes, words) -> None:
+def test_a_bad_configuration_is_refused_with_the_reason(changes, words) -> None:
     with pytest.raises(ConfigError, match=words):
         StreamConfig(**changes)
 
 
-def test_bad_input_is_refused_with_a_sentence() -> None:
+def test_bad_input_is_refused_with_the_reason() -> None:
     with StreamSession(loaded(), StreamConfig(window_len=8)) as session:
         with pytest.raises(ConfigError, match="at least one token"):
             next(session.tokens(np.zeros(0, np.int32)))
@@ -276,7 +276,7 @@ def test_bad_input_is_refused_with_a_sentence() -> None:
 
 
 @pytest.mark.parametrize(("value", "of_ids"), [(torch.nan, [7]), (torch.inf, [7]), (-torch.inf, slice(None))])
-def test_what_is_no_number_is_not_taken_for_a_token(value, of_ids) -> None:
+def test_non_finite_logits_raise_an_error(value, of_ids) -> None:
     model = make_model("llama")
 
     def spoil(_module, _inputs, logits) -> None:
@@ -290,7 +290,7 @@ def test_what_is_no_number_is_not_taken_for_a_token(value, of_ids) -> None:
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
-def test_a_stream_is_seen_by_either_name_of_a_cache(name) -> None:
+def test_a_stream_is_recognised_by_either_cache_argument_name(name) -> None:
     """transformers names it `cache` from 5.24 on. In a cache that is not recognised, keys would be rotated twice."""
     decoder = torch.nn.Identity()
     decoder.forward = lambda **given: given

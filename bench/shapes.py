@@ -4,7 +4,7 @@ from copy import deepcopy
 from typing import Any
 
 from bench.timing import gate
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.spec import ModelSpec
 
 

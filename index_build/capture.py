@@ -23,7 +23,7 @@ from csattn.cuda import free_device_bytes
 from csattn.errors import CaptureError
 from csattn.models.attending_cache import CACHE
 from csattn.models.attention_hook import attention_implementation
-from csattn.models.families import describe, layer_type
+from csattn.models.description import describe, layer_type
 from csattn.models.layer_offload import layer_on_device
 from csattn.models.query import embed, layer_inputs
 from csattn.models.rope import position_embeddings

@@ -39,7 +39,7 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, SearchConfig, SketchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.search.device import compiling, index_shape, to_device
 from csattn.sketch import SketchIndex
 from offload import gather, slot_cache, step_mail

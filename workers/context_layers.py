@@ -12,7 +12,7 @@ from csattn.artifact.manifest import STATE
 from csattn.attention import attend_chunk
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.spec import AttentionSpec
 from csattn.selectors import ContextLayer
 

@@ -20,9 +20,10 @@ from torch import Tensor
 from csattn.artifact.durable import available_bytes, fsync_dir, fsync_files
 from csattn.cache import cache_dir
 from csattn.errors import ModelError
-from csattn.models.families import describe, rope_parameters
+from csattn.models.description import describe
 from csattn.models.hub import first_line
 from csattn.models.mapped_files import ResultsToFiles
+from csattn.models.positions import rope_parameters
 from csattn.models.text_part import require_whole
 from csattn.models.weight_sizes import is_converted_on_disk, weight_bytes
 

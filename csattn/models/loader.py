@@ -21,19 +21,13 @@ from csattn.checks import require_model_name
 from csattn.cpu.heap import trim_heap
 from csattn.errors import ConfigError, CsattnError, ModelError
 from csattn.models import deepseek_files
-from csattn.models.families import (
-    CHOICE_BIAS,
-    EXPERTS_OF_TOKENS,
-    FAMILIES,
-    LAYER_SCALE,
-    describe,
-    stretch_positions,
-    unsupported,
-)
+from csattn.models.description import describe
+from csattn.models.families import CHOICE_BIAS, EXPERTS_OF_TOKENS, FAMILIES, LAYER_SCALE, unsupported
 from csattn.models.gguf_file import config_of, converted, end_ids, find_converted
 from csattn.models.hub import fetched, first_line, hub_source
 from csattn.models.layer_offload import place
 from csattn.models.mapped_files import ResultsToFiles, to_mapped_file
+from csattn.models.positions import stretch_positions
 from csattn.models.quantized import read_state
 from csattn.models.quantized_model import attach_quantized, drop_stale_quantized, round_weights
 from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_named

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from csattn.cpu.heap import trim_heap
-from csattn.models.families import FAMILIES, describe
+from csattn.models.description import describe
+from csattn.models.families import FAMILIES
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, Rounding, joined
 from csattn.models.spec import ExpertsSpec
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from csattn.models.families import layer_type, rope_parameters
+from csattn.models.description import layer_type
+from csattn.models.positions import rope_parameters
 
 
 def model_frequencies(rotary: Any, layer_type: str = "") -> tuple[Tensor, float]:

@@ -13,15 +13,9 @@ from torch import Tensor
 
 from csattn.errors import ModelError
 from csattn.lightning import CompressedWeights, CompressorWeights
-from csattn.models.families import (
-    CHOICE_BIAS,
-    EXPERTS_OF_TOKENS,
-    FAMILIES,
-    LAYER_SCALE,
-    Family,
-    describe,
-    rope_parameters,
-)
+from csattn.models.description import describe
+from csattn.models.families import CHOICE_BIAS, EXPERTS_OF_TOKENS, FAMILIES, LAYER_SCALE, Family
+from csattn.models.positions import rope_parameters
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight
 from csattn.models.rope import model_frequencies
 from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, ModelSpec

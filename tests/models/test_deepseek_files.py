@@ -13,7 +13,7 @@ from torch import Tensor
 
 from csattn.errors import ModelError
 from csattn.models import load_model
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.loader import read_config
 from csattn.models.quantized import read_state
 from csattn.models.weight_sizes import device_bytes, weight_bytes

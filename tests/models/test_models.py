@@ -14,8 +14,10 @@ from bench.accuracy.attending.rotation import rotate_for
 from csattn.build_options import BuildOptions
 from csattn.errors import ConfigError, ContextError, ModelError
 from csattn.models import load_model, loader
-from csattn.models.families import FAMILIES, describe, stretch_positions
+from csattn.models.description import describe
+from csattn.models.families import FAMILIES
 from csattn.models.loader import read_config, wrap_model
+from csattn.models.positions import stretch_positions
 from csattn.models.query import queries_before_rope
 from csattn.models.rope import model_frequencies
 from index_build.capture import prefill

@@ -11,7 +11,7 @@ from torch.nn.functional import linear as product
 
 from csattn.batch import make_step_rows
 from csattn.errors import ConfigError
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.quantized_weight import CODES, RUN, QuantizedExperts, QuantizedWeight, WeightFormat
 from csattn.models.share import (
     require_shares,

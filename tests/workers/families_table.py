@@ -7,7 +7,8 @@ python -m tests.workers.families_table --check   exits with 1 if one of them is 
 import sys
 from pathlib import Path
 
-from csattn.models.families import FAMILIES, describe
+from csattn.models.description import describe
+from csattn.models.families import FAMILIES
 from csattn.models.spec import AttentionSpec, LayerSpec, ModelSpec
 from tests.tiny import ALL_FAMILIES, tiny_config
 

@@ -16,7 +16,8 @@ from csattn.artifact import Artifact, open_artifact, verify_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from csattn.models.families import FAMILIES, describe
+from csattn.models.description import describe
+from csattn.models.families import FAMILIES
 from csattn.models.loader import wrap_model
 from csattn.models.weights import weights_of
 from index_build.board import BuildProgress

@@ -13,7 +13,7 @@ from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.selector_names import SelectorName
 from csattn.selectors import resolve_rest
 from index_build.inputs import read_text

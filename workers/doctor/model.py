@@ -6,7 +6,7 @@ import torch
 
 from csattn.artifact import ModelGeometry
 from csattn.errors import ConfigError
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.loader import geometry_of, has_low_bit_weights, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import WeightBytes, conversion_bytes, weight_bytes

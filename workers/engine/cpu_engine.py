@@ -20,7 +20,7 @@ from csattn.cpu.team import Team
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.search import SearchPool
 from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, resolve_rest, selector_for

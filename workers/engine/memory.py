@@ -9,7 +9,7 @@ from csattn.attention.device import require_supported
 from csattn.batch import make_device_selection
 from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ConfigError
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.loader import DTYPES, read_config
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import weight_bytes

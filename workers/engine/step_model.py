@@ -10,7 +10,7 @@ from csattn.artifact import Artifact
 from csattn.artifact.manifest import ModelGeometry
 from csattn.artifact.share import ArtifactShare
 from csattn.models import LoadedModel
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.share import padding_bytes, replicated_params, share_of_spec
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import device_bytes

@@ -6,7 +6,7 @@ import torch
 
 from csattn.cpus import available_cpus
 from csattn.models import LoadedModel
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.weight_sizes import device_bytes as weights_on_device
 from offload.budget import host_memory_bytes
 from workers.capacity import reported_context_lens, room_for_contexts, spec_of

@@ -8,7 +8,7 @@ from csattn.config import preset
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.loader import DTYPES, read_config
 from csattn.selectors import resolve_rest
 from workers.capacity import require_room_for_weights

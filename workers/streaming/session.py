@@ -12,7 +12,7 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import CACHE, AttendingCache
 from csattn.models.attention_hook import attention_implementation
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.rope import model_frequencies
 from csattn.models.unrotated import unrotated
 from workers.engine.slots import require_token

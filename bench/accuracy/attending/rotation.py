@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from csattn.models.families import describe, rope_parameters
+from csattn.models.description import describe
+from csattn.models.positions import rope_parameters
 from csattn.models.query import rotate
 from csattn.models.rope import model_frequencies
 

@@ -21,7 +21,7 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.config import SearchConfig, preset
 from csattn.errors import ArtifactCorruptError
 from csattn.lightning.compressed import CompressedAttention, CompressedWeights
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.loader import load_model, wrap_model
 from csattn.models.weights import CompressedStepWeights, Linear, weights_of
 from index_build.pipeline import build_artifact

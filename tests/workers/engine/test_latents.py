@@ -14,7 +14,7 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
 from offload.codecs.formats import KvFormat

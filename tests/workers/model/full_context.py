@@ -12,7 +12,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from csattn.config import SearchConfig
 from csattn.lightning.compressed import CompressedState
 from csattn.models.attending_cache import CACHE
-from csattn.models.families import describe, layer_type
+from csattn.models.description import describe, layer_type
 from csattn.models.spec import ModelSpec
 from index_build.capture import prefill
 from tests.tiny import token_ids

@@ -13,7 +13,8 @@ from transformers.activations import ACT2FN
 from csattn.batch import StepRows
 from csattn.cpu.team import Team
 from csattn.errors import ModelError
-from csattn.models.families import FAMILIES, describe
+from csattn.models.description import describe
+from csattn.models.families import FAMILIES
 from csattn.models.quantized_model import drop_stale_quantized, round_weights
 from csattn.models.quantized_weight import Rounding
 from csattn.models.spec import Activation, ExpertsSpec

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3Config
 
 from bench.random_weights import random_weights
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import Linear
 from tests.attention.device_steps import change_rows

@@ -11,7 +11,7 @@ from bench.random_weights import random_weights, rotary_frequencies
 from bench.shapes import shape_named
 from csattn.errors import ModelError
 from csattn.models import load_model
-from csattn.models.families import describe
+from csattn.models.description import describe
 from csattn.models.quantized_weight import QuantizedWeight
 from csattn.models.spec import ModelSpec
 from csattn.models.weights import weights_of

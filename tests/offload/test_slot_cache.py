@@ -42,8 +42,8 @@ def make_shape(**changes: int) -> SlotCacheShape:
     return SlotCacheShape(**(sizes | changes))
 
 
-def test_more_rows_than_have_numbers_are_refused() -> None:
-    """A step over 16M tokens, of which 2 % are chosen."""
+def test_selections_with_too_many_rows_to_number_are_refused() -> None:
+    """The sizes are those of a step over 16M tokens, of which 2 % are chosen."""
     make_shape(num_index_heads=128, max_top_k=335_544, max_batch=32)
     with pytest.raises(OffloadError, match=r"64 requests that choose 335,544 rows each for 128 heads"):
         make_shape(num_index_heads=128, max_top_k=335_544, max_batch=64)
@@ -65,7 +65,7 @@ def test_a_caches_bytes_are_mostly_rows() -> None:
     assert rows_bytes < slot_cache_bytes(shape) < 1.1 * rows_bytes
 
 
-def test_a_caches_bytes_are_what_it_allocates() -> None:
+def test_slot_cache_bytes_equals_what_is_allocated() -> None:
     def storages() -> dict[int, int]:
         memory = (of.untyped_storage() for of in gc.get_objects() if type(of) is Tensor)
         return {of.data_ptr(): of.nbytes() for of in memory}
@@ -80,7 +80,7 @@ def test_a_caches_bytes_are_what_it_allocates() -> None:
     ("batch", "context_len", "held"),
     [(1, 131072, 0), (64, 131072, 704), (8, 1048576, 864), (16, 1048576, 1504), (64, 1048576, 5408)],
 )
-def test_what_threads_hold_in_memory_is_what_the_compiler_says(
+def test_stack_bytes_equals_the_compilers_report(
     batch: int, context_len: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`held` is the size of a stack frame in bytes, reported by ptxas of CUDA 13.0 for sm_90."""
@@ -128,12 +128,12 @@ def test_fetches_agree_with_the_definition(name: str, reader_fills: bool, rng: n
         ids, fills = cache.fetch(1, *(torch.from_numpy(part).to(DEVICE) for part in step))
         assert (fills is not None) == reader_fills
         if fills is not None:
-            num_filled += fill_as_told(cache, ids, fills, step[2], sources)
+            num_filled += fill_missing_rows(cache, ids, fills, step[2], sources)
         np.testing.assert_array_equal(ids.cpu().numpy(), want_ids, err_msg=f"step {step_idx}")
         check(cache)
         for (context, head), keys in reference.key_of_slot.items():
             want_rows = sources[context][head, torch.tensor(keys).clamp(min=0)]
-            want_rows[torch.tensor(keys) < 0] = 0  # an empty slot, which nobody has written
+            want_rows[torch.tensor(keys) < 0] = 0  # an empty slot, which was never written
             assert torch.equal(cache.rows[1, context, head], want_rows), f"step {step_idx}"
     assert not cache.rows[0].any()
     statistics = cache.statistics()
@@ -145,16 +145,16 @@ def test_fetches_agree_with_the_definition(name: str, reader_fills: bool, rng: n
         assert num_filled == reader_fills * s.num_moved
 
 
-def fill_as_told(
+def fill_missing_rows(
     cache: SlotCache, ids: Tensor, fills: Tensor, context_ids: NDArray[np.int32], sources: list[Tensor]
 ) -> int:
-    """Do what a reader of layer 1 does: copy rows from their context's to slots, and call them by these from now on.
+    """Copy missing rows of layer 1 to their slots, as a reader does, and replace their ids by the slots.
 
-    Returns how many rows it has copied. Each is the only list's that selects rows of its context's head.
+    Returns the number of rows that were copied. Requires that a single list selects rows of the context's head.
     """
     group = ids.shape[1] // cache.shape.num_kv_heads
     entries = fills.cpu().numpy().copy()
-    entries[context_ids < 0] = -1  # of idle rows nothing is written
+    entries[context_ids < 0] = -1  # nothing is written for idle rows
     filled = np.argwhere(entries >= 0).tolist()
     for b, index_head, place in filled:
         context, head = int(context_ids[b]), index_head // group
@@ -166,7 +166,9 @@ def fill_as_told(
 
 
 @pytest.mark.parametrize("name", ["index heads share", "slots of all blocks"])
-def test_one_block_decides_where_there_are_no_clusters(name: str, rng: np.random.Generator, as_ampere: None) -> None:
+def test_fetches_without_thread_block_clusters_agree_with_the_definition(
+    name: str, rng: np.random.Generator, as_ampere: None
+) -> None:
     for reader_fills in (False, True):
         test_fetches_agree_with_the_definition(name, reader_fills, rng)
 
@@ -177,7 +179,7 @@ def test_rows_of_any_size_are_copied(row_bytes: int, rng: np.random.Generator, m
     test_fetches_agree_with_the_definition("rows", False, rng)
 
 
-def test_rows_that_no_thread_can_copy_are_refused() -> None:
+def test_row_sizes_that_are_not_a_multiple_of_16_bytes_are_refused() -> None:
     with pytest.raises(OffloadError, match=r"136 bytes cannot be fetched: they have to be a multiple of 16"):
         make_shape(row_bytes=136)
 
@@ -266,7 +268,7 @@ def test_thousands_of_replayed_steps_never_give_a_wrong_row(changes: dict[str, i
         host_unregister(host_rows.data_ptr())
 
 
-def test_a_reloaded_context_is_not_mistaken_for_the_one_before(rng: np.random.Generator) -> None:
+def test_a_reloaded_context_does_not_return_the_previous_contexts_rows(rng: np.random.Generator) -> None:
     shape = make_shape(num_layers=1, max_batch=2)
     cache = SlotCache(shape, DEVICE)
     first, second = numbered_rows(shape, DEVICE), -numbered_rows(shape, DEVICE)

@@ -95,7 +95,7 @@ def test_rouge_l_of_subsequences_in_two_sentences():
         ("far away on the away . a far ran on .", "on a ran today far far on sat on", 0.5, 46),
     ],
 )
-def test_scores_are_the_libraries(said, right, rouge, ratio):
+def test_scores_equal_those_of_the_libraries(said, right, rouge, ratio):
     """The expected scores are from rouge 1.0.1, and fuzzywuzzy 0.18.0 without python-Levenshtein."""
     assert rouge_l(said, right) == pytest.approx(rouge, abs=1e-6)
     assert edit_similarity(said, right) == ratio / 100
@@ -115,7 +115,7 @@ def test_a_class_within_the_right_ones_name_does_not_count():
     assert classification("Food", "Food and drink", classes) == 0.0
 
 
-def test_numbers_that_are_right():
+def test_retrieval_and_count_score_the_share_of_right_numbers():
     assert retrieval("Paragraph 3", "Paragraph 3") == 1.0
     assert retrieval("Paragraph 3 or 4, or 3", "Paragraph 3") == pytest.approx(2 / 3)
     assert retrieval("Paragraph 13", "Paragraph 3") == 0.0
@@ -142,7 +142,7 @@ def test_edit_similarity(said, score):
     assert edit_similarity(said, "return x") == score
 
 
-def test_chinese_words_are_jiebas(monkeypatch):
+def test_chinese_texts_are_split_into_words_by_jieba(monkeypatch):
     jieba = ModuleType("jieba")
     jieba.cut = lambda text, cut_all: iter(text.split()) if not cut_all else pytest.fail("of each stretch one word")
     monkeypatch.setitem(sys.modules, "jieba", jieba)
@@ -154,7 +154,7 @@ def test_chinese_words_are_jiebas(monkeypatch):
         qa_f1_zh("北京", "北京")
 
 
-def test_the_best_answer_counts_and_of_some_data_sets_the_first_line_only():
+def test_the_best_answer_counts_and_some_data_sets_score_the_first_line_only():
     assert score_answer(DATA_SETS["hotpotqa"], "yes\nno", ["yes"], []) == pytest.approx(2 / 3)
     assert score_answer(DATA_SETS["triviaqa"], "\nyes\nno", ["yes"], []) == 1.0
     assert score_answer(DATA_SETS["hotpotqa"], "blue", ["red", "blue"], []) == 1.0

@@ -239,7 +239,7 @@ def test_block_files_stay_within_their_budget_and_the_least_recently_used_are_re
 
 
 def test_a_block_found_in_memory_counts_as_used_on_disk(tmp_path) -> None:
-    """Otherwise the first blocks of all conversations, which are always in memory, would be the first files to be removed."""
+    """Otherwise the first blocks of all conversations, which are always in memory, would be removed first."""
     blocks = make(tmp_path, disk=2000)
     for number in range(20):
         assert blocks.put(name(number), data(number))

@@ -179,7 +179,7 @@ def test_context_queries_have_the_shape_of_the_wide_heads(recording):
     assert wide_context_queries(recording, 1, HEADS).shape == (NUM_KV_HEADS * GROUP_SIZE, 24, HEAD_DIM)
 
 
-def test_the_roofline_of_an_8b_model():
+def test_the_roofline_of_an_8b_model_has_the_known_figures():
     config = INDEXES["default"]
     assert weight_bytes(SHAPE) == pytest.approx(16.06e9, rel=1e-3)
     assert full_bytes(SHAPE, 1) * SHAPE.num_layers == 131_072

@@ -150,7 +150,7 @@ def test_the_safetensors_library_reads_our_files(kinds: list[tuple[tuple[str, st
             assert not ours[name].flags.writeable
 
 
-def test_large_arrays_start_on_a_page_and_small_ones_on_a_cache_line(tmp_path: Path) -> None:
+def test_large_arrays_are_aligned_to_pages_and_small_ones_to_cache_lines(tmp_path: Path) -> None:
     spec = make_spec(3001, head_dim=64, kv_dtype="bfloat16")
     path = build(tmp_path, spec)
     for name in (kv_file(0), index_file(0)):

@@ -35,7 +35,7 @@ from bench.timing import GateError
         ("theatre", "atre", 0.0),  # articles are whole words
     ],
 )
-def test_qa_f1(said, right, f1):
+def test_qa_f1_agrees_with_calculations_by_hand(said, right, f1):
     assert qa_f1(said, right) == pytest.approx(f1)
 
 
@@ -54,7 +54,7 @@ def test_qa_f1(said, right, f1):
         ("a. ", "a", 2 * 0.5 / 1.5),  # the blank after the full stop is a sentence of one empty word
     ],
 )
-def test_rouge_l(said, right, score):
+def test_rouge_l_agrees_with_calculations_by_hand(said, right, score):
     assert rouge_l(said, right) == pytest.approx(score, abs=1e-7)
 
 
@@ -73,11 +73,11 @@ def test_rouge_l(said, right, score):
         ("", 0.0),
     ],
 )
-def test_choice(said, score):
+def test_choice_reads_the_letter_of_the_answer(said, score):
     assert choice(said, "B") == score
 
 
-def test_rouge_l_of_subsequences_in_two_sentences():
+def test_rouge_l_unites_subsequences_of_two_sentences():
     # "a b x" has a b, and "a c y d e" has a c d e, of a b c d e: together five of seven words said, and all five wanted
     precision, recall = 5 / 7, 1.0
     want = 2 * precision * recall / (precision + recall)
@@ -105,7 +105,7 @@ def test_scores_equal_those_of_the_libraries(said, right, rouge, ratio):
     ("said", "score"),
     [("Food", 1.0), ("It is Food or Date", 0.5), ("Date", 0.0), ("food", 0.0), ("Food and drink, or Food", 0.5)],
 )
-def test_classification(said, score):
+def test_classification_divides_the_score_among_named_classes(said, score):
     assert classification(said, "Food", ["Food", "Date", "Food and drink"]) == score
 
 
@@ -138,7 +138,7 @@ def test_retrieval_and_count_score_the_share_of_right_numbers():
         ("# nothing else", 0.0),
     ],
 )
-def test_edit_similarity(said, score):
+def test_edit_similarity_compares_the_first_line_of_code(said, score):
     assert edit_similarity(said, "return x") == score
 
 

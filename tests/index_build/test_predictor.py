@@ -21,7 +21,7 @@ def apply(fitted: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
     return early @ fitted[:, :-1] + fitted[:, -1:]
 
 
-def test_a_linear_relation_is_recovered() -> None:
+def test_fit_predictor_recovers_a_linear_relation() -> None:
     early = torch.randn(3, 2000, 8)
     matrix, offset = torch.randn(3, 8, 8), torch.randn(3, 1, 8)
     own = early @ matrix + offset

@@ -115,11 +115,11 @@ def test_a_refused_registration_leaves_nothing_locked() -> None:
 def test_an_error_in_the_progress_callback_leaves_nothing_locked() -> None:
     driver = FakeDriver()
 
-    def tell(done: int, total: int) -> None:
+    def fail(done: int, total: int) -> None:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        driver.pin(make_layers(), progress=tell)
+        driver.pin(make_layers(), progress=fail)
     assert driver.most == 1 and not driver.registered
 
 

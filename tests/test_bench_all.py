@@ -16,7 +16,7 @@ UNKNOWN = "--no-such-option"
 
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("placement", ["cpu", "device"])
-def test_parts_are_given_options_that_they_know(
+def test_each_part_accepts_the_options_that_it_is_given(
     placement: str, quick: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = argparse.Namespace(model=None, out=Path("figures"), placement=placement, quick=quick)
@@ -27,7 +27,7 @@ def test_parts_are_given_options_that_they_know(
         assert capsys.readouterr().err.rstrip().endswith(f"unrecognized arguments: {UNKNOWN}")
 
 
-def test_a_part_that_fails_leaves_the_others_alone_and_is_named_in_the_report(
+def test_a_failed_part_does_not_stop_the_others_and_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(name: str, command: list[str], out: Path) -> str:

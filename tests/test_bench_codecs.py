@@ -23,7 +23,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain bfloat16", "q8_0", "k=q8_0,v=q4_0"])
-def test_speed_is_reported_behind_its_gates(name: str) -> None:
+def test_speed_is_reported_after_the_gates_pass(name: str) -> None:
     result = codecs.speed(name)
     row_bytes = {"plain bfloat16": 512, "q8_0": 272, "k=q8_0,v=q4_0": 208}[name]
     assert result["row_bytes"] == row_bytes
@@ -32,14 +32,14 @@ def test_speed_is_reported_behind_its_gates(name: str) -> None:
     assert f"| {name} | {row_bytes} |" in codecs.table([result])
 
 
-def test_bytes_that_are_not_the_definitions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_differ_from_the_definition_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     encode = reference.encode
     monkeypatch.setattr(reference, "encode", lambda form, values: encode(form, -values))
     with pytest.raises(GateError, match="q8_0 encodes otherwise than defined"):
         codecs.speed("q8_0")
 
 
-def test_the_table_says_what_a_format_adds() -> None:
+def test_the_table_shows_the_kl_that_a_format_adds() -> None:
     common = {"model": "tiny", "text": "speech", "selector": "full", "row_bytes": 512, "top1_agreement": 1.0}
     cases = [{**common, "format": "as built", "kl": 0.001}, {**common, "format": "q4_0", "kl": np.float64(0.011)}]
     assert "| tiny | speech | full | q4_0 | 512 | 0.01100 | +0.01000 | 1.000 |" in codecs.table(cases)

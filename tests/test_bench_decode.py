@@ -93,7 +93,7 @@ def built_once() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("wide_idx", [0, 1, 3])
-def test_wide_heads_score_as_the_recorded_ones(recording, wide_idx):
+def test_wide_heads_give_the_scores_of_the_recorded_heads(recording, wide_idx):
     rows, q = wide_rows(recording, wide_idx, HEADS), wide_queries(recording, wide_idx, HEADS, "own")
     assert rows.shape == (NUM_KV_HEADS, CONTEXT_LEN, 2, HEAD_DIM)
     assert q.shape == (NUM_STEPS, NUM_KV_HEADS * GROUP_SIZE, HEAD_DIM)
@@ -107,13 +107,13 @@ def test_wide_heads_score_as_the_recorded_ones(recording, wide_idx):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_values_are_as_far_apart_as_the_recorded_ones(recording):
+def test_distances_between_wide_values_are_proportional_to_the_recorded_ones(recording):
     wide, recorded = wide_rows(recording, 0, HEADS)[0, :, 1], recording.rows(0)[0, :, 1]
     ratio = torch.cdist(wide, wide)[0, 1:] / torch.cdist(recorded, recorded)[0, 1:]
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
 
 
-def test_a_recording_comes_back_and_one_of_another_kind_is_refused(recording, tmp_path):
+def test_a_recording_is_loaded_as_saved_and_an_incomplete_one_refused(recording, tmp_path):
     path = tmp_path / "rows.npz"
     save_recording(recording, path)
     found = load_recording(path)
@@ -123,13 +123,13 @@ def test_a_recording_comes_back_and_one_of_another_kind_is_refused(recording, tm
         load_recording(path)
 
 
-def test_heads_of_a_wide_layer_come_from_different_heads():
+def test_heads_of_a_wide_layer_come_from_different_recorded_heads():
     for wide_idx in range(8):
         assert len(set(recorded_heads(wide_idx, HEADS, NUM_LAYERS, NUM_RECORDED_HEADS))) == NUM_KV_HEADS
 
 
 @pytest.mark.parametrize("context_len", [1, 95, 96, 97, 500])
-def test_a_context_ends_with_the_recorded_rows_behind_copies_with_a_little_noise(recording, context_len):
+def test_a_context_is_noisy_copies_followed_by_the_recorded_rows(recording, context_len):
     rows = wide_rows(recording, 0, HEADS)
     tiled = tile_rows(rows, context_len, torch.float32, seed=1)
     assert tiled.shape == (NUM_KV_HEADS, context_len, 2, HEAD_DIM)
@@ -142,7 +142,7 @@ def test_a_context_ends_with_the_recorded_rows_behind_copies_with_a_little_noise
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_an_index_on_the_device_is_that_of_the_build(recording, name):
+def test_an_index_on_the_device_equals_the_built_one(recording, name):
     work = Workload(recording, FEW_HEADS, 192, batch_size=1, device=torch.device("cpu"))
     config = INDEXES[name]
     got, (built,) = work.index(0, config), work.host_indexes(1, config)
@@ -161,7 +161,7 @@ def test_an_index_on_the_device_is_that_of_the_build(recording, name):
     assert index_bytes(FEW, config, 192) == read
 
 
-def test_the_indexes_of_layers_on_the_host_lie_apart(recording):
+def test_host_indexes_of_different_layers_share_no_memory(recording):
     work = Workload(recording, HEADS, 192, batch_size=1, device=torch.device("cpu"))
     layers = work.host_indexes(NUM_WIDE_LAYERS + 1, INDEXES["default"])
     assert len({layer.codes.ctypes.data for layer in layers}) == NUM_WIDE_LAYERS + 1
@@ -169,17 +169,17 @@ def test_the_indexes_of_layers_on_the_host_lie_apart(recording):
     assert not np.array_equal(layers[0].codes, layers[1].codes)
 
 
-def test_a_result_says_what_it_decoded_with(recording):
+def test_a_workload_describes_its_rows(recording):
     device = torch.device("cpu")
     assert Workload(recording, HEADS, 96, 1, device).data == "the last 96 of 96 recorded rows"
     assert Workload(recording, HEADS, 97, 1, device).data == "96 recorded rows behind copies of them with noise"
 
 
-def test_queries_of_the_context_are_those_of_the_wide_heads(recording):
+def test_context_queries_have_the_shape_of_the_wide_heads(recording):
     assert wide_context_queries(recording, 1, HEADS).shape == (NUM_KV_HEADS * GROUP_SIZE, 24, HEAD_DIM)
 
 
-def test_the_roofline_of_an_8b_model():
+def test_the_roofline_of_an_8b_model_has_the_known_figures():
     config = INDEXES["default"]
     assert weight_bytes(SHAPE) == pytest.approx(16.06e9, rel=1e-3)
     assert full_bytes(SHAPE, 1) * SHAPE.num_layers == 131_072
@@ -193,7 +193,7 @@ def test_the_roofline_of_an_8b_model():
     assert ratios == {(32_768, 1): 1.24, (32_768, 4): 1.88, (131_072, 1): 1.88, (131_072, 4): 3.76}
 
 
-def test_requests_of_a_context_read_its_sketch_together_and_rows_each_for_itself():
+def test_requests_that_share_a_context_read_its_sketch_once_and_rows_separately():
     def parts(variant: str, num_contexts: int, lookahead: int = 0) -> dict[str, int]:
         config, search = of_variant(variant, SearchConfig(lookahead=lookahead))
         return layer_bytes(SHAPE, config, search, 8192, 324, batch_size=4, num_contexts=num_contexts)
@@ -229,7 +229,7 @@ class Listening:
     def end_step(self, rows: StepRows) -> None: ...
 
 
-def test_recorded_queries_take_the_place_of_the_models_step_by_step(recording):
+def test_recorded_queries_replace_the_models_at_each_step(recording):
     work = Workload(recording, HEADS, 128, batch_size=2, device=torch.device("cpu"))
     listening = Listening()
     attention = RecordedQueries(listening, work)
@@ -284,7 +284,7 @@ def test_requests_may_share_a_context(kernels, recording, monkeypatch):
     op.check()
 
 
-def test_what_is_off_is_not_timed(kernels, recording, monkeypatch):
+def test_a_step_with_a_wrong_result_is_refused(kernels, recording, monkeypatch):
     op = make_op(recording, monkeypatch)
     op.kv = op.kv + 0.2  # the reference reads other values than the steps
     with pytest.raises(GateError, match="off by"):
@@ -318,7 +318,7 @@ def test_streamed_steps_attend_to_all_rows(kernels, recording, monkeypatch):
 
 
 @pytest.mark.parametrize(("variant", "codec"), [("default", None), ("lists", None), ("default", "q8_0")])
-def test_placements_differ_in_where_they_read_only(kernels, recording, monkeypatch, variant, codec):
+def test_all_placements_give_the_same_output(kernels, recording, monkeypatch, variant, codec):
     work, options = Workload(recording, FEW_HEADS, 300, 2, DEVICE), whole_step_options(monkeypatch, codec)
     outs = []
     for placement in ("device", "hybrid", "host"):
@@ -342,14 +342,14 @@ def ignore(*_: object, **__: object) -> None:
     """Stand in for locking memory, and for checking that it suffices."""
 
 
-def test_what_leaves_the_rest_out_where_it_is_asked_for_is_not_timed(kernels, recording, monkeypatch):
+def test_a_step_that_omits_the_requested_rest_is_refused(kernels, recording, monkeypatch):
     op = make_op(recording, monkeypatch, "default+none")
     op.search = replace(op.search, rest="sketch")
     with pytest.raises(GateError, match="off by"):
         op.check()
 
 
-def test_a_variant_names_an_index_and_what_is_done_about_the_rest():
+def test_a_variant_names_an_index_and_a_kind_of_rest():
     search = SearchConfig(keep=0.1)
     assert of_variant("default", search) == (SketchConfig(), replace(search, rest="sketch"))
     assert of_variant("default+none", search)[1].rest == "none" and of_variant("lists", search)[1].rest == "none"
@@ -367,7 +367,7 @@ def test_full_attention_reads_a_shared_context_once_for_all_requests(num_context
     assert relative_error(out, want) < 1e-5
 
 
-def test_a_kernel_that_starts_early_counts_from_the_end_of_the_one_before_on_its_stream() -> None:
+def test_overlapping_kernels_of_a_stream_count_from_the_previous_ones_end() -> None:
     spans = [Span("match", 1, 0, 5), Span("score", 1, 2, 15), Span("other", 2, 3, 9), Span("match", 1, 20, 24)]
     assert own_times(spans) == {"match": 9, "score": 10, "other": 6}
 
@@ -386,7 +386,7 @@ OTHER_KINDS = {
 
 
 @pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_steps_of_models_with_other_layers(kernels, recording, monkeypatch, kind):
+def test_placements_agree_for_models_with_other_kinds_of_layers(kernels, recording, monkeypatch, kind):
     options = replace(whole_step_options(monkeypatch, None), shape=describe(OTHER_KINDS[kind]))
     work = Workload(recording, options.heads, 300, 2, DEVICE)
     weights = random_weights(options.shape, DEVICE, workload.DTYPE)

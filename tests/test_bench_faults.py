@@ -6,13 +6,13 @@ from bench import fault_table
 from bench.faults import Stream
 
 
-def test_who_had_ended_before_the_kill_was_not_in_the_middle() -> None:
+def test_a_stream_that_ended_before_the_kill_does_not_count_as_answered() -> None:
     whole, cut = Stream("all of it", ended_at=5.0), Stream("all", ended_at=5.0)
     assert [whole.outcome("all of it", killed_at) for killed_at in (4.0, 6.0)] == ["answered", "ended before"]
     assert {cut.outcome("all of it", killed_at) for killed_at in (4.0, 6.0)} == {"wrong"}
 
 
-def test_the_table_tells_them_apart_and_refuses_what_is_wrong() -> None:
+def test_the_table_separates_streams_that_ended_before_the_kill_and_refuses_faults() -> None:
     told_before = {"streams": {"told": 28, "answered": 2}, "answered_after_s": {"p50": -0.06, "max": -0.048}}
     assert fault_table.outcomes(told_before) == {"told": 28, "ended before": 2}
     after = {"streams": {"answered": 3, "ended before": 1}, "answered_after_s": {"p50": 0.5, "max": 2.0}}
@@ -21,7 +21,7 @@ def test_the_table_tells_them_apart_and_refuses_what_is_wrong() -> None:
         fault_table.require_none(0, 1)
 
 
-def test_the_table_tells_how_many_clients_had_a_reply() -> None:
+def test_the_table_counts_replies_and_clients_that_left() -> None:
     of_kind = {"no http": {"400": 7, "closed": 2, "left": 3}, "bad key": {"401": 4}}
     told = fault_table.replies({"by_kind": of_kind}, ("no http",))
     assert told == (12, "7 replies with a status; 5 clients left before one")

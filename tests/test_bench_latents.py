@@ -1,4 +1,4 @@
-"""The benchmark of latents: its models, contexts and counts, with the GPU's kernels on the CPU."""
+"""The benchmark of latent attention, with the GPU's kernels compiled for the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def timed(step: Callable[[], None], num_steps: int) -> list[float]:
     return [1.0] * num_steps
 
 
-def test_both_placements_say_the_same(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_placements_generate_the_same_tokens(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(emulator, monkeypatch)
     monkeypatch.setattr(latents, "time_steps", timed)
     monkeypatch.setattr(latents, "kernel_times", lambda step, num: {"_score_kernel": 4.0, "norm": 2.0})

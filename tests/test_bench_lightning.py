@@ -39,7 +39,7 @@ def test_cases_are_the_papers_rows() -> None:
 
 @pytest.mark.parametrize("with_scales", [False, True])
 @pytest.mark.parametrize("ratio", [4, None])
-def test_the_published_method_chooses_as_a_set_what_is_best(ratio: int | None, with_scales: bool) -> None:
+def test_the_published_method_chooses_the_exact_top_k_as_a_set(ratio: int | None, with_scales: bool) -> None:
     operands = make_operands(512, TINY, "cpu")
     if with_scales:
         operands = replace(operands, key_scale=torch.rand(len(operands.k)) + 0.1)
@@ -53,7 +53,7 @@ def test_the_published_method_chooses_as_a_set_what_is_best(ratio: int | None, w
     assert ((indices < 0) == scores.isinf()).all()
 
 
-def test_the_published_kernel_scores() -> None:
+def test_the_published_kernels_scores_agree_with_the_definition() -> None:
     pytest.importorskip("triton", reason="Triton, whose interpreter runs kernels on a CPU, is not installed")
     from bench.lightning.published_kernel import score_chunk
 
@@ -64,13 +64,13 @@ def test_the_published_kernel_scores() -> None:
     torch.testing.assert_close(got, score_keys(operands)[:, 7:147], rtol=1e-3, atol=1e-3)
 
 
-def test_recall_counts_what_is_shared() -> None:
+def test_recall_is_the_share_of_common_indices() -> None:
     want = torch.tensor([[3, 1, -1], [5, 6, 7], [-1, -1, -1]])
     got = torch.tensor([[1, 9, -1], [7, 6, 5], [-1, -1, -1]], dtype=torch.int32)
     assert recall(got, want) == {"mean": 0.75, "min": 0.5, "perfect": 0.5}
 
 
-def test_fp8_operands_are_noise_on_the_grid() -> None:
+def test_fp8_operands_score_nearly_as_the_original_ones() -> None:
     packed = make_fp8_operands(64, TINY, "cpu")
     assert packed.q.dtype == packed.k.dtype == torch.float8_e4m3fn
     plain = make_operands(64, TINY, "cpu")
@@ -124,7 +124,7 @@ def test_tables_resume_where_they_stopped(tmp_path: Path, capsys: pytest.Capture
     assert f"commit {json.loads(out.read_text())['machine']['commit']}." in text, "it names the code that it tells of"
 
 
-def test_pictures_are_drawn(tmp_path: Path) -> None:
+def test_plots_show_measured_variants_only_and_distinguish_equal_lines(tmp_path: Path) -> None:
     figures = {"ms": 5.0, "peak_gib": 0.4, "tflops": 600.0}
     cases = [
         {"table": 3, "kind": "time", "variant": variant, "num_tokens": tokens, "top_k": 512, **cut, **figures}
@@ -145,14 +145,14 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     )
 
 
-def test_the_gate_is_open_and_shuts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_passes_correct_results_and_refuses_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ("cpu", 9, 131, 64, TINY)
     assert checking.check(*sizes) == []
     monkeypatch.setattr(checking, "top_k_reference", lambda scores, k, lens: torch.full((len(scores), k), 5))
     assert len(checking.check(*sizes)) > len(checking.KINDS)
 
 
-def test_a_layer_is_measured_both_ways(tmp_path: Path) -> None:
+def test_a_layer_is_measured_once_in_every_variant(tmp_path: Path) -> None:
     shape = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "q_lora_rank": 16, "o_groups": 2}
     shape |= {"o_lora_rank": 8, "index_n_heads": 16, "index_head_dim": 32, "partial_rotary_factor": 0.5}
     records = run_layers(tmp_path / "f.json", {}, 1024, 60.0, "cpu", shape)
@@ -163,7 +163,7 @@ def test_a_layer_is_measured_both_ways(tmp_path: Path) -> None:
     assert run_layers(tmp_path / "f.json", {}, 1024, 0.0, "cpu", shape).cases == records.cases
 
 
-def test_overlap_of_selections() -> None:
+def test_overlap_of_selections_is_intersection_over_union() -> None:
     a = torch.tensor([[0, 1, 2, 3], [5, -1, -1, -1], [-1, -1, -1, -1]], dtype=torch.int32)
     b = torch.tensor([[2, 3, 4, 5], [-1, 5, -1, -1], [-1, -1, -1, -1]], dtype=torch.int32)
     torch.testing.assert_close(overlap(a, b), torch.tensor([2 / 6, 1.0, 1.0], dtype=torch.float64))

@@ -11,7 +11,7 @@ from tests.bench_accuracy.test_long import make_layer
 from tests.tiny import loaded
 
 
-def test_what_is_measured_is_hisas_choice(rng):
+def test_measured_choices_agree_with_hisas(rng):
     layer, num_queries, k = make_layer(rng, num_rows=700), 5, 20
     lens = causal_lens(num_queries, 700, first_position=695)
     for head, operands in enumerate(hisa_real.indexers(layer, layer.q[:, :, -num_queries:])):
@@ -50,7 +50,7 @@ def test_texts_and_needles_are_measured_once(tmp_path, monkeypatch):
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-def test_a_needle_that_is_not_there_is_refused():
+def test_a_needle_that_does_not_occur_exactly_once_is_refused():
     assert hisa_real._rows_of([3, 4], [1, 3, 4, 3]) == {1, 2}
     for context in ([1, 3], [3, 4, 3, 4]):
         with pytest.raises(GateError, match="times in its context; wanted once"):

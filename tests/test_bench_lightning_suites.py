@@ -18,7 +18,7 @@ def run(trials: Any, out: Path | None) -> None:
     run_suite(trials, out, {"cpu": "of a test"}, seconds=600, device="cpu")
 
 
-def test_what_is_measured_is_kept_and_not_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_cases_are_stored_and_not_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "topk.json"
     run(topk_suite.trials("cpu"), out)
     cases = json.loads(out.read_text())["cases"]
@@ -39,7 +39,7 @@ def test_a_wrong_selection_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None
         run(topk_suite.trials("cpu"), None)
 
 
-def test_a_suite_that_is_out_of_time_begins_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_suite_that_is_out_of_time_starts_no_trial(capsys: pytest.CaptureFixture[str]) -> None:
     def never() -> Prepared:
         raise AssertionError("began")
 
@@ -48,7 +48,7 @@ def test_a_suite_that_is_out_of_time_begins_nothing(capsys: pytest.CaptureFixtur
     assert "time is up" in capsys.readouterr().out
 
 
-def test_hisas_gate_holds_and_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hisas_gate_passes_correct_results_and_detects_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = [t for t in hisa_suite.trials("cpu") if t.variant == "HISA" and t.case == "prefix 1024"]
     prepared = trials[0].prepare()
     assert prepared.faults() == []
@@ -57,7 +57,7 @@ def test_hisas_gate_holds_and_finds_faults(monkeypatch: pytest.MonkeyPatch) -> N
     assert prepared.faults() == ["differs from DSA on a short prefix"]
 
 
-def test_the_gates_of_decoding_find_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_of_decoding_detects_a_wrong_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_suite, "INDEX_HEADS", 4)
     inputs = decode_suite.make_inputs([300, 20], 8, "cpu")
     assert decode_suite.choice_faults(inputs, 50) == []
@@ -74,7 +74,7 @@ def test_workloads_have_their_known_lengths() -> None:
         assert all(1 <= n <= 5806 for n in lens)
 
 
-def test_a_report_sets_hisa_beside_the_faster_dsa() -> None:
+def test_the_report_compares_hisa_with_the_faster_dsa() -> None:
     common = {"suite": "hisa", "name": "noise", "case": "prefix 8"}
     cases = [
         {**common, "variant": "DSA", "p50_us": 300.0},

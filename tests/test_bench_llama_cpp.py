@@ -25,7 +25,7 @@ class Llama:
 """
 
 
-def test_figures_are_of_the_steps_behind_a_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpp_is_timed_over_steps_that_follow_a_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "llama_cpp.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     options = Namespace(python=sys.executable, model=tmp_path / "m.gguf", threads=1)
@@ -36,7 +36,7 @@ def test_figures_are_of_the_steps_behind_a_context(tmp_path: Path, monkeypatch: 
         _llama_cpp("llama.cpp", np.arange(3, dtype=np.int32), "many", options)
 
 
-def test_the_first_steps_do_not_count() -> None:
+def test_warm_up_steps_are_excluded_from_the_figures() -> None:
     told = _measured_fields({"steps_ms": [1000.0] * WARM_UP + [2.0] * (NUM_STEPS - WARM_UP), "prefill_s": 1.0})
     assert told == {"prefill_s": 1.0, "step_p50_ms": 2.0, "step_most_ms": 2.0}
     with pytest.raises(GateError):

@@ -16,7 +16,7 @@ def outcome(variant: str, scores: dict[str, float], cached: int = 0) -> Outcome:
     return Outcome(TASK, 4096, variant, scores, prompt_tokens=100 * len(scores), cached_tokens=cached, seconds=1.0)
 
 
-def test_differences_are_of_the_same_samples() -> None:
+def test_differences_compare_scores_of_the_same_samples() -> None:
     outcomes = [
         outcome(FULL, {"0": 1.0, "2": 0.0}),
         outcome(FULL, {"1": 1.0}),
@@ -28,7 +28,7 @@ def test_differences_are_of_the_same_samples() -> None:
     assert sparse["difference_stderr"] == 0.5  # of the values 0 and -1
 
 
-def test_what_is_in_the_file_is_not_judged_again(tmp_path: Path) -> None:
+def test_recorded_outcomes_are_not_evaluated_again(tmp_path: Path) -> None:
     path = tmp_path / "outcomes.jsonl"
     Outcomes(path, "a model").add(outcome(FULL, {"0": 1.0, "2": 0.0}))
     again = Outcomes(path, "a model")
@@ -40,6 +40,6 @@ def test_what_is_in_the_file_is_not_judged_again(tmp_path: Path) -> None:
         Outcomes(path, "another")
 
 
-def test_tokens_are_told_apart_by_whether_they_were_there() -> None:
+def test_prefills_separate_cached_from_computed_tokens() -> None:
     rows = prefills([outcome(FULL, {"0": 1.0}), outcome(SPARSE.name, {"0": 1.0}, cached=90)], [FULL, SPARSE.name])
     assert [(row["sent_tokens"], row["computed_tokens"]) for row in rows] == [(100, 100), (100, 10)]

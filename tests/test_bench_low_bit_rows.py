@@ -32,7 +32,7 @@ def kernels(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     emulator.stand_in(monkeypatch, low_bit_rows)
 
 
-def turns(rows: torch.Tensor) -> torch.Tensor:
+def rotations(rows: torch.Tensor) -> torch.Tensor:
     """Return maps from heads' channels to TurboQuant's, [num_kv_heads, head_dim, head_dim]. rows: keys or values."""
     order = low_bit.largest_channels(rows)
     parts = low_bit.encode_rotated(rows, order, ROTATED_BITS)
@@ -42,12 +42,12 @@ def turns(rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("num_tiles", "batch_size", "group_size"), [(1, 1, 8), (7, 2, 4), (67, 1, 3)])
-def test_attention_to_codes_is_attention_to_what_they_stand_for(kernels, rng, name, num_tiles, batch_size, group_size):
+def test_attention_to_codes_equals_attention_to_decoded_rows(kernels, rng, name, num_tiles, batch_size, group_size):
     require_attention(rng, name, num_tiles, batch_size, group_size)
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "turboquant-3.5"])
-def test_what_warps_have_added_up_may_take_more_than_their_tiles(kernels, as_ampere, rng, name):
+def test_attention_is_correct_when_partial_sums_need_more_memory_than_tiles(kernels, as_ampere, rng, name):
     require_attention(rng, name, 9, 1, 8)
 
 
@@ -67,7 +67,9 @@ def require_attention(rng: np.random.Generator, name: str, num_tiles: int, batch
         q_of = q[request : request + 1, :, None].float()
         want[request] = reference_attention(q_of, coded.k[None], coded.v[None])[0, :, 0]
         if name == "turboquant-3.5":
-            asked[request] = (q[request].float().view(2, group_size, 128) @ turns(k)).view(num_q_heads, 128).bfloat16()
+            asked[request] = (
+                (q[request].float().view(2, group_size, 128) @ rotations(k)).view(num_q_heads, 128).bfloat16()
+            )
     attention = LowBitAttention(FORMATS[name], heads, shape[2], batch_size, DEVICE)
     tiles = torch.stack([coded_tiles(of.to(DEVICE), FORMATS[name]) for of in rows])
     assert tiles.shape[3] == FORMATS[name].tile_bytes(128)
@@ -76,7 +78,7 @@ def require_attention(rng: np.random.Generator, name: str, num_tiles: int, batch
     attention.attend(asked.to(DEVICE), tiles, out)
     got = out.float().cpu()
     if name == "turboquant-3.5":
-        back = [turns(of[:, :, 1].contiguous()).mT for of in rows]
+        back = [rotations(of[:, :, 1].contiguous()).mT for of in rows]
         got = torch.stack(
             [(of.view(2, group_size, 128) @ turn).view(num_q_heads, 128) for of, turn in zip(got, back, strict=True)]
         )
@@ -96,7 +98,7 @@ def test_steps_attend_to_the_rows_of_each_request(kernels, recording, monkeypatc
     assert relative_error(out.cpu(), want.cpu()) < 0.1  # the error of 4 bits
 
 
-def test_what_the_kernel_does_not_take_is_refused(recording):  # noqa: F811
+def test_shapes_that_the_kernel_does_not_support_are_refused(recording):  # noqa: F811
     options = Options(shape=FEW, search=SearchConfig(), ceilings={}, seconds=0.0)
     with pytest.raises(ConfigError, match="contexts of their own"):
         low_bit_rows.low_bit_rows(Workload(recording, FEW_HEADS, 128, 2, DEVICE, is_shared=True), options, "q4_0")

@@ -36,7 +36,7 @@ MISSED = {"quest": 0, "sparq": 1, "pqcache": 1}  # the most rows that may differ
 SEARCH = SearchConfig(keep=0.1, sink_len=16, window_len=32)
 
 
-def test_they_are_those_that_are_defined():
+def test_parameters_of_other_methods_equal_their_definitions():
     assert signature(PreparedQuest).parameters["page_size"].default == other_methods.PAGE_LEN
     pqcache = signature(PreparedPqcache).parameters
     sizes = [pqcache[name].default for name in ("num_subspaces", "num_centroids", "num_iterations")]
@@ -51,7 +51,7 @@ def test_they_are_those_that_are_defined():
         *(pytest.param(*method, 1, marks=[] if method[0] == "sparq" else pytest.mark.gpu) for method in METHODS),
     ],
 )
-def test_they_choose_as_they_are_defined(kernels, recording, monkeypatch, method, prepare, crowded):  # noqa: F811
+def test_kernels_of_other_methods_choose_as_defined(kernels, recording, monkeypatch, method, prepare, crowded):  # noqa: F811
     monkeypatch.setattr(other_methods, "CROWDED", crowded)
     context_len = 4112  # of several blocks
     work, options = Workload(recording, FEW_HEADS, context_len, 2, DEVICE), whole_step_options(monkeypatch, None)
@@ -89,13 +89,13 @@ def test_they_choose_as_they_are_defined(kernels, recording, monkeypatch, method
 
 
 @pytest.mark.parametrize(("context_len", "keep", "what"), [(300, 0.1, "whole pages"), (304, 0.04, "less than a page")])
-def test_what_kernels_do_not_take_is_refused(recording, monkeypatch, context_len, keep, what):  # noqa: F811
+def test_contexts_and_choices_without_whole_pages_are_refused(recording, monkeypatch, context_len, keep, what):  # noqa: F811
     work, options = Workload(recording, FEW_HEADS, context_len, 1, DEVICE), whole_step_options(monkeypatch, None)
     with pytest.raises(ConfigError, match=what):
         by_other_method(work, options, "quest", "device", SearchConfig(keep=keep, window_len=32))
 
 
-def test_rows_that_are_kept_stay_the_same(kernels, recording, monkeypatch):  # noqa: F811
+def test_h2o_keeps_the_same_rows_and_refuses_the_host_placement(kernels, recording, monkeypatch):  # noqa: F811
     work, options = Workload(recording, FEW_HEADS, 320, 1, DEVICE), whole_step_options(monkeypatch, None)
     search = SearchConfig(keep=0.05, window_len=32)
     steps, rows = by_other_method(work, options, "h2o", "hybrid", search).attention, work.step_rows(64)
@@ -155,7 +155,7 @@ def test_sampled_rows_are_attended_to_as_magicpig_defines_it(rng, context_len, t
 
 
 @pytest.mark.parametrize("tables", TABLES.values())
-def test_log_weights_are_those_of_the_probability(rng, tables):
+def test_log_weights_agree_with_the_sampling_probability(rng, tables):
     table = log_weights(tables).double().numpy()
     cosines = torch.from_numpy(rng.uniform(-0.5, 1, 1000))
     got = np.interp(1 - cosines.numpy(), np.arange(len(table)) * 2 / STEPS, table)
@@ -163,7 +163,7 @@ def test_log_weights_are_those_of_the_probability(rng, tables):
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=2e-6)
 
 
-def test_magicpigs_step_is_that_of_the_window_and_what_the_cpu_takes(recording, monkeypatch):  # noqa: F811
+def test_magicpigs_step_time_adds_waits_for_the_cpu_to_the_windows_step(recording, monkeypatch):  # noqa: F811
     monkeypatch.setattr(sampled, "PROBE_BYTES", 1 << 20)
     monkeypatch.setattr(sampled, "NUM_WIDE_LAYERS", 1)
     monkeypatch.setattr(sampled, "NUM_STEPS", 3)
@@ -211,7 +211,7 @@ def test_magicpigs_step_is_that_of_the_window_and_what_the_cpu_takes(recording, 
     assert case["index_bytes"] == 2 * 2 * FEW.num_layers * 300 * 600
 
 
-def test_attention_to_other_rows_is_not_timed(recording, monkeypatch):  # noqa: F811
+def test_sampled_attention_that_differs_from_the_definition_is_refused(recording, monkeypatch):  # noqa: F811
     monkeypatch.setattr(sampled_layer, "MOST_BYTES", 1 << 20)
     monkeypatch.setattr(sampled, "sampling_probability", lambda *of: 2 * sampling_probability(*of))
     work = Workload(recording, FEW_HEADS, 300, 1, torch.device("cpu"))

@@ -25,18 +25,18 @@ def measured(monkeypatch: pytest.MonkeyPatch, text: str) -> dict[str, Any]:
     return asyncio.run(overload.measure(SimpleNamespace(url=""), "m", ASKED))  # type: ignore[arg-type]
 
 
-def test_the_rate_is_over_all_the_time_in_which_answers_came(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_is_over_the_time_until_the_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = measured(monkeypatch, "a word")
     assert figures["full"]["num"] == 4 and figures["requests_per_s"] <= 20  # two clients, two answers each, 0.2 s
     assert "p99_ms" not in figures["alone"] and figures["alone"]["num"] == 3
 
 
-def test_answers_without_words_are_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_without_text_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GateError, match="status 200 and no text"):
         measured(monkeypatch, "")
 
 
-def test_of_a_service_that_admits_nobody_there_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_admits_no_request_gives_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refused(*_: Any) -> list[overload.Reply]:
         return [overload.Reply(429, 0.1, 0.1, "1", "")] * 3
 

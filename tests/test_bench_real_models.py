@@ -26,7 +26,7 @@ def download(command: list[str], **_: Any) -> "subprocess.CompletedProcess[bytes
     return subprocess.CompletedProcess(command, 0)
 
 
-def test_parts_make_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_joined_once_into_a_verified_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = b"".join(PIECES)
     parts = Parts("a-model-part", "1.0", len(PIECES), hashlib.sha256(whole).hexdigest())
     monkeypatch.setattr(real_models, "MODELS", {"a-model": parts})
@@ -39,7 +39,7 @@ def test_parts_make_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         fetch("a-model", tmp_path)
 
 
-def test_another_file_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_another_hash_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real_models, "MODELS", {"a-model": Parts("a-model-part", "1.0", 2, "0" * 64)})
     monkeypatch.setattr(subprocess, "run", download)
     with pytest.raises(SystemExit, match=r"not 0{64}; it was not kept"):

@@ -33,7 +33,7 @@ def make_content() -> dict[str, Any]:
     return {**header, "cases": cases}
 
 
-def test_tables_give_ratios_and_say_what_was_refused():
+def test_tables_show_ratios_and_refusals():
     text = tables(make_content())
     ours = [line for line in text.splitlines() if "| csattn |" in line]
     assert len(ours) == 8 and all("| 2.50 |" in line for line in ours)
@@ -42,7 +42,7 @@ def test_tables_give_ratios_and_say_what_was_refused():
     assert text.count("no room for it") == 8
 
 
-def test_magicpigs_steps_are_told_without_what_a_gpu_does_in_them():
+def test_magicpigs_steps_are_listed_without_figures_of_gpu_work():
     content = make_content()
     key = {"kind": "e2e", "context_len": 8192, "batch_size": 1, "placement": "host", "schedule": "every step"}
     figures = {"p50_us": 5000.0, "tokens_per_s": 200.0, "p99_us": 6000.0, "hbm_bytes": 10**9}
@@ -50,7 +50,7 @@ def test_magicpigs_steps_are_told_without_what_a_gpu_does_in_them():
     assert "| host | MagicPIG, 300 tables | 5.00 | 6.00 | 200 | 0.02 |" in text
 
 
-def test_results_outlive_the_run_and_are_not_measured_twice(tmp_path):
+def test_results_are_stored_and_not_measured_twice(tmp_path):
     path = tmp_path / "new" / "results.json"
     key = {"kind": "op", "context_len": 8192, "batch_size": 1, "variant": "full", "placement": "device"}
     first = Results(path, {"machine": "a"})
@@ -68,7 +68,7 @@ def test_results_outlive_the_run_and_are_not_measured_twice(tmp_path):
     assert sorted(case.get("p50_us", 0) for case in merged["cases"]) == [0, 3.0]
 
 
-def test_a_file_of_other_settings_is_refused_and_cases_tell_their_commit(tmp_path):
+def test_a_file_of_other_settings_is_refused_and_cases_record_their_commit(tmp_path):
     path, key = tmp_path / "results.json", {"kind": "op", "context_len": 8192, "batch_size": 1}
     Results(path, {"machine": {"commit": "a"}, "keep": 0.02}).add({**key, "variant": "default"})
     with pytest.raises(GateError, match=r"measured with keep 0.02, not 0.15; name another file"):
@@ -78,7 +78,7 @@ def test_a_file_of_other_settings_is_refused_and_cases_tell_their_commit(tmp_pat
     assert found["machine"]["commit"] == "b" and [case["commit"] for case in found["cases"]] == ["a", "b"]
 
 
-def test_a_share_that_is_enough_lies_between_two_that_were_tried():
+def test_the_sufficient_share_is_interpolated_between_tried_shares():
     """It is interpolated: the next larger share that was tried would overstate what other methods need."""
     tried = [(0.1, 1e-2), (0.3, 1e-4), (0.02, 1e-1)]
     assert share_at(1e-3, tried) == pytest.approx(0.2) and share_at(1e-4, tried) == pytest.approx(0.3)

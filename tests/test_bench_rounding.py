@@ -18,7 +18,7 @@ def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "load_model", load)
 
 
-def test_figures_are_the_last_line(monkeypatch, capsys, tmp_path) -> None:
+def test_the_last_line_is_the_figures_as_json(monkeypatch, capsys, tmp_path) -> None:
     file = tmp_path / "figures.json"
     monkeypatch.setattr("sys.argv", ["", "--texts", "speech", "--weights", "fp8", "--len", "520", "--json", str(file)])
     rounding.main()
@@ -28,7 +28,7 @@ def test_figures_are_the_last_line(monkeypatch, capsys, tmp_path) -> None:
     assert case == {"text": "speech", "weights": "fp8", "kl": 0, "top1_agreement": 1}, "here nothing is rounded"
 
 
-def test_a_text_of_which_nothing_is_judged_is_refused(monkeypatch) -> None:
+def test_a_text_too_short_to_evaluate_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["", "--texts", "speech", "--len", str(rounding.SKIPPED)])
     with pytest.raises(GateError, match="speech has 512 tokens"):
         rounding.main()

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 HEADS = Heads.of(shape_named("llama-3.1-8b"))
 
 
-def test_shares_of_a_workload_have_its_heads_each_once(recording) -> None:  # noqa: F811
+def test_the_shares_of_a_workload_concatenate_to_the_whole(recording) -> None:  # noqa: F811
     whole = Workload(recording, HEADS, 192, 2, CPU)
     parts = [ShareOfWorkload(recording, HEADS, 192, 2, CPU, share=Share(rank, 2)) for rank in range(2)]
     assert parts[1].rows(0).untyped_storage().nbytes() == whole.rows(0).nbytes // 2
@@ -50,7 +50,7 @@ def test_shares_of_a_workload_have_its_heads_each_once(recording) -> None:  # no
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-7b"])  # tied to its embedding; with biases
-def test_shares_of_random_weights_compute_what_the_whole_computes(name: str) -> None:
+def test_the_shares_of_random_weights_add_up_to_the_whole(name: str) -> None:
     shape = few_layers(name)
     whole = random_weights(shape, CPU, torch.float32)
     parts = [random_weights(shape, CPU, torch.float32, share=Share(rank, 2)) for rank in range(2)]
@@ -66,7 +66,7 @@ def test_shares_of_random_weights_compute_what_the_whole_computes(name: str) -> 
         assert torch.equal(part.embedding, whole.embedding)
 
 
-def test_shares_of_random_experts_are_as_steps_want_them() -> None:
+def test_shares_of_random_experts_have_the_memory_layout_of_steps() -> None:
     """Gates and ups share one matrix, and the whole's memory is not kept."""
     shape = few_layers("gpt-oss-20b")
     whole = random_weights(shape, CPU).layers[1].experts[0]
@@ -81,7 +81,7 @@ def test_shares_of_random_experts_are_as_steps_want_them() -> None:
     assert torch.equal(torch.cat([part.layers[1].experts[0].down for part in parts], dim=2), whole.down)
 
 
-def test_no_more_of_a_model_than_a_share_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_share_of_a_model_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """During construction, at most one whole layer is held besides the share."""
     wholes, share_of_layer = list[ref[torch.Tensor]](), random_weights_module.share_of_layer
 
@@ -100,7 +100,7 @@ def test_no_more_of_a_model_than_a_share_is_held(monkeypatch: pytest.MonkeyPatch
     assert 2 * weights.streamed_bytes == one.streamed_bytes
 
 
-def test_what_is_not_shared_out_is_refused() -> None:
+def test_a_number_of_devices_that_does_not_divide_the_kv_heads_is_refused() -> None:
     with pytest.raises(ConfigError, match="3 devices cannot split 8 KV heads"):
         random_weights(few_layers("llama-3.1-8b"), CPU, share=Share(0, 3))
 
@@ -110,21 +110,21 @@ def few_layers(name: str) -> ModelSpec:
     return replace(shape, layers=shape.layers[:2], hidden_size=64, vocab_size=130)
 
 
-def test_logits_that_are_others_are_not_timed() -> None:
+def test_logits_that_differ_from_the_whole_models_are_refused() -> None:
     logits = torch.randn(2, 1000)
     assert compare(logits + 0.1 * CLOSE, logits)["same_tokens"] == 1.0
     with pytest.raises(GateError, match="of their spread apart"):
         compare(logits.roll(1, dims=1), logits)
 
 
-def test_devices_are_a_number_above_one_alone_or_beside_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_numbers_of_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for asked in ("1", "2,4", "", "0"):
         monkeypatch.setattr("sys.argv", ["bench.split", "--devices", asked])
         with pytest.raises(GateError, match=f"alone or beside 1: 4, or 1,4; '{asked}' is neither"):
             main()
 
 
-def test_a_process_tells_the_command_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_records_the_command_that_the_user_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["-m", "bench.split", "--devices", "2", "--json", str(tmp_path / "result.json")]
     monkeypatch.setattr("sys.orig_argv", ["python3", *given, "--process", "0", "meeting"])
     monkeypatch.setattr("sys.argv", [*given[1:], "--process", "0", "meeting"])
@@ -137,7 +137,7 @@ def test_a_process_tells_the_command_that_was_given(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for this machine's devices")
-def test_two_devices_and_one_make_the_same_step_and_the_report_says_what_bounds_it(
+def test_one_and_two_devices_compute_the_same_step_and_report_its_bound(
     emulator: Emulator,
     recording,  # noqa: F811
     tmp_path: Path,

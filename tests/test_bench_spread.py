@@ -1,4 +1,4 @@
-"""`bench.spread` and `bench.load` on a small scale: their counts, and a node that is lost during answers."""
+"""`bench.spread` and `bench.load` on a small scale: their counts, and answers while a node is lost."""
 
 import argparse
 import asyncio
@@ -14,7 +14,7 @@ from bench.timing import GateError
 
 
 @pytest.mark.ray
-def test_nothing_is_wrong_when_a_node_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_node_causes_no_wrong_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
     monkeypatch.setattr(spread, "NODE_DOWN_S", 0.5)
     sizes = "--nodes 2 --workers 2 --contexts 3 --context-chars 300 --answer-tokens 40 --every-s 4 --least-kills 1"
@@ -24,16 +24,16 @@ def test_nothing_is_wrong_when_a_node_goes(tmp_path: Path, monkeypatch: pytest.M
     assert 0 < result["requests_where_their_context_was"] <= 1
 
 
-def said(ended_at: float) -> load.TurnResult:
+def turn_result(ended_at: float) -> load.TurnResult:
     return load.TurnResult(0, 0.1, 0.2, ended_at, new_tokens=10, prompt_tokens=5, cached_tokens=5)
 
 
-def test_a_trace_that_is_replayed_until_enough_is_killed_is_counted_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_replayed_until_enough_kills_counts_every_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     options = spread.parser().parse_args(["--least-kills", "3", "--every-s", "0", "--sessions", "4"])
 
     async def replay(_client: Any, _model: str, trace: list[load.Session], *_: Any) -> list[load.TurnResult]:
         chaos.num_killed += 1
-        return [said(time.perf_counter()) for session in trace for _ in session.questions]
+        return [turn_result(time.perf_counter()) for session in trace for _ in session.questions]
 
     async def nothing(*_: Any) -> str:
         return "model"
@@ -55,18 +55,20 @@ def options_of(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_tokens_a_second_are_of_the_time_in_which_sessions_begin() -> None:
-    figures = load.trace_report([said(105.0), said(110.0), said(113.0)], [], 100.0, 113.0, options_of("--for-s", "10"))
+def test_tokens_per_second_cover_only_the_time_in_which_sessions_start() -> None:
+    figures = load.trace_report(
+        [turn_result(105.0), turn_result(110.0), turn_result(113.0)], [], 100.0, 113.0, options_of("--for-s", "10")
+    )
     assert (figures["tokens_per_s"], figures["seconds"], figures["turns"]) == (2.0, 13.0, 3)
 
 
-def test_few_times_have_a_most_and_no_p99() -> None:
+def test_few_samples_report_a_maximum_instead_of_p99() -> None:
     assert load.quantiles("wait", []) == {}
     assert load.quantiles("wait", [1.0, 3.0]) == {"wait_p50_ms": 2000.0, "wait_most_ms": 3000.0, "wait_num": 2}
     assert load.quantiles("wait", [1.0] * 99 + [3.0])["wait_p99_ms"] < 3000
 
 
-def test_a_watch_counts_from_its_first_look_and_tells_when_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_counts_from_its_first_sample_and_raises_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [(90, 10), (97, 11), (2, 1)]  # the last is of a restarted process
 
     def get(_watch: load.Watch, path: str) -> Any:

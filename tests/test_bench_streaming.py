@@ -10,7 +10,7 @@ from tests.tiny import loaded, token_ids
 from workers.streaming.config import StreamConfig
 
 
-def test_the_definition_of_the_benchmark_is_the_stream() -> None:
+def test_stream_nll_agrees_with_the_definition() -> None:
     model, config = loaded(), StreamConfig(sink_len=4, window_len=12)
     ids = torch.from_numpy(token_ids(61)).long()
     got = streaming.stream_nll(model, config, ids, 7)
@@ -20,7 +20,7 @@ def test_the_definition_of_the_benchmark_is_the_stream() -> None:
 
 
 @pytest.mark.parametrize("policy", streaming.MEMORY_CONFIGS)
-def test_memory_is_read_while_a_policy_generates(policy) -> None:
+def test_memory_is_sampled_while_a_policy_generates(policy) -> None:
     measured = streaming.memory(streaming.MEMORY_CONFIGS[policy], 60)
     assert (measured["config"]["policy"], measured["num_tokens"]) == (policy, 60)
     assert 10 < measured["resident_first_mb"] <= measured["resident_most_mb"]

@@ -24,7 +24,7 @@ def results(of_memory: int, of_disk: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("more_in_memory", "refusal"), [(5_000_000, "allowed"), (80_000_000, "is no measure")])
-def test_more_than_the_budget_is_seen_from_both_sides(more_in_memory: int, refusal: str) -> None:
+def test_memory_beyond_the_budget_is_detected_with_kv_in_memory_and_in_files(more_in_memory: int, refusal: str) -> None:
     tiers.check(results(500_000_000, 500_000_000 + BUDGET), BUDGET)
     held = 500_000_000 + BUDGET + (20_000_000 if refusal == "allowed" else 0)
     with pytest.raises(GateError, match=refusal):

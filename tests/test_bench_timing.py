@@ -1,4 +1,4 @@
-"""What every benchmark's result contains besides its figures."""
+"""Results of benchmarks record machine, commit and command, and are written whole."""
 
 import json
 import signal
@@ -9,7 +9,7 @@ from bench import timing
 
 
 @pytest.mark.parametrize("commit", ["0123456789ab", "0123456789ab-dirty", None])
-def test_a_result_names_what_was_measured_and_by_which_command(commit, tmp_path, monkeypatch, capsys) -> None:
+def test_a_result_records_its_machine_commit_and_command(commit, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(timing, "commit", lambda: commit)
     monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python3", "-m", "bench.one", "--texts", "a b"])
     path = tmp_path / "figures" / "result.json"
@@ -23,7 +23,7 @@ def test_a_result_names_what_was_measured_and_by_which_command(commit, tmp_path,
     assert json.loads(path.read_text()) == {"bench": "two", "machine": {"gpu": "mine"}}
 
 
-def test_a_bench_that_is_told_to_end_clears_away_behind_it() -> None:
+def test_sigterm_raises_system_exit_in_a_benchmark() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         timing.end_as_interrupted()

@@ -1,4 +1,4 @@
-"""`bench.turns`, which takes minutes, with a model that takes milliseconds."""
+"""`bench.turns`, on a tiny model."""
 
 import io
 import json
@@ -13,20 +13,20 @@ from bench.turns import beside, kills
 from tests.tiny import save
 
 
-def test_nothing_wrong_is_found_after_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_faults_are_found_after_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[1])
     result = kills.run(2, seed=1, model=str(save(tmp_path / "model")), longest_s=2.0, finds_context=True)
     assert result["kills"] == 2 and result["pieces"] > 12 and result["files"] > 0
 
 
-def test_a_process_that_ends_by_itself_is_no_kill(tmp_path: Path) -> None:
+def test_a_process_that_ends_by_itself_does_not_count_as_a_kill(tmp_path: Path) -> None:
     for ended_with, dies_after_s in ((1, 5.0), (0, 5.0), (-9, None)):
         server = SimpleNamespace(stdin=io.StringIO(), stdout=[json.dumps({"over": ended_with})])
         with pytest.raises(GateError, match=f"a process ended with {ended_with}, not"):
             kills.Kills(server, np.random.default_rng(0)).live(tmp_path, dies_after_s)
 
 
-def test_waits_in_which_a_prompt_comes_and_ends_are_beside_it() -> None:
+def test_gaps_that_overlap_a_prompt_count_towards_it() -> None:
     decoder = beside.Decoder(SimpleNamespace(model="m"), 0)  # type: ignore[arg-type]
     decoder.times_s = [0.0, 1.0, 2.0, 5.0, 6.0, 10.0]
     assert beside.gaps_ms([decoder], 0.0, 2.5) == {"p50_ms": 1000.0, "p99_ms": 1000.0, "most_ms": 1000.0}

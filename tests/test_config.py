@@ -21,19 +21,19 @@ from csattn.errors import ConfigError
         ({"lookahead": 2}, "lookahead must be one of 0, 1, got 2"),
     ],
 )
-def test_what_is_no_search_configuration_is_refused(options, sentence) -> None:
+def test_invalid_search_configurations_are_refused(options, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence):
         SearchConfig(**options)
 
 
-def test_an_index_is_configured_by_whole_numbers() -> None:
+def test_index_options_of_a_wrong_type_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"num_fine must be a whole number, got 1\.5"):
         SketchConfig(num_fine=1.5)
     with pytest.raises(ConfigError, match="list_len must be a number, got 'half'"):
         ListConfig(list_len="half")
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     config = SearchConfig(keep=np.float32(0.5), window_len=np.int64(8), sink_len=0)
     assert config.top_k(100) == 50
     assert SearchConfig(keep=1).top_k(7) == 7

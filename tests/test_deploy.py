@@ -37,7 +37,7 @@ def settings_of(environment: dict[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "kuberay.yaml"])
-def test_pods_ask_for_what_there_is(name: str) -> None:
+def test_pods_use_existing_settings_mounts_ports_and_paths(name: str) -> None:
     found = [container for document in documents(name) for pod in pods(document) for container in pod["containers"]]
     assert found
     for container in found:
@@ -54,7 +54,7 @@ def test_pods_ask_for_what_there_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "kuberay.yaml"])
-def test_pods_have_the_rights_of_the_images_user_and_no_more(name: str) -> None:
+def test_pods_run_with_only_the_rights_of_the_images_user(name: str) -> None:
     """Kubernetes' policy `restricted` requires this. Volumes belong to the user's group, or nothing could be stored."""
     for pod in [pod for document in documents(name) for pod in pods(document)]:
         user = pod["securityContext"]
@@ -68,7 +68,7 @@ def test_pods_have_the_rights_of_the_images_user_and_no_more(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "kuberay.yaml"])
-def test_claims_and_labels_meet(name: str) -> None:
+def test_volume_claims_and_service_labels_match(name: str) -> None:
     of_kind: dict[str, list[dict[str, Any]]] = {}
     for document in documents(name):
         of_kind.setdefault(document["kind"], []).append(document)
@@ -90,7 +90,7 @@ def test_ray_has_as_many_gpus_as_workers() -> None:
     assert settings.ray.num_attention_workers == gpus == group["minReplicas"] == group["maxReplicas"]
 
 
-def test_compose_runs_what_the_image_has() -> None:
+def test_compose_matches_the_image_and_its_settings() -> None:
     [compose] = documents("compose.yaml")
     service = compose["services"]["csattn"]
     settings = settings_of({**service["environment"], "CSATTN_SERVER_API_KEYS": "a-key"})
@@ -103,7 +103,7 @@ def test_compose_runs_what_the_image_has() -> None:
     assert yaml.safe_load(command) == service["command"] == ["csattn", "serve", "--local"]
 
 
-def test_keys_that_compose_reads_from_a_file_stay_out_of_image_and_repository() -> None:
+def test_the_file_of_api_keys_for_compose_is_ignored_by_docker_and_git() -> None:
     """compose.yaml reads CSATTN_SERVER_API_KEYS from the file `.env` next to it."""
     assert "**/.env" in (ROOT / ".dockerignore").read_text().split()
     assert ".env" in (ROOT / ".gitignore").read_text().split()

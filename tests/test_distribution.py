@@ -26,7 +26,7 @@ def in_checkout(*paths: str) -> set[str]:
     return set(subprocess.check_output(["git", "ls-files", *paths], cwd=ROOT, text=True).split())
 
 
-def test_a_wheel_has_all_that_the_packages_need_and_says_of_which_commit_it_is(built: Path) -> None:
+def test_a_wheel_holds_all_files_of_the_packages_and_its_commit(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
         names = {name for name in files.namelist() if ".dist-info/" not in name}
@@ -36,7 +36,7 @@ def test_a_wheel_has_all_that_the_packages_need_and_says_of_which_commit_it_is(b
     assert len(commit) == 12 and head.startswith(commit)
 
 
-def test_a_source_distribution_has_what_the_documents_point_to(built: Path) -> None:
+def test_a_source_distribution_holds_packages_docs_bench_and_tests(built: Path) -> None:
     (source,) = built.glob("*.tar.gz")
     with tarfile.open(source) as files:
         names = {name.split("/", 1)[1] for name in files.getnames()}

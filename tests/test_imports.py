@@ -91,7 +91,7 @@ def address_faults(path: str, source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_imports_point_one_way(package: str) -> None:
+def test_packages_import_only_the_packages_that_they_may(package: str) -> None:
     files = package_files(package)
     assert files, f"the package {package} is gone; adapt the rules"
     faults = [fault for file in files for fault in direction_faults(str(file.relative_to(ROOT)), file.read_text())]
@@ -99,7 +99,7 @@ def test_imports_point_one_way(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_heavy_libraries_have_one_address(package: str) -> None:
+def test_heavy_libraries_are_imported_only_where_allowed(package: str) -> None:
     files = package_files(package)
     faults = [fault for file in files for fault in address_faults(str(file.relative_to(ROOT)), file.read_text())]
     assert not faults, "\n".join(faults)
@@ -122,7 +122,7 @@ def test_heavy_libraries_have_one_address(package: str) -> None:
         ("csattn/index.py", "from bench.search import gate"),
     ],
 )
-def test_an_import_that_points_the_wrong_way_is_found(path: str, source: str) -> None:
+def test_an_import_in_the_wrong_direction_is_detected(path: str, source: str) -> None:
     assert len(direction_faults(path, source)) == 1
 
 
@@ -136,11 +136,11 @@ def test_an_import_that_points_the_wrong_way_is_found(path: str, source: str) ->
         ("workers/cli.py", "import matplotlib.pyplot as plt"),
     ],
 )
-def test_a_heavy_import_elsewhere_is_found(path: str, source: str) -> None:
+def test_a_heavy_import_elsewhere_is_detected(path: str, source: str) -> None:
     assert len(address_faults(path, source)) == 1
 
 
-def test_what_is_allowed_is_allowed() -> None:
+def test_allowed_imports_pass() -> None:
     assert not direction_faults("workers/cli.py", "from index_build.pipeline import build_artifact\nimport csattn")
     assert not direction_faults("csattn/search/run.py", "from csattn.index import LayerIndex\nfrom . import kernels")
     assert not direction_faults("offload/gather.py", "from csattn.cuda import cuda_kernel")
@@ -151,6 +151,6 @@ def test_what_is_allowed_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("name", ["index_build", "workers", "workers.engine"])
-def test_names_that_are_loaded_late_are_listed(name: str) -> None:
+def test_lazily_loaded_names_are_listed_by_dir(name: str) -> None:
     module = import_module(name)
     assert set(module.__all__) <= set(dir(module))

@@ -20,7 +20,7 @@ esac
 @pytest.mark.parametrize(
     ("system", "words"), [("Linux", "make TORCH_CPU_INDEX=URL demo"), ("Darwin", "on a Mac it needs Apple silicon")]
 )
-def test_where_torch_cannot_be_had_it_says_what_to_do(tmp_path: Path, system: str, words: str) -> None:
+def test_a_failed_install_of_torch_prints_what_to_do(tmp_path: Path, system: str, words: str) -> None:
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "bin").mkdir()

@@ -28,11 +28,11 @@ ROWS = [[2, 5, -1]]
         (selection(ROWS, rest=Rest(np.zeros((1, 2), np.float32), np.array([1.5], np.float32))), "outside"),
     ],
 )
-def test_check_finds(wrong: Selection, message: str) -> None:
+def test_check_detects_invalid_selections(wrong: Selection, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_selection(wrong, 9)
 
 
-def test_check_passes_what_is_right() -> None:
+def test_check_accepts_a_valid_selection() -> None:
     rest = Rest(np.zeros((1, 2), np.float32), np.ones(1, np.float32))
     check_selection(selection(ROWS, log_weights=np.array([[0.5, -3, 0]], np.float32), rest=rest), 9)

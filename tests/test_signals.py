@@ -19,7 +19,7 @@ def library() -> None:
         signal.signal(number, lambda *_: None)
 
 
-def test_handlers_are_ours_again() -> None:
+def test_own_handlers_restores_replaced_handlers() -> None:
     before = handlers()
     with own_handlers(undo=lambda: pytest.fail("nothing ended it")):
         library()
@@ -27,7 +27,7 @@ def test_handlers_are_ours_again() -> None:
     assert handlers() == before
 
 
-def test_another_thread_may_start_it_too() -> None:
+def test_own_handlers_works_in_another_thread() -> None:
     told: list[str] = []
 
     def start() -> None:
@@ -47,7 +47,7 @@ def exit_within(code: int) -> None:
 
 
 @pytest.mark.parametrize(("code", "wanted"), [(signal.SIGTERM, 143), (3, 3)])
-def test_an_exit_from_within_is_undone_and_has_the_signals_code(code: int, wanted: int) -> None:
+def test_an_exit_while_starting_is_undone_and_has_the_signals_exit_code(code: int, wanted: int) -> None:
     before, undone = handlers(), []
     with pytest.raises(SystemExit) as ended, own_handlers(undo=lambda: undone.append(handlers())):
         exit_within(code)
@@ -55,7 +55,7 @@ def test_an_exit_from_within_is_undone_and_has_the_signals_code(code: int, wante
 
 
 @pytest.mark.parametrize("is_handled", [True, False])
-def test_a_hangup_that_is_handled_is_no_business_of_what_is_started(is_handled: bool) -> None:
+def test_a_handled_sighup_spares_started_processes(is_handled: bool) -> None:
     """A handled SIGHUP spares started processes, and our handler still gets it. One that is not handled ends them."""
     told: list[int] = []
     before = signal.signal(signal.SIGHUP, (lambda number, _: told.append(number)) if is_handled else signal.SIG_DFL)

@@ -25,7 +25,7 @@ def flip_byte(path: Path, position: int, mask: int = 1) -> None:
 
 
 def reseal(artifact_dir: Path, change: Callable[[dict[str, Any]], object] = lambda manifest: None) -> None:
-    """Make every hash and size of an artifact agree with what its files hold now, as a forger would."""
+    """Make every hash and size of an artifact agree with the present content of its files, as a forger would."""
     path = artifact_dir / "manifest.json"
     manifest = json.loads(path.read_bytes())
     for name in manifest["files"]:
@@ -36,7 +36,7 @@ def reseal(artifact_dir: Path, change: Callable[[dict[str, Any]], object] = lamb
 
 
 def seal(artifact_dir: Path, manifest: bytes) -> None:
-    """Replace the manifest by these bytes, and its hash by theirs."""
+    """Replace the content of the manifest, and write its hash."""
     (artifact_dir / "manifest.json").write_bytes(manifest)
     (artifact_dir / "manifest.sha256").write_text(f"{hashlib.sha256(manifest).hexdigest()}  manifest.json\n")
 

@@ -1,4 +1,4 @@
-"""Whatever happened to a finished artifact, a reader refuses it with a clear message, and never crashes or waits."""
+"""A damaged or forged artifact is refused with a clear message; a reader neither crashes nor waits."""
 
 import json
 import os
@@ -29,7 +29,9 @@ def artifact_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("layout", ["sketch", "lists"])
-def test_hundreds_of_random_changes_are_all_refused(tmp_path: Path, layout: str, rng: np.random.Generator) -> None:
+def test_random_damage_to_an_artifacts_files_is_always_refused(
+    tmp_path: Path, layout: str, rng: np.random.Generator
+) -> None:
     path = build(tmp_path, make_spec(layout=layout))
     files = sorted(path.iterdir())
     for _ in range(200):
@@ -54,19 +56,19 @@ def test_a_missing_file_is_named(artifact_dir: Path, name: str) -> None:
         open_artifact(artifact_dir)
 
 
-def test_a_file_that_does_not_belong_is_refused(artifact_dir: Path) -> None:
+def test_an_unknown_file_in_an_artifact_is_refused(artifact_dir: Path) -> None:
     (artifact_dir / "notes.txt").touch()
     with pytest.raises(ArtifactCorruptError, match=r"notes\.txt does not belong to the artifact; remove it"):
         open_artifact(artifact_dir)
 
 
-def test_what_a_mac_leaves_anywhere_does_no_harm(artifact_dir: Path) -> None:
+def test_metadata_files_of_macos_are_ignored(artifact_dir: Path) -> None:
     for name in (".DS_Store", "._manifest.json"):
         (artifact_dir / name).touch()
     verify_artifact(artifact_dir)
 
 
-def test_files_of_equal_shape_are_not_confused(tmp_path: Path) -> None:
+def test_a_file_of_another_artifact_or_layer_is_refused(tmp_path: Path) -> None:
     one, other = build(tmp_path, make_spec()), build(tmp_path, make_spec(seed=1), seed=1)
     for source, name in [(other / kv_file(0), kv_file(0)), (one / kv_file(1), kv_file(0))]:
         victim = shutil.copytree(one, tmp_path / "copy")
@@ -88,7 +90,7 @@ def test_a_directory_named_after_another_artifact_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("version", [2, 3, 4, 6])
-def test_another_format_version_is_to_be_built_again(artifact_dir: Path, version: int) -> None:
+def test_another_format_version_is_refused_with_advice_to_build_again(artifact_dir: Path, version: int) -> None:
     """Artifacts from before sketches, too: their index has a layout that no longer exists. Version 3 had no marks;
     version 4 identified a model by its weights alone."""
 
@@ -103,7 +105,7 @@ def test_another_format_version_is_to_be_built_again(artifact_dir: Path, version
     assert "delete" not in str(refusal.value), "the csattn that made it may read it in the same store"
 
 
-def test_a_format_version_is_not_repeated_at_length(artifact_dir: Path) -> None:
+def test_a_long_format_version_is_shortened_in_the_error(artifact_dir: Path) -> None:
     seal(artifact_dir, json.dumps({"format": "csattn-artifact", "format_version": "5" * 100_000}).encode())
     with pytest.raises(ArtifactMismatchError, match="has format version '5555") as refusal:
         open_artifact(artifact_dir)
@@ -134,7 +136,9 @@ def test_another_model_or_tokenizer_is_refused(artifact_dir: Path) -> None:
         ({"bits": 4}, "in float32, its weights rounded in the same way, or build"),
     ],
 )
-def test_another_models_refusal_says_how_weights_were_rounded(artifact_dir: Path, noted: object, words: str) -> None:
+def test_the_refusal_of_another_model_names_the_rounding_of_weights(
+    artifact_dir: Path, noted: object, words: str
+) -> None:
     if noted is not None:
         reseal(artifact_dir, lambda manifest: manifest["build_notes"].update(weights=noted))
     with open_artifact(artifact_dir) as artifact, pytest.raises(ArtifactMismatchError, match=words):
@@ -182,13 +186,13 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_forged_manifest_with_a_good_hash_is_refused(artifact_dir: Path, forgery: str) -> None:
+def test_a_forged_manifest_with_a_valid_hash_is_refused(artifact_dir: Path, forgery: str) -> None:
     reseal(artifact_dir, FORGERIES[forgery])
     with pytest.raises(ArtifactCorruptError, match="build it again"):
         open_artifact(artifact_dir)
 
 
-def test_a_layer_left_out_of_manifest_and_directory_is_missed(artifact_dir: Path) -> None:
+def test_an_artifact_without_one_of_its_layers_is_refused(artifact_dir: Path) -> None:
     (artifact_dir / kv_file(1)).unlink()
     manifest = json.loads((artifact_dir / "manifest.json").read_bytes())
     del manifest["files"][kv_file(1)]
@@ -211,7 +215,7 @@ def test_a_layer_left_out_of_manifest_and_directory_is_missed(artifact_dir: Path
         b'{"format": "csattn-artifact", "format": "csattn-artifact", "format_version": 1}',
     ],
 )
-def test_a_manifest_that_is_no_manifest_is_refused(artifact_dir: Path, text: bytes) -> None:
+def test_a_malformed_manifest_is_refused(artifact_dir: Path, text: bytes) -> None:
     seal(artifact_dir, text)
     with pytest.raises(ArtifactError, match="not one that csattn writes") as refusal:
         open_artifact(artifact_dir)
@@ -268,13 +272,13 @@ def test_forged_lists_never_reach_a_kernel(
 
 
 @pytest.mark.parametrize("start", [-1, 1, 2**31 - 1, -(2**31)])
-def test_forged_places_of_scores_never_reach_a_kernel(artifact_dir: Path, start: int) -> None:
+def test_forged_offsets_of_scores_are_refused(artifact_dir: Path, start: int) -> None:
     forge_array(artifact_dir, "starts", lambda starts: _set(starts, start))
     with pytest.raises(ArtifactCorruptError, match="starts are not where the scores of listed rows begin"):
         verify_artifact(artifact_dir)
 
 
-def test_forged_least_scores_are_refused(artifact_dir: Path) -> None:
+def test_forged_minimum_scores_are_refused(artifact_dir: Path) -> None:
     forge_array(artifact_dir, "least", lambda least: _set(least, -100.0))
     with pytest.raises(ArtifactCorruptError, match="least are not the least scores of the lists"):
         verify_artifact(artifact_dir)
@@ -290,7 +294,9 @@ def _set(array: NDArray[Any], value: float) -> None:
     + [("sketch", name) for name in ("key_mean", "query_transform", "value_mean", "value_transform")],
 )
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf, -3e38])
-def test_forged_values_that_no_build_gives_are_refused(tmp_path: Path, layout: str, name: str, value: float) -> None:
+def test_nan_infinite_and_huge_values_in_an_index_are_refused(
+    tmp_path: Path, layout: str, name: str, value: float
+) -> None:
     path = build(tmp_path, make_spec(layout=layout))
     with np.errstate(over="ignore"):  # float16 overflows to -inf
         forge_array(path, name, lambda array: _set(array, value))
@@ -334,7 +340,7 @@ def test_a_negative_zero_score_is_refused(artifact_dir: Path) -> None:
         verify_artifact(artifact_dir)
 
 
-def test_a_writer_does_not_publish_what_a_reader_would_refuse(tmp_path: Path) -> None:
+def test_a_writer_refuses_an_index_that_a_reader_would_refuse(tmp_path: Path) -> None:
     spec = make_spec()
     kv, index = make_layer(spec, 0)
     index.key_mean[0, 0, 0] = np.nan
@@ -352,7 +358,7 @@ def test_forged_tokens_are_refused(artifact_dir: Path) -> None:
         open_artifact(artifact_dir)
 
 
-def test_tokens_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     """Code that counts tokens by id would write out of bounds."""
     spec = make_spec()
     path = build(tmp_path, replace(spec, model=replace(spec.model, vocab_size=10)))
@@ -362,21 +368,23 @@ def test_tokens_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [kv_file(0), "manifest.json", "manifest.sha256"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
-def test_what_is_not_a_file_is_not_waited_for(artifact_dir: Path, name: str, make: Callable[[Path], None]) -> None:
+def test_a_pipe_or_directory_in_place_of_a_file_is_refused_at_once(
+    artifact_dir: Path, name: str, make: Callable[[Path], None]
+) -> None:
     (artifact_dir / name).unlink()
     make(artifact_dir / name)
     with pytest.raises(ArtifactCorruptError):
         verify_artifact(artifact_dir)
 
 
-def test_nobody_is_told_to_delete_a_store_or_a_home(artifact_dir: Path) -> None:
+def test_opening_a_store_as_an_artifact_does_not_advise_to_delete_it(artifact_dir: Path) -> None:
     store = artifact_dir.parent
     with pytest.raises(ArtifactNotFoundError, match=r"csattn ls --store .* and how an id starts") as refusal:
         open_artifact(store)
     assert "delete" not in str(refusal.value)
 
 
-def test_a_renamed_directory_is_told_what_names_are(artifact_dir: Path, tmp_path: Path) -> None:
+def test_a_renamed_artifact_is_found_by_path_but_not_by_name(artifact_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(artifact_dir, tmp_path / "manual")
     with pytest.raises(ArtifactNotFoundError, match="an artifact's directory is named by its id"):
         find_artifact(tmp_path, "manual")
@@ -391,7 +399,7 @@ def test_a_renamed_directory_is_told_what_names_are(artifact_dir: Path, tmp_path
     assert find_artifact(tmp_path, artifact_dir.name[:4]) == tmp_path / artifact_dir.name
 
 
-def test_no_artifact_here(tmp_path: Path) -> None:
+def test_a_path_without_an_artifact_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ArtifactNotFoundError, match="there is no artifact 'nothing'"):
         open_artifact(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
@@ -405,7 +413,7 @@ def test_no_artifact_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [kv_file(1), "manifest.json", "."])
-def test_a_file_that_may_not_be_read(name: str) -> None:
+def test_a_file_without_read_permission_is_refused(name: str) -> None:
     with public_place() as place:
         path = build(place, make_spec())
         (path / name).chmod(0)

@@ -13,7 +13,7 @@ LEAST: dict[str, Any] = dict.fromkeys(
 )
 
 
-def test_a_layer_keeps_the_last_rows_that_are_seen_behind_it() -> None:
+def test_a_sliding_window_layer_keeps_only_the_rows_within_its_reach() -> None:
     model = ModelGeometry(**(LEAST | {"num_layers": 3}), reaches=(0, 100, ALL))
     assert [model.num_kept(layer_idx, 70) for layer_idx in range(3)] == [70, 70, 70]
     assert [model.num_kept(layer_idx, 300) for layer_idx in range(3)] == [300, 100, 300]
@@ -21,7 +21,7 @@ def test_a_layer_keeps_the_last_rows_that_are_seen_behind_it() -> None:
 
 @pytest.mark.parametrize("name", LEAST)
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, None])
-def test_sizes_are_one_at_least(name: str, value: Any) -> None:
+def test_sizes_that_are_not_positive_integers_are_refused(name: str, value: Any) -> None:
     ModelGeometry(**LEAST)
     with pytest.raises(ConfigError, match=f"{name} of a model must be a positive integer, got {value}"):
         ModelGeometry(**(LEAST | {name: value}))

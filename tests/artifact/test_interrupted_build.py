@@ -44,7 +44,7 @@ def num_calls(tmp_path: Path, calls: tuple[str, ...]) -> int:
     return len(made)
 
 
-def test_killed_before_every_system_call(tmp_path: Path) -> None:
+def test_a_build_killed_before_any_system_call_leaves_a_sound_store(tmp_path: Path) -> None:
     def build_and_die(store: Path, number: int) -> None:
         with before_call(SYSTEM_CALLS, number, kill_self):
             build(store, SPEC)
@@ -57,7 +57,7 @@ def test_killed_before_every_system_call(tmp_path: Path) -> None:
         assert_completes(store)
 
 
-def test_killed_at_random_moments(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_build_killed_at_random_moments_leaves_a_sound_store(tmp_path: Path, rng: np.random.Generator) -> None:
     spec = make_spec(257, num_layers=6)
     started = time.perf_counter()
     assert exit_status(fork(lambda: build(tmp_path / "undisturbed", spec))) == 0
@@ -88,7 +88,7 @@ def test_killed_at_random_moments(tmp_path: Path, rng: np.random.Generator) -> N
     ],
     ids=["disk full", "disk broken"],
 )
-def test_a_disk_that_fails_at_every_call(
+def test_a_disk_that_fails_at_any_call_leaves_a_sound_store(
     tmp_path: Path, act: Callable[[], None], calls: tuple[str, ...], error: type[ArtifactError], message: str
 ) -> None:
     refused = 0
@@ -107,7 +107,7 @@ def test_a_disk_that_fails_at_every_call(
     assert refused >= number - 2  # cleaning up at the end may fail without harm
 
 
-def test_files_and_names_are_flushed_before_anything_builds_on_them(tmp_path: Path) -> None:
+def test_files_are_flushed_before_and_directories_after_each_rename(tmp_path: Path) -> None:
     with before_call(("write", "open", "fsync", "replace", "rename"), -1, kill_self) as made:
         build(tmp_path, SPEC)
     renames = [i for i, call in enumerate(made) if call == "replace"]
@@ -119,7 +119,7 @@ def test_files_and_names_are_flushed_before_anything_builds_on_them(tmp_path: Pa
     assert made[publication + 1 : publication + 3] == ["open", "fsync"]  # the store
 
 
-def test_on_macos_the_disk_is_told_to_write_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_on_macos_use_full_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, why = [], errno.ENOTSUP
 
     def refuse(descriptor: int, operation: int) -> None:
@@ -135,7 +135,7 @@ def test_on_macos_the_disk_is_told_to_write_its_cache(tmp_path: Path, monkeypatc
         write_bytes(tmp_path / "file", b"data")
 
 
-def test_what_can_be_made_again_waits_for_no_disk(tmp_path: Path) -> None:
+def test_an_unsynced_build_does_not_call_fsync(tmp_path: Path) -> None:
     with unsynced(), before_call(("fsync", "rename"), -1, kill_self) as made:
         build(tmp_path / "a", SPEC)
     assert made == ["rename"]
@@ -146,7 +146,7 @@ def test_what_can_be_made_again_waits_for_no_disk(tmp_path: Path) -> None:
     assert made
 
 
-def test_what_an_unsynced_build_left_is_flushed_by_one_that_continues_it(
+def test_a_build_that_continues_an_unsynced_one_flushes_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with unsynced():
@@ -157,7 +157,7 @@ def test_what_an_unsynced_build_left_is_flushed_by_one_that_continues_it(
     assert [file.name for file in path.iterdir() if file.stat().st_ino not in flushed] == []
 
 
-def test_a_file_size_limit_of_the_system(tmp_path: Path) -> None:
+def test_a_build_over_the_file_size_limit_fails_and_can_be_completed(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     try:
@@ -175,13 +175,13 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     verify_artifact(build(tmp_path, SPEC))
 
 
-def test_space_is_asked_for_in_advance(tmp_path: Path) -> None:
+def test_require_space_refuses_more_than_the_free_space(tmp_path: Path) -> None:
     require_space(tmp_path / "not" / "yet", 1)
     with pytest.raises(StoreFullError, match=r"has [\d,]+ bytes .* free and the build needs 1,000,000,000,000,000,000"):
         require_space(tmp_path, 10**18)
 
 
-def test_a_store_that_may_not_be_written() -> None:
+def test_a_read_only_store_refuses_builds_but_finds_its_artifacts() -> None:
     with public_place() as place:
         finished = build(place, SPEC)
         place.chmod(0o555)
@@ -196,13 +196,13 @@ def test_a_store_that_may_not_be_written() -> None:
 
 
 @pytest.mark.parametrize("inside", ["", "store"])
-def test_a_store_where_a_file_is_is_a_sentence(inside: str, tmp_path: Path) -> None:
+def test_a_store_path_that_is_a_file_is_refused_with_the_reason(inside: str, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ArtifactError, match=r"cannot make the store .*: a file is in its place; name a directory"):
         build(tmp_path / "notes.txt" / inside, SPEC)
 
 
-def test_a_store_without_locks_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_without_locks_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some network file systems have no locks. There, two builders would remove each other's work."""
     finished = build(tmp_path, SPEC)
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
@@ -216,15 +216,15 @@ def test_a_store_without_locks_is_a_sentence(tmp_path: Path, monkeypatch: pytest
 def test_a_second_builder_waits_and_finds_the_artifact(tmp_path: Path) -> None:
     waits, says_so = os.pipe()
 
-    def say_so() -> None:
+    def signal_waiting() -> None:
         os.write(says_so, b"w")
 
-    def wait_for_the_other() -> None:
-        with ArtifactWriter(tmp_path, SPEC, make_token_ids(70), say_so) as writer:
+    def wait_for_the_builder() -> None:
+        with ArtifactWriter(tmp_path, SPEC, make_token_ids(70), signal_waiting) as writer:
             assert writer.finished_path is not None
 
     with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
-        pid = fork(wait_for_the_other)
+        pid = fork(wait_for_the_builder)
         assert os.read(waits, 1) == b"w"
         assert collect_garbage(tmp_path) == []  # a build in progress is no garbage
         for layer_idx in range(2):
@@ -234,7 +234,7 @@ def test_a_second_builder_waits_and_finds_the_artifact(tmp_path: Path) -> None:
     assert_completes(tmp_path)
 
 
-def test_who_waited_for_a_lock_holds_the_one_that_others_see(tmp_path: Path) -> None:
+def test_a_waiter_acquires_the_lock_file_that_other_builders_see(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with pytest.raises(AssertionError, match="not held"), BuildLock(path):
         pass
@@ -253,7 +253,7 @@ def test_who_waited_for_a_lock_holds_the_one_that_others_see(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_many_builders_of_one_artifact(tmp_path: Path) -> None:
+def test_concurrent_builder_processes_make_one_artifact(tmp_path: Path) -> None:
     for round_number in range(10):
         store = tmp_path / str(round_number)
         pids = [fork(lambda store=store: build(store, SPEC)) for _ in range(4)]  # type: ignore[misc]
@@ -261,7 +261,7 @@ def test_many_builders_of_one_artifact(tmp_path: Path) -> None:
         assert_completes(store)
 
 
-def test_builders_in_threads_of_one_process(tmp_path: Path) -> None:
+def test_concurrent_builder_threads_make_one_artifact(tmp_path: Path) -> None:
     paths: list[Path] = []
     threads = [threading.Thread(target=lambda: paths.append(build(tmp_path, SPEC))) for _ in range(4)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Stores behind a URL: nothing half-uploaded is seen, nothing damaged is kept, one download serves all readers."""
+"""Stores at a URL: partial uploads are not seen, damaged files not cached, and one download serves all readers."""
 
 import hashlib
 import json
@@ -68,7 +68,7 @@ def flip(data: bytes) -> bytes:
     return data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
 
 
-def test_what_was_uploaded_is_what_a_reader_opens(uploaded: RemoteStore, cache: Path, tmp_path: Path) -> None:
+def test_an_uploaded_artifact_is_downloaded_unchanged(uploaded: RemoteStore, cache: Path, tmp_path: Path) -> None:
     assert uploaded.artifact_ids() == [ID]
     with open_artifact(f"{uploaded.url}/{ID[:5]}", verify="full") as artifact:
         assert artifact.path == cache / ID
@@ -79,7 +79,7 @@ def test_what_was_uploaded_is_what_a_reader_opens(uploaded: RemoteStore, cache: 
     assert [summary.artifact_id for summary in list_store(cache)] == [ID]
 
 
-def test_a_copy_is_downloaded_once_and_readers_at_once_share_it(
+def test_concurrent_readers_share_one_download(
     uploaded: RemoteStore, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     downloads: list[str] = []
@@ -97,7 +97,7 @@ def test_a_copy_is_downloaded_once_and_readers_at_once_share_it(
     assert [path.name for path in cache.iterdir()] == [ID]
 
 
-def test_an_upload_that_stops_before_its_end_is_not_seen(
+def test_an_incomplete_upload_is_not_listed_or_opened(
     remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = build(tmp_path / "local", SPEC)
@@ -130,7 +130,7 @@ def test_an_upload_that_stops_before_its_end_is_not_seen(
     [flip, lambda data: data[:-1], lambda data: data + b"x", lambda data: b""],
     ids=["flip", "cut", "add", "empty"],
 )
-def test_what_is_damaged_there_never_arrives_here(
+def test_a_damaged_remote_file_is_refused_and_not_cached(
     uploaded: RemoteStore, cache: Path, name: str, alter: Callable[[bytes], bytes]
 ) -> None:
     good = fsspec.open(f"{uploaded.url}/{ID}/{name}").open().read()
@@ -147,8 +147,10 @@ def test_what_is_damaged_there_never_arrives_here(
 
 
 @pytest.mark.parametrize("name", ["../../../../elsewhere/file", "/elsewhere/file", "more.bin", None])
-def test_a_forged_manifest_names_no_other_files(uploaded: RemoteStore, tmp_path: Path, name: str | None) -> None:
-    """It is refused if it names other files, or none; and nothing is written to the forged paths."""
+def test_a_forged_manifest_that_lists_other_files_is_refused(
+    uploaded: RemoteStore, tmp_path: Path, name: str | None
+) -> None:
+    """A manifest without files is refused, too. Nothing is written to the forged paths."""
     fs, path = fsspec.core.url_to_fs(f"{uploaded.url}/{ID}")
     manifest = json.loads(fs.cat_file(f"{path}/manifest.json"))
     if name is None:
@@ -175,7 +177,7 @@ def test_an_artifact_under_another_id_is_refused(uploaded: RemoteStore) -> None:
         open_artifact(f"{uploaded.url}/{'0' * 16}")
 
 
-def test_a_download_goes_on_where_it_stopped(
+def test_an_interrupted_download_resumes_where_it_stopped(
     uploaded: RemoteStore, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
@@ -196,7 +198,7 @@ def test_a_download_goes_on_where_it_stopped(
     assert [path.name for path in cache.iterdir()] == [ID]
 
 
-def test_a_download_needs_room_for_what_is_missing(
+def test_a_download_needs_space_for_its_missing_files_only(
     uploaded: RemoteStore, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = index_file(1)
@@ -232,13 +234,13 @@ def test_a_download_killed_before_any_system_call_is_continued(
     assert number > 40
 
 
-def test_a_copy_that_is_damaged_later_is_downloaded_again(uploaded: RemoteStore, cache: Path) -> None:
+def test_a_cached_copy_that_is_damaged_later_is_downloaded_again(uploaded: RemoteStore, cache: Path) -> None:
     path = fetch_artifact(f"{uploaded.url}/{ID}")
     os.truncate(path / kv_file(0), 100)
     verify_artifact(fetch_artifact(f"{uploaded.url}/{ID}"))
 
 
-def test_a_copy_that_is_evicted_while_it_is_opened_is_downloaded_again(
+def test_a_cached_copy_that_is_evicted_while_it_is_opened_is_downloaded_again(
     uploaded: RemoteStore, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removed, require_hashes = list[Path](), reader._require_hashes
@@ -252,15 +254,17 @@ def test_a_copy_that_is_evicted_while_it_is_opened_is_downloaded_again(
         assert removed == [cache / ID] and artifact.spec == SPEC
 
 
-def test_what_was_used_before_the_clock_was_set_back_was_used_long_ago(tmp_path: Path) -> None:
-    """Otherwise a copy would stay until that time has come. Another machine's clock may be a little ahead."""
+def test_a_last_use_far_in_the_future_counts_as_long_ago(tmp_path: Path) -> None:
+    """Otherwise a copy would not be evicted before that time. The clock of another machine may be a little ahead."""
     for ahead_s, is_heeded in ((-1e6, True), (3600.0, True), (1e6, False)):
         when = time.time() + ahead_s
         os.utime(tmp_path, (when, when))
         assert (used_at(tmp_path) > 0.0) == is_heeded
 
 
-def test_copies_unused_longest_go_first_and_who_reads_one_keeps_it(remote: RemoteStore, tmp_path: Path) -> None:
+def test_least_recently_used_copies_are_evicted_first_and_open_ones_stay_readable(
+    remote: RemoteStore, tmp_path: Path
+) -> None:
     specs = [make_spec(fingerprint=f"model-{number}") for number in range(3)]
     for spec in specs:
         remote.upload(build(tmp_path / "local", spec))
@@ -289,6 +293,6 @@ def test_copies_unused_longest_go_first_and_who_reads_one_keeps_it(remote: Remot
         ("file:///absent/store/0123456789abcdef", "holds no finished artifact"),
     ],
 )
-def test_what_is_not_there_is_a_sentence(url: str, words: str) -> None:
+def test_urls_without_an_artifact_are_refused_with_the_reason(url: str, words: str) -> None:
     with pytest.raises(ArtifactError, match=words):
         open_artifact(url)

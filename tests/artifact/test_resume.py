@@ -29,7 +29,7 @@ from tests.artifact.faults import before_call, flip_byte
 from tests.artifact.synthetic import TORCH_DTYPES, build, hidden_state, make_layer, make_spec, make_token_ids
 
 
-def test_a_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_an_interrupted_build_resumes_where_it_stopped(tmp_path: Path) -> None:
     write_layers(tmp_path, 1)
     with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
         assert repr(writer) == f"<ArtifactWriter {SPEC.artifact_id}: 1/2 layers>"
@@ -93,7 +93,7 @@ def test_a_record_with_a_forged_size_counts_as_absent(tmp_path: Path) -> None:
 
 
 def test_hidden_states_of_another_shape_count_as_absent(tmp_path: Path) -> None:
-    """They are another build's, with a record that has their hash."""
+    """They are from another build, with a record of the right hash."""
     write_layers(tmp_path, 2)
     other = make_spec(context_len=69, num_kv_heads=1)
     WorkDir(tmp_path, other).path.mkdir()
@@ -137,7 +137,7 @@ def test_damaged_work_counts_as_absent(
     assert_completes(tmp_path)
 
 
-def test_strange_things_in_the_building_directory_are_removed(tmp_path: Path) -> None:
+def test_unknown_files_in_the_building_directory_are_removed(tmp_path: Path) -> None:
     write_layers(tmp_path, 1)
     work = building_dir(tmp_path)
     (work / "artifact" / "passwords.txt").touch()
@@ -151,7 +151,7 @@ def test_strange_things_in_the_building_directory_are_removed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "empty directory"])
-def test_a_strange_building_directory_is_made_anew(tmp_path: Path, kind: str) -> None:
+def test_an_invalid_building_directory_is_replaced(tmp_path: Path, kind: str) -> None:
     store = tmp_path / "store"
     store.mkdir()
     (tmp_path / "elsewhere" / "artifact").mkdir(parents=True)
@@ -174,7 +174,7 @@ def test_a_broken_artifact_is_replaced(tmp_path: Path) -> None:
     assert_completes(tmp_path)
 
 
-def test_an_artifact_for_which_this_process_has_no_room_is_not_replaced(tmp_path: Path, monkeypatch) -> None:
+def test_an_artifact_that_this_process_lacks_resources_to_map_is_not_replaced(tmp_path: Path, monkeypatch) -> None:
     """The error does not say that it is broken, so a copy of it is not downloaded again either."""
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     remote = RemoteStore(f"file://{tmp_path}/remote")
@@ -195,7 +195,7 @@ def test_replacing_a_broken_artifact_does_not_disturb_its_readers(tmp_path: Path
     assert torch.equal(artifact.layer_kv(0), make_layer(SPEC, 0)[0])
 
 
-def test_interrupted_by_the_keyboard_leaves_what_is_finished(tmp_path: Path) -> None:
+def test_a_keyboard_interrupt_keeps_finished_layers(tmp_path: Path) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 

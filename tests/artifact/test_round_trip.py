@@ -1,4 +1,4 @@
-"""What is written comes back: the same bytes, from memory maps, under the same id."""
+"""An artifact reads back the bytes that were written, from memory maps, under the same id."""
 
 import copy
 import dataclasses
@@ -43,14 +43,14 @@ def assert_holds_what_was_built(artifact: Artifact, spec: ArtifactSpec) -> None:
             assert (got_index.num_fine, got_index.num_coarse) == spec.index_config.words(spec.model.head_dim)
         else:
             assert got_index.weigh_by_norm == index.weigh_by_norm
-        assert_nearly_the_same(got_index.next_query, index.next_query)
+        assert_equal_up_to_rounding(got_index.next_query, index.next_query)
         want = index_arrays(index)
         for name, got in index_arrays(got_index).items():
             assert got.dtype == want[name].dtype
             np.testing.assert_array_equal(got, want[name])
 
 
-def assert_nearly_the_same(got: NDArray[np.float32] | None, want: NDArray[np.float32] | None) -> None:
+def assert_equal_up_to_rounding(got: NDArray[np.float32] | None, want: NDArray[np.float32] | None) -> None:
     """Assert equality up to half a step of a row's 8 bits."""
     assert (got is None) == (want is None)
     if got is not None and want is not None:
@@ -60,8 +60,8 @@ def assert_nearly_the_same(got: NDArray[np.float32] | None, want: NDArray[np.flo
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="nothing tells here what is open and mapped")
-def test_what_is_mapped_holds_no_file_open_and_goes_with_the_last_array(tmp_path: Path) -> None:
-    """A service may have more contexts than it may have files open."""
+def test_mapped_arrays_hold_no_file_open_and_are_unmapped_with_the_last_one(tmp_path: Path) -> None:
+    """A service may hold more contexts than the process may have open files."""
     spec = make_spec()
 
     def is_mapped() -> bool:
@@ -107,7 +107,7 @@ OPTIONS = st.one_of(
     kv_dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
     options=OPTIONS,
 )
-def test_everything_comes_back(options: dict[str, object], **shape: object) -> None:
+def test_an_artifact_reads_back_as_it_was_built(options: dict[str, object], **shape: object) -> None:
     spec = make_spec(**shape, **options)  # type: ignore[arg-type]
     with TemporaryDirectory() as store:
         path = build(Path(store), spec)
@@ -150,7 +150,7 @@ def test_the_safetensors_library_reads_our_files(kinds: list[tuple[tuple[str, st
             assert not ours[name].flags.writeable
 
 
-def test_large_arrays_start_on_a_page_and_small_ones_on_a_cache_line(tmp_path: Path) -> None:
+def test_large_arrays_are_aligned_to_pages_and_small_ones_to_cache_lines(tmp_path: Path) -> None:
     spec = make_spec(3001, head_dim=64, kv_dtype="bfloat16")
     path = build(tmp_path, spec)
     for name in (kv_file(0), index_file(0)):
@@ -171,7 +171,7 @@ def test_strided_rows_are_stored_in_order(tmp_path: Path) -> None:
         assert torch.equal(artifact.layer_kv(0), kv)
 
 
-def test_the_id_depends_on_everything_that_decides_the_bytes_and_on_nothing_else() -> None:
+def test_the_artifact_id_depends_on_all_inputs_of_a_build_and_on_nothing_else() -> None:
     spec = make_spec()
     others = [
         make_spec(71),
@@ -215,13 +215,13 @@ def test_file_modes_follow_the_umask(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="there is no sha256sum on this machine")
-def test_the_manifest_is_checked_by_sha256sum_too(tmp_path: Path) -> None:
+def test_sha256sum_verifies_the_manifest(tmp_path: Path) -> None:
     path = build(tmp_path, make_spec())
     done = subprocess.run(["sha256sum", "--check", "--strict", MANIFEST_HASH_FILE], cwd=path, capture_output=True)
     assert done.stdout == b"manifest.json: OK\n"
 
 
-def test_arrays_outlive_the_artifact_that_handed_them_out(tmp_path: Path) -> None:
+def test_arrays_stay_valid_after_their_artifact_is_closed(tmp_path: Path) -> None:
     spec = make_spec()
     artifact = open_artifact(build(tmp_path, spec))
     kv = artifact.layer_kv(1)
@@ -247,14 +247,14 @@ def test_an_artifact_is_pickled_as_its_path(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_closed_artifact_is_not_copied(tmp_path: Path, make: Callable[[Artifact], object]) -> None:
+def test_a_closed_artifact_cannot_be_copied_or_pickled(tmp_path: Path, make: Callable[[Artifact], object]) -> None:
     with open_artifact(build(tmp_path, make_spec())) as artifact:
         pass
     with pytest.raises(ArtifactError, match="is closed; open it again"):
         make(artifact)
 
 
-def test_a_layer_that_the_model_does_not_have(tmp_path: Path) -> None:
+def test_a_layer_index_out_of_range_is_refused(tmp_path: Path) -> None:
     with open_artifact(build(tmp_path, make_spec())) as artifact, pytest.raises(IndexError, match="layers 0 to 1"):
         artifact.layer_kv(2)
 
@@ -269,12 +269,12 @@ def test_a_layer_that_the_model_does_not_have(tmp_path: Path) -> None:
         ({"num_layers": 0}, "num_layers of a model must be a positive integer"),
     ],
 )
-def test_a_spec_that_makes_no_sense(change: dict[str, object], message: str) -> None:
+def test_invalid_artifact_specs_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_spec(**change)  # type: ignore[arg-type]
 
 
-def test_more_tokens_than_int32_numbers_are_refused() -> None:
+def test_contexts_longer_than_int32_are_refused() -> None:
     """They are refused before a forged manifest's segments are counted one by one."""
     with pytest.raises(ConfigError, match="1 to 2147483647 tokens, got context_len=2147483648"):
         dataclasses.replace(make_spec(), context_len=2**31)

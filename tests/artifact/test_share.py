@@ -17,7 +17,7 @@ HEADS = {
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("layout", "share_group"), [("sketch", True), ("lists", True), ("lists", False)])
-def test_all_shares_together_are_the_whole(tmp_path, layout, share_group, kv_dtype) -> None:
+def test_the_shares_of_an_artifact_concatenate_to_the_whole(tmp_path, layout, share_group, kv_dtype) -> None:
     options = {} if layout == "sketch" else {"share_group": share_group}
     spec = make_spec(num_kv_heads=3, layout=layout, kv_dtype=kv_dtype, **options)
     with open_artifact(build(tmp_path, spec)) as whole:

@@ -18,7 +18,7 @@ from csattn.errors import ArtifactCorruptError, ArtifactNotFoundError
 from tests.artifact.synthetic import build, make_layer, make_spec, make_token_ids, write_layer
 
 
-def test_found_by_path_and_by_the_start_of_the_id(tmp_path: Path) -> None:
+def test_an_artifact_is_found_by_path_and_by_id_prefix(tmp_path: Path) -> None:
     path = build(tmp_path, make_spec())
     assert resolve_artifact(path) == path
     for length in (1, 8, 16):
@@ -30,13 +30,13 @@ def test_found_by_path_and_by_the_start_of_the_id(tmp_path: Path) -> None:
         assert artifact.spec == make_spec()
 
 
-def test_a_name_that_no_file_can_have_is_a_sentence(tmp_path: Path) -> None:
+def test_a_name_too_long_for_a_file_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ArtifactNotFoundError, match="give its directory, or STORE"):
         resolve_artifact(tmp_path / ("what is it? " * 30))
 
 
 @pytest.mark.parametrize("prefix", ["", "0123456789abcdef0", "zz", "../store"])
-def test_no_such_artifact(tmp_path: Path, prefix: str) -> None:
+def test_an_id_prefix_without_an_artifact_is_refused(tmp_path: Path, prefix: str) -> None:
     build(tmp_path, make_spec())
     with pytest.raises(ArtifactNotFoundError, match="csattn ls --store"):
         find_artifact(tmp_path, prefix)
@@ -75,7 +75,7 @@ def test_a_store_that_does_not_exist_is_empty(tmp_path: Path) -> None:
     assert collect_garbage(tmp_path / "none") == []
 
 
-def test_garbage_is_what_nobody_works_on(tmp_path: Path) -> None:
+def test_garbage_collection_removes_abandoned_builds_only(tmp_path: Path) -> None:
     finished = build(tmp_path, make_spec())
     abandoned = make_spec(seed=1)
     with ArtifactWriter(tmp_path, abandoned, make_token_ids(70, 1)) as writer:

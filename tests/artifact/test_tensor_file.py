@@ -12,7 +12,7 @@ from csattn.artifact.tensor_file import TensorSpec, map_file, plan_file, write_f
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 64, 1000, 2**20])
-def test_arrays_come_back_whatever_a_piece_holds(
+def test_arrays_read_back_unchanged_for_any_piece_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, piece_bytes: int
 ) -> None:
     monkeypatch.setattr(tensor_file, "_PIECE_BYTES", piece_bytes)

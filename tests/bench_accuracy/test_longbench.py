@@ -52,7 +52,7 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def test_lines_become_items(tmp_path):
+def test_lines_are_parsed_into_items(tmp_path):
     items = read_items(write(tmp_path / "a.jsonl", LINE, "", {**LINE, "dataset": "hotpotqa_e", "_id": "x2"}))
     assert [item.id for item in items] == ["x1", "x2"]
     assert items[0].answers == ("Ada", "Ada B.") and items[1].data_set == "hotpotqa"
@@ -72,13 +72,13 @@ def test_lines_become_items(tmp_path):
         ({**LINE, "all_classes": [1]}, "line 2: all_classes should be a list of texts"),
     ],
 )
-def test_broken_lines_are_named(tmp_path, line, fault):
+def test_invalid_lines_are_reported_with_their_fault(tmp_path, line, fault):
     with pytest.raises(GateError, match="not LongBench's format") as error:
         read_items(write(tmp_path / "a.jsonl", LINE, line, LINE))
     assert fault in str(error.value)
 
 
-def test_many_broken_lines_are_counted(tmp_path):
+def test_many_invalid_lines_are_counted_and_unreadable_files_refused(tmp_path):
     with pytest.raises(GateError, match=r"line 5: .*; and 4 more"):
         read_items(write(tmp_path / "a.jsonl", *["{"] * 9))
     with pytest.raises(GateError, match="no questions"):
@@ -100,13 +100,13 @@ def test_many_broken_lines_are_counted(tmp_path):
         ('{"lcc": "{context} {"}', "braces besides"),
     ],
 )
-def test_broken_prompts_are_sentences(tmp_path, content, fault):
+def test_invalid_prompts_are_refused_with_the_reason(tmp_path, content, fault):
     with pytest.raises(GateError) as error:
         read_prompts(write(tmp_path / "prompts.json", content))
     assert fault in str(error.value)
 
 
-def test_a_list_of_questions_with_choices_is_read(tmp_path):
+def test_a_list_of_multiple_choice_questions_is_read(tmp_path):
     hard = {**QUESTION, "_id": "y2", "difficulty": "hard", "answer": "D"}
     path = tmp_path / "data.json"
     path.write_text(json.dumps([QUESTION, hard]))
@@ -133,7 +133,7 @@ def test_a_list_of_questions_with_choices_is_read(tmp_path):
         ({"length": 7}, "question 2: length should be a text, got 7"),
     ],
 )
-def test_broken_questions_with_choices_are_named(tmp_path, change, fault):
+def test_invalid_multiple_choice_questions_are_reported_with_their_fault(tmp_path, change, fault):
     path = tmp_path / "data.json"
     path.write_text(json.dumps([QUESTION, {**QUESTION, **change}]))
     with pytest.raises(GateError, match="not LongBench's format") as error:
@@ -141,7 +141,7 @@ def test_broken_questions_with_choices_are_named(tmp_path, change, fault):
     assert fault in str(error.value)
 
 
-def test_a_broken_list_and_a_broken_prompt_are_sentences(tmp_path):
+def test_an_invalid_list_or_v2_prompt_is_refused_with_the_reason(tmp_path):
     with pytest.raises(GateError, match=r"not LongBench's format; Expecting"):
         read_items(write(tmp_path / "data.json", "[{"))
     (tmp_path / "0shot.txt").write_text(V2_PROMPT.replace("$C_B$", "$C_A$"))
@@ -149,14 +149,14 @@ def test_a_broken_list_and_a_broken_prompt_are_sentences(tmp_path):
         read_prompts(tmp_path / "0shot.txt")
 
 
-def test_what_does_not_fit_is_left_out_in_the_middle():
+def test_long_texts_are_truncated_in_the_middle():
     tokenizer = byte_tokenizer()
     assert truncate_middle(tokenizer, "0123456789", 10) == "0123456789"
     assert truncate_middle(tokenizer, "0123456789", 6) == "012789"
     assert truncate_middle(tokenizer, "0123456789", 7) == "012789"  # half of 7 is 3
 
 
-def test_prompts_are_cut_where_the_context_ends(tmp_path):
+def test_prompts_are_split_where_the_context_ends(tmp_path):
     (item,) = read_items(write(tmp_path / "a.jsonl", {**LINE, "context": "{braces} stay"}))
     context, question = split_prompt(PROMPTS["hotpotqa"], item)
     assert (context, question) == ("Read.\n{braces} stay", "\nQuestion: Who?\nAnswer:")
@@ -170,7 +170,7 @@ def test_prompts_are_cut_where_the_context_ends(tmp_path):
     assert len(easy.question) == 1 and decode(easy.context) + decode(easy.question) == context + question
 
 
-def test_a_prompt_that_ends_with_its_context_keeps_a_token_to_answer_from():
+def test_a_prompt_without_a_question_uses_its_last_token_as_question():
     prompt = make_prompt(byte_tokenizer(), "abc", "", 100, chat=False)
     assert len(prompt.context) == 2 and len(prompt.question) == 1
 
@@ -194,7 +194,7 @@ def test_items_are_answered_once(tmp_path, question):
     assert len([line for line in shown.splitlines() if line.startswith(("| full", "| default"))]) == 2
 
 
-def test_groups_of_questions_have_columns():
+def test_groups_of_questions_have_columns_in_the_table():
     cases = [
         {"contender": "full", "keep": 1.0, "data_set": "longbench-v2", "item": item, "groups": groups, "score": score}
         for item, groups, score in [("a", ["easy", "short"], 1.0), ("b", ["hard", "short"], 0.0), ("c", ["hard"], 0.0)]
@@ -204,7 +204,7 @@ def test_groups_of_questions_have_columns():
     assert lines[2] == "| full | 33.33 | 33.33 | 100.00 | 0.00 | 50.00 |"
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_longbench_command_answers_items_and_requires_their_prompts(tmp_path, capsys):
     arguments = SimpleNamespace(
         files=[write(tmp_path / "a.jsonl", LINE, {**LINE, "_id": "x2"})], prompts=tmp_path / "prompts.json", keep=[0.2],
         question="sparse", selectors="window", items=1, max_length=None, model=str(save(tmp_path / "model")),
@@ -218,7 +218,7 @@ def test_the_command(tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]) == 2
 
 
-def test_the_command_with_choices(tmp_path, capsys):
+def test_the_longbench_command_answers_multiple_choice_questions(tmp_path, capsys):
     (tmp_path / "data.json").write_text(json.dumps([QUESTION]))
     (tmp_path / "0shot.txt").write_text(V2_PROMPT)
     longbench.run(SimpleNamespace(

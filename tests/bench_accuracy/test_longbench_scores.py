@@ -35,7 +35,7 @@ from bench.timing import GateError
         ("theatre", "atre", 0.0),  # articles are whole words
     ],
 )
-def test_qa_f1(said, right, f1):
+def test_qa_f1_agrees_with_calculations_by_hand(said, right, f1):
     assert qa_f1(said, right) == pytest.approx(f1)
 
 
@@ -54,7 +54,7 @@ def test_qa_f1(said, right, f1):
         ("a. ", "a", 2 * 0.5 / 1.5),  # the blank after the full stop is a sentence of one empty word
     ],
 )
-def test_rouge_l(said, right, score):
+def test_rouge_l_agrees_with_calculations_by_hand(said, right, score):
     assert rouge_l(said, right) == pytest.approx(score, abs=1e-7)
 
 
@@ -73,11 +73,11 @@ def test_rouge_l(said, right, score):
         ("", 0.0),
     ],
 )
-def test_choice(said, score):
+def test_choice_reads_the_letter_of_the_answer(said, score):
     assert choice(said, "B") == score
 
 
-def test_rouge_l_of_subsequences_in_two_sentences():
+def test_rouge_l_unites_subsequences_of_two_sentences():
     # "a b x" has a b, and "a c y d e" has a c d e, of a b c d e: together five of seven words said, and all five wanted
     precision, recall = 5 / 7, 1.0
     want = 2 * precision * recall / (precision + recall)
@@ -95,7 +95,7 @@ def test_rouge_l_of_subsequences_in_two_sentences():
         ("far away on the away . a far ran on .", "on a ran today far far on sat on", 0.5, 46),
     ],
 )
-def test_scores_are_the_libraries(said, right, rouge, ratio):
+def test_scores_equal_those_of_the_libraries(said, right, rouge, ratio):
     """The expected scores are from rouge 1.0.1, and fuzzywuzzy 0.18.0 without python-Levenshtein."""
     assert rouge_l(said, right) == pytest.approx(rouge, abs=1e-6)
     assert edit_similarity(said, right) == ratio / 100
@@ -105,7 +105,7 @@ def test_scores_are_the_libraries(said, right, rouge, ratio):
     ("said", "score"),
     [("Food", 1.0), ("It is Food or Date", 0.5), ("Date", 0.0), ("food", 0.0), ("Food and drink, or Food", 0.5)],
 )
-def test_classification(said, score):
+def test_classification_divides_the_score_among_named_classes(said, score):
     assert classification(said, "Food", ["Food", "Date", "Food and drink"]) == score
 
 
@@ -115,7 +115,7 @@ def test_a_class_within_the_right_ones_name_does_not_count():
     assert classification("Food", "Food and drink", classes) == 0.0
 
 
-def test_numbers_that_are_right():
+def test_retrieval_and_count_score_the_share_of_right_numbers():
     assert retrieval("Paragraph 3", "Paragraph 3") == 1.0
     assert retrieval("Paragraph 3 or 4, or 3", "Paragraph 3") == pytest.approx(2 / 3)
     assert retrieval("Paragraph 13", "Paragraph 3") == 0.0
@@ -138,11 +138,11 @@ def test_numbers_that_are_right():
         ("# nothing else", 0.0),
     ],
 )
-def test_edit_similarity(said, score):
+def test_edit_similarity_compares_the_first_line_of_code(said, score):
     assert edit_similarity(said, "return x") == score
 
 
-def test_chinese_words_are_jiebas(monkeypatch):
+def test_chinese_texts_are_split_into_words_by_jieba(monkeypatch):
     jieba = ModuleType("jieba")
     jieba.cut = lambda text, cut_all: iter(text.split()) if not cut_all else pytest.fail("of each stretch one word")
     monkeypatch.setitem(sys.modules, "jieba", jieba)
@@ -154,7 +154,7 @@ def test_chinese_words_are_jiebas(monkeypatch):
         qa_f1_zh("北京", "北京")
 
 
-def test_the_best_answer_counts_and_of_some_data_sets_the_first_line_only():
+def test_the_best_answer_counts_and_some_data_sets_score_the_first_line_only():
     assert score_answer(DATA_SETS["hotpotqa"], "yes\nno", ["yes"], []) == pytest.approx(2 / 3)
     assert score_answer(DATA_SETS["triviaqa"], "\nyes\nno", ["yes"], []) == 1.0
     assert score_answer(DATA_SETS["hotpotqa"], "blue", ["red", "blue"], []) == 1.0

@@ -33,7 +33,7 @@ def test_q4_0_keeps_the_largest_number_of_a_block(rng):
     ).all()
 
 
-def test_turned_rows_spend_more_bits_on_the_largest_channels(rng):
+def test_rotated_rows_spend_more_bits_on_the_largest_channels(rng):
     rows = torch.from_numpy(rng.standard_normal((2, 500, 64), dtype=np.float32))
     large = torch.from_numpy(rng.permutation(64)[:32])
     rows[..., large] *= 20.0

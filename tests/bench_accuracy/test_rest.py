@@ -14,7 +14,7 @@ from tests.bench_accuracy.test_long import make_layer, make_step
 from tests.tiny import loaded
 
 
-def test_errors_are_those_of_the_definition(rng) -> None:
+def test_mass_errors_agree_with_the_definition(rng) -> None:
     layer = make_layer(rng)
     step, index, reading = make_step(rng, layer), build_sketch(layer, SketchConfig()), Reading(20, 4, 64, "codes")
     errors = rest.mass_errors(layer, step, index, reading)
@@ -34,7 +34,7 @@ def test_errors_are_those_of_the_definition(rng) -> None:
             assert float(errors[head, member, token]) == pytest.approx(told[row] - exact, abs=1e-3)
 
 
-def test_codes_that_are_not_the_definitions_are_refused(rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_that_differ_from_the_definition_are_refused(rng, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(rng)
     honest = SketchCodes.logits
     monkeypatch.setattr(SketchCodes, "logits", lambda self, q: honest(self, q) + 0.1)

@@ -31,7 +31,7 @@ def merging() -> Tokenizer:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [1501, 2048])
-def test_texts_have_exactly_that_many_tokens(task, length, merging):
+def test_texts_have_exactly_the_requested_number_of_tokens(task, length, merging):
     def count(text: str) -> int:
         return len(merging.encode(text).ids)
 
@@ -41,7 +41,7 @@ def test_texts_have_exactly_that_many_tokens(task, length, merging):
 
 
 @pytest.mark.parametrize("length", range(2040, 2065))  # a range longer than a unit of text
-def test_no_length_is_out_of_reach(length):
+def test_every_length_can_be_reached_with_padding(length):
     """Words are tokens here, and any padding adds at least two tokens, though only one may be missing."""
 
     def count(text: str) -> int:
@@ -51,7 +51,7 @@ def test_no_length_is_out_of_reach(length):
     assert count(fit(haystack.text, count, length)) == length
 
 
-def test_the_same_seed_gives_the_same_task_and_another_another():
+def test_a_task_depends_on_its_seed_only():
     for task in TASKS.values():
         made = [task.make(Random(seed), DEPTHS, 4096) for seed in ("a", "a", "b")]
         texts = [[haystack.text(30, "") for haystack in haystacks] for haystacks in made]
@@ -59,7 +59,7 @@ def test_the_same_seed_gives_the_same_task_and_another_another():
         assert [h.questions for h in made[0]] == [h.questions for h in made[1]]
 
 
-def test_answers_stand_at_their_depths():
+def test_answers_are_placed_at_their_depths():
     single = [(h, h.questions) for h in TASKS["passkey"].make(Random(1), DEPTHS, 4096)]
     several = [(h, h.questions) for h in TASKS["multikey"].make(Random(1), DEPTHS, 4096)]
     assert [len(questions) for _, questions in single + several] == [1, 1, 1, len(DEPTHS)]
@@ -98,14 +98,14 @@ def test_common_words_are_the_most_common(length, often, seldom):
     assert len(counts) == 40 + NUM_COMMON
 
 
-def test_words_do_not_run_out():
+def test_more_words_than_the_vocabulary_stay_distinct():
     (haystack,) = TASKS["common_words"].make(Random(3), [], 2048)
     num_words = 2 * len(vocabulary())
     words = haystack.text(num_words, "").splitlines()[-1].split()[1::2]
     assert len(set(words)) == num_words + NUM_COMMON
 
 
-def test_lengths_that_cannot_be_are_refused():
+def test_unreachable_lengths_are_refused():
     (haystack,) = TASKS["multikey"].make(Random(1), [0.5], 64)
     with pytest.raises(GateError, match="64 tokens are too few, the task alone takes"):
         fit(haystack.text, byte_count, 64)
@@ -113,7 +113,7 @@ def test_lengths_that_cannot_be_are_refused():
         fit(lambda units, padding: "x" * 10 * units + padding, lambda text: 2 * len(text), 501)
 
 
-def test_score_is_the_share_of_answers_that_were_named():
+def test_the_score_is_the_share_of_answers_in_the_output():
     assert string_match("They are: abc, DEF.", ["ABC", "def", "ghi", "j"]) == 0.5
     assert string_match("1234567", ["1234567"]) == 1.0
     assert string_match("", ["1"]) == 0.0

@@ -43,7 +43,7 @@ def measure(place: Path, names: str) -> Records:
     return records
 
 
-def test_figures_are_those_of_each_selector(measured):
+def test_each_selectors_figures_have_the_expected_costs(measured):
     by_name = {case["contender"]: case for case in measure(measured, "default").cases}
     model = loaded().geometry
     row_bytes = 2 * model.head_dim * 4 * model.num_kv_heads * model.num_layers
@@ -56,7 +56,7 @@ def test_figures_are_those_of_each_selector(measured):
     assert selectors.table(list(by_name.values())).count("| ") > 30
 
 
-def test_what_is_there_is_not_measured_again(measured, monkeypatch):
+def test_recorded_cases_are_not_measured_again(measured, monkeypatch):
     def refuse(*arguments: object) -> None:
         raise AssertionError("measured again")
 
@@ -73,13 +73,13 @@ def test_what_is_there_is_not_measured_again(measured, monkeypatch):
     assert json.loads((measured / "figures.json").read_text())["cases"] == again.cases
 
 
-def test_figures_of_another_version_are_not_taken(measured, monkeypatch):
+def test_figures_of_another_version_do_not_count_as_measured(measured, monkeypatch):
     monkeypatch.setattr(selectors, "VERSION", selectors.VERSION + 1)
     records = Records(measured / "figures.json", {}, selectors.KEY)
     assert not records.has(**{**records.cases[0], "version": selectors.VERSION})
 
 
-def test_texts_are_found_cut_and_long_enough(tmp_path):
+def test_texts_are_cut_to_length_and_short_or_unknown_ones_refused(tmp_path):
     cut = cut_text(TEXTS["spanish"], byte_tokenizer(), 300, 5)
     assert len(cut.context) == 300 and len(cut.following) == 6
     with pytest.raises(GateError, match="context and evaluation need 99999999"):
@@ -88,7 +88,7 @@ def test_texts_are_found_cut_and_long_enough(tmp_path):
         selectors.find_text(str(tmp_path / "none.txt"))
 
 
-def test_odd_texts_are_long_enough_and_the_same_each_time():
+def test_odd_texts_are_long_enough_and_reproducible():
     names = named_texts("novel,odd")
     assert names == ["novel", *ODD]
     texts = [find_text(name).content() for name in names]
@@ -96,7 +96,7 @@ def test_odd_texts_are_long_enough_and_the_same_each_time():
     assert texts == [find_text(name).content() for name in names]
 
 
-def test_contenders_by_name():
+def test_contenders_are_found_by_name_and_unknown_names_refused():
     names = [contender.name for contender in find_contenders("all")]
     assert names == list(ALL) and {c.selector for c in find_contenders("all,full")} == set(SELECTOR_NAMES)
     ahead, paper, own = find_contenders("csattn+ahead, paper,csattn")
@@ -120,7 +120,7 @@ def test_contenders_by_name():
 
 
 @pytest.mark.parametrize(("task", "question"), [("multikey", "sparse"), ("passkey", "dense")])
-def test_tasks_are_asked_once(tmp_path, monkeypatch, task, question):
+def test_tasks_are_answered_once(tmp_path, monkeypatch, task, question):
     monkeypatch.setitem(tasks.TASKS, task, replace(tasks.TASKS[task], max_new_tokens=4))
     runs = [(FULL, 1.0), *((contender, KEEP) for contender in find_contenders("window"))]
     depths = [0.0, 1.0]
@@ -134,14 +134,14 @@ def test_tasks_are_asked_once(tmp_path, monkeypatch, task, question):
     assert f"| {task}, 700 |" in table(records.cases)
 
 
-def test_what_cannot_fit_is_refused_before_anything_is_asked():
+def test_tasks_that_do_not_fit_the_model_are_refused_in_advance():
     with pytest.raises(GateError, match=r"multikey at 960 tokens needs 1\d+ positions with question and answer"):
         tasks._require_room(loaded(), ["multikey"], [0.0], [700, 960])
     with pytest.raises(GateError, match="tokens are too few, the task alone takes"):
         tasks._require_room(loaded(), ["tracking"], [0.0], [300])
 
 
-def test_prompts_are_as_long_as_asked_for():
+def test_prompts_have_the_requested_length():
     (haystack,) = tasks.TASKS["multikey"].make(tasks.Random(1), [0.0, 0.5], 640)
     first, second = tasks.make_prompts(loaded(), haystack, 640)
     assert len(first.context) == 640 and (first.context == second.context).all()
@@ -162,7 +162,7 @@ def make_answers() -> list[dict[str, object]]:
     return answers
 
 
-def test_what_full_attention_does_not_find_is_nobodys_failure(tmp_path):
+def test_answers_that_full_attention_misses_do_not_count_against_a_selector(tmp_path):
     answers = make_answers()
     shown = table(answers)
     assert "| passkey, 1024 | 50 | 50 (50 %) |" in shown
@@ -173,7 +173,7 @@ def test_what_full_attention_does_not_find_is_nobodys_failure(tmp_path):
     assert picture.name == "tasks-passkey-5.png" and picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_the_front_has_what_nothing_beats():
+def test_the_pareto_front_holds_the_points_that_none_dominates():
     points = {"a": (1.0, 5.0), "b": (2.0, 3.0), "c": (3.0, 3.0), "d": (4.0, 1.0), "e": (2.0, 4.0), "f": (0.0, 9.0)}
     assert pareto.front(points) == ["f", "a", "b", "d"]
     assert pareto.front({"a": (1.0, 1.0), "b": (1.0, 1.0)}) == ["a", "b"]  # neither is better
@@ -209,7 +209,7 @@ def test_figures_of_version_2_are_counted_as_those_of_version_3(tmp_path):
     assert selector_cases(file) == [newer | {"moved_bytes_per_step": 4.0}, quest]
 
 
-def test_methods_are_counted_beside_codes_as_over_kv_of_16_bits():
+def test_stored_costs_of_selectors_are_counted_over_16_bit_kv():
     """SmolLM2-135M at 7680 tokens: a key of 64 dimensions has 128 bytes."""
     cases = {case["contender"]: case for case in selector_cases(RESULTS / "selectors.json") if case["keep"] == 0.02}
     num_lists, context_len = 30 * 3, 7680
@@ -226,8 +226,8 @@ def test_methods_are_counted_beside_codes_as_over_kv_of_16_bits():
     }
 
 
-def test_names_lie_beside_all_points():
-    """For example `lists`, whose name its neighbour on the right would cover."""
+def test_labels_cover_no_point_and_no_other_label():
+    """For example `lists`, whose label would collide with its neighbour on the right."""
     figure = Figure(figsize=(5, 4), dpi=pareto._DPI)
     canvas, axes = FigureCanvasAgg(figure), figure.subplots()
     costs = {"lists": (34.0, 0.022), "magicpig": (43.0, 0.0221), "default": (30.0, 0.001), "exact": (44.0, 0.021)}
@@ -243,7 +243,7 @@ def test_names_lie_beside_all_points():
         assert not meeting, f"{name} lies on {meeting}"
 
 
-def test_the_pareto_plot(measured, tmp_path, capsys):
+def test_the_pareto_command_writes_a_plot_and_prints_the_fronts(measured, tmp_path, capsys):
     arguments = SimpleNamespace(files=[measured / "figures.json"], plot=tmp_path / "pareto.png", texts=None, json=None)
     pareto.run(arguments)
     assert arguments.plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -254,7 +254,7 @@ def test_the_pareto_plot(measured, tmp_path, capsys):
     assert "exact" in fronts["index"] and "window" not in fronts["index"]  # both have none; exact is better
 
 
-def test_the_picture_of_costs_is_as_wide_as_a_page(tmp_path):
+def test_the_plot_of_costs_is_no_wider_than_a_page(tmp_path):
     costs = ["search_bytes_per_step", "rest_bytes_per_step", "moved_bytes_per_step", "index_bytes_per_key"]
     cases = [
         {"contender": name, "text": "novel", "keep": keep, "context_len": 512, "kl": kl, "search_ms_per_step": 1.0}

@@ -1,4 +1,4 @@
-"""`bench.accuracy why`: its variants are the product's presets, and its figures are what their names say."""
+"""`bench.accuracy why`: variants agree with the product's presets, and figures with calculations by hand."""
 
 import json
 import time
@@ -28,7 +28,7 @@ FOREVER = 1e9
 
 @pytest.mark.parametrize("name", ["paper", "lists"])
 @pytest.mark.parametrize("window_len", [16, 256])
-def test_lists_lose_what_the_products_lose(name, window_len, tmp_path):
+def test_measured_losses_of_lists_agree_with_the_product(name, window_len, tmp_path):
     model, ids = loaded(), tokenize(find_text("novel"), byte_tokenizer())
     context, following, search = ids[:500], ids[500:548], SearchConfig(keep=0.05, window_len=window_len)
     index = preset(name)
@@ -46,7 +46,7 @@ def test_lists_lose_what_the_products_lose(name, window_len, tmp_path):
     assert found["mass"] == pytest.approx(wanted.attention_mass, abs=0.005)
 
 
-def test_a_text_is_measured_once_and_shown(tmp_path, monkeypatch):
+def test_a_text_is_measured_once_and_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(long, "_LEAST_CONTEXT", 100)
     path, names = tmp_path / "figures.json", ";".join([*CURVES, "m = 16", "a window of 32, own rows too"])
     arguments = loaded(), "novel", (400, 70), find_ways(names), [0.05]
@@ -67,7 +67,7 @@ def test_a_text_is_measured_once_and_shown(tmp_path, monkeypatch):
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-def test_recall_and_mass_of_a_choice_by_hand(rng):
+def test_recall_and_mass_of_a_choice_agree_with_a_calculation_by_hand(rng):
     layer, reading = make_layer(rng, num_rows=300), replace(BY_NAME["paper"].reading(2), window_len=10)
     step = make_step(rng, layer)
     logits = (layer.softmax_scale * step.q @ layer.k[:, None].mT)[..., 4:290]
@@ -78,7 +78,7 @@ def test_recall_and_mass_of_a_choice_by_hand(rng):
     assert rows == pytest.approx(2 / 300) and 0 < mass < 1
 
 
-def test_heads_are_described(rng):
+def test_describe_heads_gives_normalised_statistics_and_finds_a_common_direction(rng):
     layer = make_layer(rng)
     layer.k.add_(5 * torch.ones(64))
     described = describe_heads(layer, make_step(rng, layer).q, 20)
@@ -95,7 +95,7 @@ def test_unknown_ways_are_refused():
         find_ways("nothing")
 
 
-def test_one_change_is_one_change():
+def test_each_variant_of_the_paper_changes_one_option():
     letter = preset("paper")
     for way in ways():
         if way.group == "letter":

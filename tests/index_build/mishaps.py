@@ -18,13 +18,13 @@ from index_build.tasks import Builder, run_job
 PATIENCE_S = 60.0
 
 
-def _run_telling(tell: Callable[[BuildState], None], *arguments: Any) -> JobResult:
-    """Run a job that reports each state to `tell`, instead of some of them to the board."""
+def _run_reporting_to(report: Callable[[BuildState], None], *arguments: Any) -> JobResult:
+    """Run a job that reports each state to `report`, instead of some of them to the board."""
 
     def reporting(
         job: Job, loaded: Any, plan: Any, store: Path, num_threads: int, show: Any, *more: Any, **options: Any
     ):
-        return build_job(job, loaded, plan, store, num_threads, tell, *more, **options)
+        return build_job(job, loaded, plan, store, num_threads, report, *more, **options)
 
     with patch.object(index_build.tasks, "build_job", reporting):
         return run_job(*arguments)
@@ -39,12 +39,12 @@ class DiesOnce(Builder):
                 flag.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        return _run_telling(die, job, store, *more)
+        return _run_reporting_to(die, job, store, *more)
 
 
 class HangsOnTheLostNode(Builder):
-    """On the node that will be lost, hang in the last layer once this batch has built an artifact. On the other node,
-    wait for that once it has built two: half of the six are finished then."""
+    """The node that will be lost hangs in the last layer after this batch has built an artifact. The other node waits
+    for this after two artifacts of the batch: three of the six are finished then."""
 
     def run_job(self, job: Job, store: Path, *more: Any) -> JobResult:
         import ray
@@ -59,7 +59,7 @@ class HangsOnTheLostNode(Builder):
 
         if not is_lost and num_built >= 2:
             wait_for(hangs)
-        return _run_telling(hang, job, store, *more)
+        return _run_reporting_to(hang, job, store, *more)
 
 
 class BuilderOnCpu(Builder):

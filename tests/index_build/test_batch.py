@@ -51,7 +51,7 @@ def outcomes(report: BatchReport) -> list[str]:
     return [result.outcome for result in report.results]
 
 
-def test_a_line_says_what_differs_from_the_command_line(place: Path) -> None:
+def test_a_lines_options_override_the_command_line(place: Path) -> None:
     file = write_list(
         place, {"context": "0.txt"}, "", {"context": "1.txt", "model": "model", "list_len": 1, "preset": "paper"}
     )
@@ -90,7 +90,7 @@ BAD_LINES = {
 }
 
 
-def test_every_bad_line_is_told_at_once(place: Path) -> None:
+def test_all_invalid_lines_of_a_list_are_reported_together(place: Path) -> None:
     (place / "empty.txt").write_text(" \n")
     with pytest.raises(ConfigError) as refusal:
         read_jobs(write_list(place, {"context": "0.txt"}, *BAD_LINES))
@@ -102,14 +102,16 @@ def test_every_bad_line_is_told_at_once(place: Path) -> None:
         assert words in fault
 
 
-def test_a_line_ends_where_a_line_of_json_ends(place: Path) -> None:
+def test_unicode_line_separators_do_not_end_a_line_of_a_list(place: Path) -> None:
     name = "0\u2028\x85.txt"
     (place / name).write_text("a text")
     (place / "jobs.jsonl").write_bytes(f'\ufeff{{"context": "{name}"}}\r\n\r{{"context": "0.txt"}}\r'.encode())
     assert [(job.line, job.context.name) for job in read_jobs(place / "jobs.jsonl")] == [(1, name), (3, "0.txt")]
 
 
-def test_paths_of_a_list_that_lies_nowhere_are_relative_to_the_current_directory(place: Path, monkeypatch) -> None:
+def test_paths_in_a_list_from_stdin_or_a_descriptor_are_relative_to_the_current_directory(
+    place: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(place)
     line = b'{"context": "0.txt"}\n'
     monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(line)))
@@ -131,7 +133,9 @@ def test_a_list_without_jobs_is_refused(place: Path) -> None:
         read_jobs(place / "absent.jsonl")
 
 
-def test_jobs_are_built_once_and_a_failure_stops_nothing(place: Path, tmp_path: Path, loads: list[str | None]) -> None:
+def test_each_job_is_built_once_and_a_failed_job_stops_no_other(
+    place: Path, tmp_path: Path, loads: list[str | None]
+) -> None:
     (place / "short.txt").write_text("hello")
     file = write_list(
         place,
@@ -164,7 +168,7 @@ def test_jobs_are_built_once_and_a_failure_stops_nothing(place: Path, tmp_path: 
     assert outcomes(again) == ["reused", "failed", "failed", "reused", "reused"]
 
 
-def test_what_another_process_builds_keeps_nobody_waiting(place: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_context_that_another_process_builds_is_deferred(place: Path, tmp_path: Path, monkeypatch) -> None:
     planned = Mock(side_effect=plan_job)
     monkeypatch.setattr(index_build.batch, "plan_job", planned)
     jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(3))))
@@ -172,16 +176,18 @@ def test_what_another_process_builds_keeps_nobody_waiting(place: Path, tmp_path:
     lock = BuildLock(tmp_path / f".building-{first}.lock").acquire()
     order: list[int] = []
 
-    def let_go(job_idx: int, state: BuildState) -> None:
+    def release_lock(job_idx: int, state: BuildState) -> None:
         if "waiting" in state.where:
             lock.release()
 
-    report = run_batch(jobs, tmp_path, on_progress=let_go, on_result=lambda job_idx, result: order.append(job_idx))
+    report = run_batch(
+        jobs, tmp_path, on_progress=release_lock, on_result=lambda job_idx, result: order.append(job_idx)
+    )
     assert order == [1, 2, 0] and outcomes(report) == ["built"] * 3
     assert planned.call_count == 3, "a text is not tokenised anew when it is looked at again"
 
 
-def test_an_interrupted_batch_goes_on_at_the_layer_where_it_stopped(place: Path, tmp_path: Path) -> None:
+def test_an_interrupted_batch_resumes_at_the_layer_where_it_stopped(place: Path, tmp_path: Path) -> None:
     jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(3))))
 
     def interrupt(job_idx: int, state: BuildState) -> None:
@@ -201,7 +207,7 @@ def job(line: int, context_bytes: int) -> Job:
     return Job(line=line, context=Path(f"{line}.txt"), context_bytes=context_bytes, options=BuildOptions())
 
 
-def test_time_left_counts_only_what_is_built() -> None:
+def test_the_estimate_of_time_left_ignores_reused_work() -> None:
     jobs = [job(1, 100), job(2, 100), job(3, 200)]
     totals = BatchTotals(jobs, now_s=0.0)
     assert totals.totals(0.0).left_s is None
@@ -220,7 +226,7 @@ def test_time_left_counts_only_what_is_built() -> None:
     assert end.tokens_per_s == pytest.approx(2.5)
 
 
-def test_small_steps_are_not_summed_up_over_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_totals_are_not_recomputed_for_small_progress_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     events, totals = JsonBatchProgress([job(1, 100), job(2, 100)]), Mock(wraps=BatchTotals([job(1, 100)], 0.0).totals)
     monkeypatch.setattr(BatchTotals, "totals", totals)
     events.on_progress(0, BuildState(50, 0.0, 0.019, ""))
@@ -229,7 +235,9 @@ def test_small_steps_are_not_summed_up_over_all_jobs(monkeypatch: pytest.MonkeyP
     totals.assert_called_once()
 
 
-def test_the_verb_ends_with_1_and_a_report_when_a_job_failed(place: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_the_build_command_exits_with_1_and_a_report_when_a_job_failed(
+    place: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
     (place / "short.txt").write_text("hello")
     file = write_list(place, {"context": "short.txt"}, {"context": "0.txt"})
     options = ["--jobs", file, "--model", place / "model", "--store", tmp_path, "--device", "cpu", "--json"]
@@ -244,7 +252,7 @@ def test_the_verb_ends_with_1_and_a_report_when_a_job_failed(place: Path, tmp_pa
     assert "0.txt built in" in printed.err
 
 
-def test_a_list_tells_programs_what_became_of_each_and_may_wait_for_no_disk(
+def test_json_progress_reports_each_jobs_result_and_no_sync_skips_fsync(
     place: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     """A model that does not fit in memory fails only its own jobs."""
@@ -270,7 +278,9 @@ def test_a_list_tells_programs_what_became_of_each_and_may_wait_for_no_disk(
 
 
 @pytest.mark.parametrize("progress", ["auto", "json"])
-def test_a_log_on_a_full_disk_ends_no_build(place: Path, tmp_path: Path, capsys, monkeypatch, progress: str) -> None:
+def test_a_log_that_cannot_be_written_stops_no_build(
+    place: Path, tmp_path: Path, capsys, monkeypatch, progress: str
+) -> None:
     class Full(StringIO):
         def write(self, _: str) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -288,18 +298,18 @@ def test_a_log_on_a_full_disk_ends_no_build(place: Path, tmp_path: Path, capsys,
         assert json.loads(capsys.readouterr().out.splitlines()[-1])[result]
 
 
-def test_sigterm_tells_what_is_built_and_that_the_rest_goes_on(place, tmp_path, capsys, monkeypatch) -> None:
+def test_sigterm_reports_finished_jobs_and_that_the_build_can_be_resumed(place, tmp_path, capsys, monkeypatch) -> None:
     file = write_list(place, {"context": "0.txt"}, {"context": "1.txt"})
     options = ["--jobs", file, "--model", place / "model", "--store", tmp_path, "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, options)])
     plan = index_build.batch.plan_job
 
-    def told_to_end(job: Job, *rest: Any) -> Any:
+    def plan_until_sigterm(job: Job, *rest: Any) -> Any:
         if job.context.name == "1.txt":
             os.kill(os.getpid(), signal.SIGTERM)
         return plan(job, *rest)
 
-    monkeypatch.setattr(index_build.batch, "plan_job", told_to_end)
+    monkeypatch.setattr(index_build.batch, "plan_job", plan_until_sigterm)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("nobody took the signal"))
     try:
         with pytest.raises(SystemExit) as ended:
@@ -314,7 +324,7 @@ def test_sigterm_tells_what_is_built_and_that_the_rest_goes_on(place, tmp_path, 
     assert "0.txt" in printed.out and "1.txt" not in printed.out and "1 built; " in printed.out
 
 
-def test_without_a_terminal_lines_tell_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_lines_without_a_terminal_show_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     jobs, clock = [job(1, 100), job(2, 100)], [0.0]
     with BatchDisplay(jobs, lambda: clock[0]) as display:
         display.on_progress(0, BuildState(50, 0.0, 0.0, "layer 1/2 prefill"))
@@ -329,8 +339,8 @@ def test_without_a_terminal_lines_tell_rate_and_time_left(capsys: pytest.Capture
     ]
 
 
-def test_the_verbs_take_a_url_for_a_store(place: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    """A second machine, with a cache of its own, answers from what the first has built."""
+def test_the_commands_accept_a_url_as_store(place: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """A second machine, with a cache of its own, answers from the artifact that the first has built."""
     url = f"file://{tmp_path}/remote"
 
     def run(*options: object) -> dict[str, Any]:
@@ -375,7 +385,7 @@ def test_the_verbs_take_a_url_for_a_store(place: Path, tmp_path: Path, capsys, m
         (["--jobs", "a", "--ray", "auto", "--no-sync"], "error: --no-sync is for builds in this process"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(options: list[str], words: str, capsys, monkeypatch) -> None:
+def test_contradictory_build_options_are_refused(options: list[str], words: str, capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["csattn", "build", *options])
     with pytest.raises(SystemExit) as ended:
         main()

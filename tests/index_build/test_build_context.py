@@ -23,7 +23,7 @@ USE = Path(__file__).parents[2] / "docs" / "use.md"
 TEXT = "Lamp 7 is lit at 9 o'clock by keeper 12. " * 9
 
 
-def test_the_example_builds_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_example_builds_a_context_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("report.txt").write_text(TEXT)
     names: dict[str, Any] = {"loaded": loaded(), "csattn_session": csattn_session}
@@ -41,7 +41,7 @@ def test_the_example_builds_and_answers(tmp_path: Path, monkeypatch: pytest.Monk
     assert read_manifest(other.place).build_notes["wrapping"] == "none"
 
 
-def test_the_notebooks_example_leaves_a_session_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_notebook_example_leaves_a_session_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("report.txt").write_text(TEXT)
     names: dict[str, Any] = {"loaded": loaded()}
@@ -54,7 +54,7 @@ def test_the_notebooks_example_leaves_a_session_open(tmp_path: Path, monkeypatch
     assert not names["session"].is_open
 
 
-def test_a_store_may_lie_below_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_in_a_store_path_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`~` is expanded, instead of making a directory of that name."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -65,7 +65,7 @@ def test_a_store_may_lie_below_a_home(tmp_path: Path, monkeypatch: pytest.Monkey
         assert session.artifact.path == report.path
 
 
-def test_a_build_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_a_build_reports_increasing_progress_up_to_1(tmp_path: Path) -> None:
     shares: list[float] = []
     build_context(loaded(), TEXT, tmp_path, on_progress=lambda progress: shares.append(progress.share))
     assert shares == sorted(shares) and 0 < shares[0] < shares[-1] == 1
@@ -81,13 +81,13 @@ def test_a_build_tells_how_far_it_is(tmp_path: Path) -> None:
         (loaded, "\ud800", "a directory or a URL, got '.ud800'; give its path"),
     ],
 )
-def test_what_was_never_meant_to_be_built_from_is_refused(tmp_path, monkeypatch, model, store, sentence) -> None:
+def test_an_invalid_model_or_store_is_refused(tmp_path, monkeypatch, model, store, sentence) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=sentence):
         build_context(model(), TEXT, store)
 
 
-def test_a_context_is_a_text_that_is_long_enough(tmp_path: Path) -> None:
+def test_a_context_that_is_not_text_or_has_the_wrong_length_is_refused(tmp_path: Path) -> None:
     for text, sentence in (
         (tmp_path, "a context must be text, got a value of type PosixPath; give a str"),
         (" ", "holds no text"),
@@ -106,7 +106,7 @@ def test_a_context_is_a_text_that_is_long_enough(tmp_path: Path) -> None:
         assert build_context(loaded(), text, tmp_path / "store").path.is_dir()
 
 
-def test_a_process_that_is_forked_from_a_builder_is_told_so_and_does_not_wait_without_end(
+def test_a_build_in_a_fork_of_a_builder_is_refused_instead_of_hanging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded()
@@ -126,7 +126,9 @@ def test_a_process_that_is_forked_from_a_builder_is_told_so_and_does_not_wait_wi
         assert os.waitpid(fork(in_child), 0)[1] == 0
 
 
-def test_a_process_that_has_found_all_there_has_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reusing_an_artifact_does_not_mark_the_process_as_a_builder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = loaded()
     build_context(model, TEXT, tmp_path)
     monkeypatch.setattr(torch_threads, "_pid_with_threads", None)
@@ -136,7 +138,7 @@ def test_a_process_that_has_found_all_there_has_not_built(tmp_path: Path, monkey
     assert torch_threads._pid_with_threads is None
 
 
-def test_what_is_not_exported_is_not_there() -> None:
+def test_an_unknown_attribute_of_index_build_raises_attribute_error() -> None:
     import index_build
 
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -43,7 +43,7 @@ def test_captured_queries_reproduce_the_captured_attention() -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
-def test_what_leaves_layers_of_latents_is_what_leaves_the_models_own(family: str) -> None:
+def test_hidden_states_of_latent_layers_equal_the_models_own(family: str) -> None:
     model, ids = make_model(family), torch.from_numpy(token_ids(150)).long()
     with torch.no_grad():
         want = model.model(ids[None], output_hidden_states=True).hidden_states
@@ -55,7 +55,7 @@ def test_what_leaves_layers_of_latents_is_what_leaves_the_models_own(family: str
     ("family", "chunk_len"),
     [*(("llama", n) for n in (1, 63, 64, 200)), ("deepseek_v3", 64), ("gemma4_text, inputs", 50)],
 )
-def test_results_do_not_depend_on_the_chunk_size(family: str, chunk_len: int) -> None:
+def test_prefill_does_not_depend_on_the_chunk_size(family: str, chunk_len: int) -> None:
     model, ids = make_model(family), torch.from_numpy(token_ids(129)).long()
     for got, want in zip(all_layers(model, ids, chunk_len=chunk_len), all_layers(model, ids), strict=True):
         for a, b in zip(got, want, strict=True):
@@ -63,7 +63,7 @@ def test_results_do_not_depend_on_the_chunk_size(family: str, chunk_len: int) ->
 
 
 @pytest.mark.parametrize("chunk_len", [1, 50, 128])
-def test_a_state_goes_on_from_chunk_to_chunk(chunk_len: int) -> None:
+def test_recurrent_state_carries_over_between_chunks(chunk_len: int) -> None:
     model, ids = make_model("qwen3_next"), torch.from_numpy(token_ids(129)).long()
     of_chunks, of_all = (prefill(model, ids, chunk_len=length) for length in (chunk_len, 129))
     for (got, got_leaving), (want, want_leaving) in zip(of_chunks, of_all, strict=True):
@@ -75,9 +75,7 @@ def test_a_state_goes_on_from_chunk_to_chunk(chunk_len: int) -> None:
 @pytest.mark.parametrize(
     ("chunk_len", "kv_len", "head_dim"), [(1, 1, 16), (7, 7, 16), (1, 65, 16), (64, 131, 16), (64, 131, 512)]
 )
-def test_attention_on_a_gpu_is_attention_on_the_cpu(
-    chunk_len: int, kv_len: int, head_dim: int, dtype: torch.dtype
-) -> None:
+def test_gpu_attention_equals_cpu_attention(chunk_len: int, kv_len: int, head_dim: int, dtype: torch.dtype) -> None:
     """torch has the same call on both devices; on the CPU, its general implementation runs."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, kv = torch.randn(4, chunk_len, head_dim).to(dtype), torch.randn(2, kv_len, 2, head_dim).to(dtype)
@@ -86,7 +84,7 @@ def test_attention_on_a_gpu_is_attention_on_the_cpu(
     torch.testing.assert_close(got.cpu(), want, **({"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}))
 
 
-def test_a_resumed_prefill_goes_on_where_it_stopped() -> None:
+def test_a_resumed_prefill_equals_an_uninterrupted_one() -> None:
     model, ids = make_model("llama"), torch.from_numpy(token_ids(100)).long()
     whole = all_layers(model, ids)
     resumed = all_layers(model, ids, resume=(1, whole[0][2]))
@@ -96,7 +94,7 @@ def test_a_resumed_prefill_goes_on_where_it_stopped() -> None:
             assert torch.equal(a, b)
 
 
-def test_nan_in_captured_keys_is_refused_by_name() -> None:
+def test_nan_in_captured_keys_is_refused_naming_the_layer() -> None:
     model, ids = make_model("llama"), torch.from_numpy(token_ids(30)).long()
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
@@ -105,7 +103,7 @@ def test_nan_in_captured_keys_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("scale", "is_taken"), [(1e10, True), (1e18, False)])
-def test_keys_that_no_index_takes_are_refused_by_name(scale: float, is_taken: bool) -> None:
+def test_keys_too_large_for_an_index_are_refused_naming_the_layer(scale: float, is_taken: bool) -> None:
     model, ids = make_model("llama"), torch.from_numpy(token_ids(30)).long()
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight *= scale
@@ -116,7 +114,7 @@ def test_keys_that_no_index_takes_are_refused_by_name(scale: float, is_taken: bo
         all_layers(model, ids)
 
 
-def test_the_models_own_attention_is_put_back_even_after_an_error() -> None:
+def test_the_models_attention_is_restored_when_a_prefill_ends_early() -> None:
     model, ids = make_model("llama"), torch.from_numpy(token_ids(30)).long()
     before = model.config._attn_implementation
     layers = prefill(model, ids)
@@ -126,8 +124,8 @@ def test_the_models_own_attention_is_put_back_even_after_an_error() -> None:
     assert model.config._attn_implementation == before
 
 
-def test_a_prefill_goes_on_when_another_of_the_same_model_ends() -> None:
-    """Two threads that build different contexts do this."""
+def test_a_prefill_continues_after_another_of_the_same_model_ends() -> None:
+    """Two threads that build different contexts with one model interleave like this."""
     model, ids = make_model("llama"), torch.from_numpy(token_ids(30)).long()
     before, alone = model.config._attn_implementation, all_layers(model, ids)
     first, second = prefill(model, ids), prefill(model, ids)

@@ -1,4 +1,4 @@
-"""A build's device and its k-means are chosen once, before a model is loaded."""
+"""Inputs of a build: device, k-means, texts, options and token ids."""
 
 import sys
 from io import BytesIO
@@ -17,21 +17,21 @@ from workers.cli import main
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_auto_is_a_gpu_where_there_is_one(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_auto_chooses_a_gpu_if_available(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert choose_device("auto") == ("cuda" if has_gpu else "cpu")
     assert choose_device("cpu") == "cpu"
 
 
 @pytest.mark.parametrize(("device", "words"), [("cuda", "has none"), ("gpu", "must be one of auto, cpu, cuda")])
-def test_a_device_that_is_not_there_is_refused(device: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_or_unknown_device_is_refused(device: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=words):
         choose_device(device)
 
 
 @pytest.mark.parametrize("data", [b"one\ntwo\n", b"one\r\ntwo\r\n", b"\xef\xbb\xbfone\r\ntwo\n"])
-def test_a_text_is_the_same_whoever_wrote_it_and_however_it_comes(data, tmp_path, monkeypatch) -> None:
+def test_line_ends_and_bom_are_normalised_from_files_and_stdin(data, tmp_path, monkeypatch) -> None:
     (tmp_path / "text").write_bytes(data)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=BytesIO(data)))
     assert read_text(str(tmp_path / "text")) == read_text("-") == "one\ntwo\n"
@@ -66,18 +66,18 @@ def test_a_text_is_the_same_whoever_wrote_it_and_however_it_comes(data, tmp_path
         ),
     ],
 )
-def test_what_is_no_plain_text_is_refused_with_a_way_to_make_it_one(data, words, tmp_path) -> None:
+def test_files_that_are_not_plain_text_are_refused_with_advice(data, words, tmp_path) -> None:
     (tmp_path / "text").write_bytes(data)
     with pytest.raises(ContextError, match=words):
         read_text(str(tmp_path / "text"))
 
 
-def test_a_text_about_models_is_a_text(tmp_path) -> None:
+def test_a_text_that_starts_like_a_gguf_file_is_accepted(tmp_path) -> None:
     (tmp_path / "text").write_bytes(b"GGUF is a file format")
     assert read_text(str(tmp_path / "text")) == "GGUF is a file format"
 
 
-def test_kmeans_follows_the_device_unless_it_was_given() -> None:
+def test_kmeans_follows_the_device_unless_it_is_specified() -> None:
     made = [make_config("lists", {"kmeans": None}, device) for device in ("cpu", "cuda")]
     assert [config.kmeans for config in made if isinstance(config, ListConfig)] == [KMEANS_ON_CPU, "torch"]
     assert make_config("lists", {"kmeans": "faiss"}, "cuda") == ListConfig(kmeans="faiss")
@@ -85,7 +85,7 @@ def test_kmeans_follows_the_device_unless_it_was_given() -> None:
         make_config("lists", {"kmeans": "best"}, "cpu")
 
 
-def test_options_change_the_preset_that_they_belong_to() -> None:
+def test_options_apply_only_to_their_own_preset() -> None:
     assert make_config("default", {"num_coarse": 0, "list_len": None}, "cuda") == SketchConfig(num_coarse=0)
     assert make_config("paper", {"list_len": 0.5}, "cpu").to_json()["list_len"] == 0.5
     whole = [canonical_json(make_config("lists", {"list_len": of}, "cpu").to_json()) for of in (1, 1.0)]
@@ -104,7 +104,7 @@ def test_options_change_the_preset_that_they_belong_to() -> None:
         BuildOptions(num_fine=1, num_coarse=0, segment_len=2048, num_centroids=3, list_len=0.5),
     ],
 )
-def test_options_as_flags_are_the_options_again(options: BuildOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_survive_a_round_trip_through_flags(options: BuildOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process is started with these flags of `csattn build`."""
     given: list[BuildOptions] = []
 
@@ -120,7 +120,7 @@ def test_options_as_flags_are_the_options_again(options: BuildOptions, monkeypat
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1.5]", "[-1]", "[true]", "null", pytest.param("[" * 5000, id="deep")])
-def test_what_is_no_list_of_tokens_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_token_id_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "ids.json").write_text(text)
     with pytest.raises(ContextError, match="holds no token ids"):
         read_tokens(tmp_path / "ids.json")

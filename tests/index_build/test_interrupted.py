@@ -1,4 +1,4 @@
-"""A build that is interrupted anywhere makes the same bytes as in one go, and does nothing twice."""
+"""A build interrupted at any layer makes the same bytes as an uninterrupted one, and repeats no work."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def loaded(job: Job) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def in_one_go(job: Job, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def uninterrupted_hashes(job: Job, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The hash of every file of the store after an uninterrupted build in this process."""
     store = tmp_path_factory.mktemp("in-one-go")
     run_batch([job], store, device="cpu")
@@ -49,8 +49,8 @@ def build(job: Job, loaded: LoadedModel, store: Path | str, cut_at: int = NUM_LA
 
 
 @pytest.mark.parametrize("cut_at", range(NUM_LAYERS))
-def test_interrupted_anywhere_it_makes_the_same_bytes_and_nothing_twice(
-    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, cut_at: int
+def test_a_build_interrupted_at_any_layer_makes_the_same_bytes_and_repeats_no_work(
+    job: Job, loaded: LoadedModel, uninterrupted_hashes: dict[str, str], tmp_path: Path, cut_at: int
 ) -> None:
     with pytest.raises(_Cut):
         build(job, loaded, tmp_path, cut_at)
@@ -58,24 +58,24 @@ def test_interrupted_anywhere_it_makes_the_same_bytes_and_nothing_twice(
     report = build(job, loaded, tmp_path)
     assert (report.outcome, report.resumed_at) == ("resumed" if cut_at else "built", cut_at)
     assert before.items() <= finished_files(tmp_path).items()
-    assert hashes(tmp_path) == in_one_go
+    assert hashes(tmp_path) == uninterrupted_hashes
 
 
-def test_a_store_behind_a_url_gets_the_artifact(
-    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_build_uploads_its_artifact_to_a_store_at_a_url(
+    job: Job, loaded: LoadedModel, uninterrupted_hashes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, cache = f"file://{tmp_path}/remote", tmp_path / "cache" / "artifacts"
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
     report = build(job, loaded, url)
     assert (report.outcome, report.place) == ("built", f"{url}/{report.artifact_id}")
-    assert hashes(tmp_path / "remote") == hashes(cache) == in_one_go
+    assert hashes(tmp_path / "remote") == hashes(cache) == uninterrupted_hashes
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "elsewhere"))
     assert build(job, loaded, url).outcome == "reused"
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_second_builder_waits_and_finds_the_artifact(
-    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
+    job: Job, loaded: LoadedModel, uninterrupted_hashes: dict[str, str], tmp_path: Path
 ) -> None:
     """It reports once that it waits."""
     plan, calls = plan_job(job, loaded), []
@@ -89,11 +89,11 @@ def test_a_second_builder_waits_and_finds_the_artifact(
     report = build_plan(loaded, plan, tmp_path, on_wait=build_it)
     assert report.reused and calls == ["waits"]
     verify_artifact(report.path)
-    assert hashes(tmp_path) == in_one_go
+    assert hashes(tmp_path) == uninterrupted_hashes
 
 
-def test_a_build_that_ended_behind_its_last_layer_leaves_a_whole_artifact(
-    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_build_interrupted_after_its_last_layer_is_completed_without_recomputation(
+    job: Job, loaded: LoadedModel, uninterrupted_hashes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(*_: object) -> None:
         raise _Cut
@@ -104,4 +104,4 @@ def test_a_build_that_ended_behind_its_last_layer_leaves_a_whole_artifact(
             build(job, loaded, tmp_path)
     report = build(job, loaded, tmp_path, cut_at=0)
     assert (report.outcome, report.resumed_at) == ("resumed", NUM_LAYERS)
-    assert hashes(tmp_path) == in_one_go
+    assert hashes(tmp_path) == uninterrupted_hashes

@@ -1,4 +1,4 @@
-"""A batch on a Ray cluster of this machine: a node dies half-way, several build the same context, nothing is lost."""
+"""A batch on a Ray cluster of this machine, where builders fail, a node is lost, or jobs share a context."""
 
 import signal
 import sys
@@ -37,7 +37,7 @@ CPU_NODE, BIG_NODE, GPU_NODE = {"CPU": 4.0}, {"CPU": 64.0}, {"CPU": 16.0, "GPU":
         ([GPU_NODE], "cpu", None, TaskNeeds("cpu", 8), 2),
     ],
 )
-def test_what_a_build_asks_of_a_cluster(
+def test_choose_needs_fits_builds_to_the_nodes_of_a_cluster(
     nodes, device: str, num_threads: int | None, needs: TaskNeeds, room: int
 ) -> None:
     assert choose_needs(nodes, device, num_threads) == needs
@@ -52,18 +52,20 @@ def test_what_a_build_asks_of_a_cluster(
         ("auto", 0, "at least 1"),
     ],
 )
-def test_what_no_node_can_give_is_refused(device: str, num_threads: int | None, words: str) -> None:
+def test_resources_that_no_node_offers_are_refused(device: str, num_threads: int | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         choose_needs([CPU_NODE], device, num_threads)
 
 
-def test_without_ray_the_sentence_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_is_reported_with_the_command_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'csattn\[serve\]'"):
         run_on_ray([], tmp_path)
 
 
-def test_a_sigterm_that_ray_takes_while_it_starts_ends_no_host(tmp_path: Path, monkeypatch) -> None:
+def test_a_sigterm_while_ray_starts_raises_system_exit_and_shuts_ray_down(tmp_path: Path, monkeypatch) -> None:
     """It raises SystemExit, which a caller may catch."""
     done: list[str] = []
     ray = ModuleType("ray")
@@ -125,7 +127,9 @@ def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_pat
     assert hashes(store) == hashes(tmp_path / "in-one-go")
 
 
-def test_each_gpu_has_a_process_that_stays(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
+def test_each_gpu_keeps_one_builder_process_that_is_replaced_if_it_fails(
+    two_nodes: Any, tmp_path: Path, monkeypatch
+) -> None:
     """If it is killed or fails, another one replaces it."""
     monkeypatch.setattr("index_build.jobs.Builder", mishaps.BuilderOnCpu)
     place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
@@ -148,7 +152,7 @@ def test_each_gpu_has_a_process_that_stays(two_nodes: Any, tmp_path: Path, monke
     assert hashes(store) == hashes(tmp_path / "in-one-go")
 
 
-def test_processes_that_die_as_they_start_are_given_up(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
+def test_a_job_fails_if_builder_processes_keep_dying_as_they_start(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("index_build.jobs.Builder", mishaps.BuilderThatDies)
     monkeypatch.setattr("index_build.jobs._MAX_LOST", 2)
     place = make_place(tmp_path / "place", 1)
@@ -156,7 +160,7 @@ def test_processes_that_die_as_they_start_are_given_up(two_nodes: Any, tmp_path:
     assert "die as they start" in (report.results[0].error or "")
 
 
-def test_a_context_over_which_workers_die_is_given_up(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
+def test_a_job_fails_if_its_workers_keep_dying(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("index_build.jobs.Builder", mishaps.DiesOverEach)
     monkeypatch.setattr("index_build.jobs.MAX_ATTEMPTS", 2)
     place = make_place(tmp_path / "place", 1)
@@ -165,7 +169,7 @@ def test_a_context_over_which_workers_die_is_given_up(two_nodes: Any, tmp_path: 
     assert "its worker died 2 times" in (result.error or "") and result.attempts == 2
 
 
-def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
+def test_a_lost_node_loses_no_finished_work(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("index_build.jobs.Builder", mishaps.HangsOnTheLostNode)
     cluster, node = two_nodes
     place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
@@ -174,12 +178,12 @@ def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: An
     (tmp_path / "lost-node").write_text(node.node_id)
     finished: dict[str, int] = {}
 
-    def remove_the_node_half_way() -> None:
+    def remove_node_during_build() -> None:
         mishaps.wait_for(tmp_path / "hangs")
         finished.update(finished_files(store))
         cluster.remove_node(node, allow_graceful=False)
 
-    remover = threading.Thread(target=remove_the_node_half_way)
+    remover = threading.Thread(target=remove_node_during_build)
     remover.start()
     report = run_on_ray(jobs, store, device="cpu", num_threads=1)
     remover.join()
@@ -194,7 +198,7 @@ def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: An
     assert len(list_store(store)) == len(list(store.iterdir())) == 6
 
 
-def test_a_store_behind_a_url_gets_what_the_cluster_builds(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
+def test_builds_on_a_cluster_are_uploaded_to_a_store_at_a_url(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
     """A worker that cannot see the directory of the build raises an error."""
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
     place, url = make_place(tmp_path / "place", 1), f"file://{tmp_path}/remote"
@@ -209,7 +213,7 @@ def test_a_store_behind_a_url_gets_what_the_cluster_builds(two_nodes: Any, tmp_p
         run_job(jobs[0], tmp_path, tmp_path / "elsewhere" / "marker", "cpu", 1, 0, False, None)
 
 
-def test_no_cluster_at_an_address_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_cluster_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(ConfigError, match=r"cannot reach a Ray cluster at '127.0.0.1:1'"):

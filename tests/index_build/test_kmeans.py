@@ -18,7 +18,7 @@ Kmeans = Callable[..., NDArray[np.float32]]
 
 
 @pytest.mark.parametrize(("num_gpus", "num_cpus", "expected"), [(0, 2, False), (1, 2, True), (1, 16, False)])
-def test_faiss_uses_a_gpu_beside_few_cpus(
+def test_faiss_uses_a_gpu_only_if_there_are_few_cpus(
     monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, num_gpus: int, num_cpus: int, expected: bool
 ) -> None:
     made = []
@@ -58,13 +58,13 @@ def test_centroids_are_finite_unit_vectors(kmeans: Kmeans, num_points: int, rng:
     np.testing.assert_allclose(np.linalg.norm(centroids, axis=1), 1.0, rtol=1e-3)
 
 
-def test_no_points_at_all_give_some_unit_vector() -> None:
+def test_no_points_give_unit_centroids() -> None:
     for centroids in (by_faiss(np.zeros((0, 4))), by_torch(np.zeros((1, 4)))):
         np.testing.assert_allclose(centroids, np.eye(1, 4).repeat(8, axis=0), atol=0.01)
 
 
 @both
-def test_zero_and_repeated_points_do_no_harm(kmeans: Kmeans) -> None:
+def test_zero_and_repeated_points_give_unit_centroids(kmeans: Kmeans) -> None:
     points = np.zeros((500, 4), dtype=np.float32)
     points[:200] = [1, 0, 0, 0]
     centroids = kmeans(points)
@@ -95,13 +95,13 @@ def test_the_same_seed_gives_the_same_bits(kmeans: Kmeans, rng: np.random.Genera
     assert not np.array_equal(results[0], kmeans(points, seed=2))
 
 
-def test_points_of_norm_zero_are_left_out(rng: np.random.Generator) -> None:
+def test_points_of_norm_zero_are_ignored(rng: np.random.Generator) -> None:
     points = rng.standard_normal((3000, 4)) - np.array([4, 0, 0, 0])
     points[np.arange(3000) % 10 > 0] = 0
     assert (by_torch(points)[:, 0] < -0.5).all()
 
 
-def test_clusters_without_points_are_filled_again() -> None:
+def test_empty_clusters_are_reseeded() -> None:
     """Seeds are drawn from points of one direction only, so all centroids but one begin without points."""
     points = torch.eye(8).repeat(500, 1) + 1e-3 * torch.randn(4000, 8)
     points[:256] = points[0]
@@ -109,14 +109,16 @@ def test_clusters_without_points_are_filled_again() -> None:
     assert len(centroids.argmax(1)[centroids.amax(1) > 0.99].unique()) == 8
 
 
-def test_a_problem_does_not_see_its_neighbours(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_problems_are_independent_of_the_batch_size(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     points = torch.from_numpy(rng.standard_normal((3, 2000, 4), np.float32))
     whole = spherical_kmeans_batch(points, 8, 10, 1)
     monkeypatch.setattr("index_build.kmeans_torch._SCORE_ELEMENTS", 1)
     torch.testing.assert_close(spherical_kmeans_batch(points, 8, 10, 1), whole)
 
 
-def test_a_sample_has_no_point_twice_and_few_points_are_all_taken() -> None:
+def test_a_sample_repeats_no_point_and_takes_all_of_few_points() -> None:
     assert sorted(sample_points(100, 8, 1).tolist()) == list(range(100))
     large = sample_points(100_000, 8, 1)
     assert len(large.unique()) == len(large) == 8 * POINTS_PER_CENTROID
@@ -138,7 +140,7 @@ def mean_distance(points: NDArray[np.float32], centroids: NDArray[np.float32]) -
     return float((1 - (directions @ centroids.T).max(axis=1)).mean())
 
 
-def test_the_batched_program_fits_as_well_as_faiss(rng: np.random.Generator) -> None:
+def test_batched_kmeans_fits_as_well_as_faiss(rng: np.random.Generator) -> None:
     num_centroids = 64
     parts = [query_parts(rng, 8) for _ in range(3)]
     sample = sample_points(40_000, num_centroids, 1).numpy()

@@ -93,7 +93,7 @@ def test_every_layer_is_written_as_it_was_sent(device_outbox: DeviceOutbox, num_
     assert seen == {(3.0 * layer, 2.0 * layer) for layer in range(12) if layer % 5 != 3}
 
 
-def test_then_is_called_when_all_layers_before_are_written(device_outbox: DeviceOutbox) -> None:
+def test_then_is_called_after_all_earlier_layers_are_written(device_outbox: DeviceOutbox) -> None:
     written, when_called = [], {}
     is_written = [threading.Event() for _ in range(9)]
 
@@ -112,7 +112,7 @@ def test_then_is_called_when_all_layers_before_are_written(device_outbox: Device
         assert when_called[layer] >= set(range(layer + 1))
 
 
-def test_then_is_not_called_behind_a_layer_that_was_not_written(device_outbox: DeviceOutbox) -> None:
+def test_then_is_not_called_after_a_layer_that_failed_to_write(device_outbox: DeviceOutbox) -> None:
     called: list[int] = []
 
     def fail(arrays: Mapping[str, Tensor]) -> None:
@@ -130,7 +130,7 @@ def test_then_is_not_called_behind_a_layer_that_was_not_written(device_outbox: D
     assert called == []
 
 
-def test_the_device_is_only_some_layers_ahead_of_the_disk(device_outbox: DeviceOutbox) -> None:
+def test_send_blocks_while_the_disk_is_too_many_layers_behind(device_outbox: DeviceOutbox) -> None:
     may_write, num_written, num_slots = threading.Event(), [], outbox_module._FEWEST_WRITERS + 1
 
     def write(arrays: Mapping[str, Tensor]) -> None:
@@ -151,7 +151,7 @@ def test_the_device_is_only_some_layers_ahead_of_the_disk(device_outbox: DeviceO
 
 @pytest.mark.parametrize("num_later_layers", [0, 1, 5])
 @pytest.mark.parametrize("of", ["index", "write"])
-def test_an_error_on_the_way_is_raised(device_outbox: DeviceOutbox, of: str, num_later_layers: int) -> None:
+def test_an_error_of_indexing_or_writing_is_raised(device_outbox: DeviceOutbox, of: str, num_later_layers: int) -> None:
     def fail(*arrays: object) -> dict[str, Tensor]:
         raise OSError("disk full")
 
@@ -169,7 +169,7 @@ def test_an_error_on_the_way_is_raised(device_outbox: DeviceOutbox, of: str, num
         build()
 
 
-def test_an_interrupted_build_finishes_what_was_sent_and_keeps_its_own_error(device_outbox: DeviceOutbox) -> None:
+def test_an_interrupted_build_writes_sent_layers_and_raises_its_own_error(device_outbox: DeviceOutbox) -> None:
     seen: list[Mapping[str, Tensor]] = []
 
     def build() -> None:

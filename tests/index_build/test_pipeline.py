@@ -1,4 +1,4 @@
-"""The whole offline job on a small model: built once, resumed, refused, and never half published."""
+"""The whole build of an artifact on a small model: reuse, resumption, refusals and kills."""
 
 import os
 import random
@@ -64,7 +64,7 @@ def test_the_same_context_is_built_once(tmp_path: Path) -> None:
     assert len(list_store(tmp_path)) == 3, "other centroids are another artifact"
 
 
-def test_only_lists_of_faiss_want_faiss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_faiss_lists_require_faiss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On macOS FAISS is not installed, because its OpenMP and torch's would crash the process."""
     program = "import sys, index_build.pipeline; assert 'faiss' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], timeout=120, check=True)
@@ -88,7 +88,7 @@ def test_the_same_input_gives_the_same_bytes_on_any_number_of_threads(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["sketch", "lists"])
-def test_prefill_has_all_threads_that_torch_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_prefill_uses_all_threads_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """FAISS and torch may share OpenMP: a number of threads set for one would also apply to the other."""
     seen = []
 
@@ -117,7 +117,7 @@ class Stop(Exception):
     """Ends a build at a chosen place."""
 
 
-def test_an_interrupted_build_goes_on_at_the_layer_where_it_stopped(tmp_path: Path) -> None:
+def test_an_interrupted_build_resumes_at_the_layer_where_it_stopped(tmp_path: Path) -> None:
     def stop(progress: BuildProgress) -> None:
         if (progress.layer_idx, progress.phase) == (2, "index"):
             raise Stop
@@ -149,7 +149,7 @@ def test_nan_in_the_model_leaves_no_artifact(tmp_path: Path) -> None:
     assert list_store(tmp_path) == []
 
 
-def test_a_full_disk_is_named_before_work_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused_before_work_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.statvfs(tmp_path)
     full = os.statvfs_result((*real[:2], real[2], 0, 0, *real[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: full)

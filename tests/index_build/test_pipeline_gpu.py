@@ -1,4 +1,4 @@
-"""The offline job with the model on a GPU: the same artifact up to rounding, written while later layers compute."""
+"""Builds with the model on a GPU: the same artifact up to rounding, written while later layers compute."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +36,7 @@ def build(store: Path, model: LoadedModel, config: IndexConfig = SketchConfig(),
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_prefill_on_the_gpu_is_prefill_on_the_cpu(dtype: torch.dtype) -> None:
+def test_gpu_prefill_equals_cpu_prefill(dtype: torch.dtype) -> None:
     ids = torch.from_numpy(token_ids(300)).long()
     captures = [
         [
@@ -53,7 +53,7 @@ def test_prefill_on_the_gpu_is_prefill_on_the_cpu(dtype: torch.dtype) -> None:
             break  # random weights amplify rounding from layer to layer
 
 
-def test_a_model_of_which_the_gpu_has_no_room_for_all_builds_the_same(tmp_path, monkeypatch) -> None:
+def test_a_model_too_large_for_the_gpu_builds_the_same_artifact(tmp_path, monkeypatch) -> None:
     want = build(tmp_path / "whole", on_gpu())
     monkeypatch.setattr(layer_offload, "_has_room", lambda model, device: False)
     model = place(make_model(), "cuda")
@@ -70,7 +70,7 @@ def test_a_model_of_which_the_gpu_has_no_room_for_all_builds_the_same(tmp_path, 
     [SketchConfig(), ListConfig(kmeans="torch"), ListConfig(), replace(ListConfig(kmeans="torch"), share_group=False)],
     ids=["sketch", "lists", "lists of FAISS", "lists of each query head"],
 )
-def test_an_artifact_of_the_gpu_verifies_and_decodes_on_the_cpu(tmp_path, config: IndexConfig) -> None:
+def test_an_artifact_built_on_the_gpu_verifies_and_decodes_on_the_cpu(tmp_path, config: IndexConfig) -> None:
     report = build(tmp_path, on_gpu(), config)
     verify_artifact(report.path)
     model = loaded()
@@ -85,13 +85,13 @@ def test_an_artifact_of_the_gpu_verifies_and_decodes_on_the_cpu(tmp_path, config
         model.model.generate(**arguments, max_new_tokens=8, do_sample=False)
 
 
-def test_the_same_build_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_two_gpu_builds_give_the_same_bytes(tmp_path: Path) -> None:
     reports = [build(tmp_path / name, on_gpu()) for name in "ab"]
     for file in reports[0].path.glob("*.safetensors"):
         assert file.read_bytes() == (reports[1].path / file.name).read_bytes(), file.name
 
 
-def test_both_devices_make_nearly_the_same_index(tmp_path: Path) -> None:
+def test_gpu_and_cpu_build_nearly_the_same_index(tmp_path: Path) -> None:
     """They have the same id, and the first layer, where nothing has been amplified yet, agrees up to rounding."""
     paths = [build(tmp_path / name, model).path for name, model in (("a", on_gpu()), ("b", loaded()))]
     assert paths[0].name == paths[1].name
@@ -101,7 +101,7 @@ def test_both_devices_make_nearly_the_same_index(tmp_path: Path) -> None:
         np.testing.assert_allclose(a.layer_index(0).key_mean, b.layer_index(0).key_mean, atol=1e-4)
 
 
-def test_a_build_goes_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_build_resumes_and_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("index_build.build_layers._CHECKPOINT_EVERY_S_ON_GPU", 0.0)
 
     def stop(progress) -> None:
@@ -117,7 +117,7 @@ def test_a_build_goes_on_after_an_interruption(tmp_path: Path, monkeypatch: pyte
         assert file.read_bytes() == (resumed.path / file.name).read_bytes(), file.name
 
 
-def test_the_outbox_writes_what_was_computed_before() -> None:
+def test_the_outbox_writes_layers_before_their_memory_is_reused() -> None:
     """The memory of a captured layer is overwritten by the layer after the next as soon as `send` returns."""
     captured = torch.empty(2, 1000, 1000, device="cuda")
     may_write, seen = threading.Event(), set()
@@ -136,7 +136,7 @@ def test_the_outbox_writes_what_was_computed_before() -> None:
     assert seen == {(layer, layer, layer) for layer in range(12)}
 
 
-def test_an_error_of_the_writing_ends_the_build() -> None:
+def test_a_write_error_ends_the_build() -> None:
     def fail(arrays) -> None:
         raise OSError("disk full")
 

@@ -21,7 +21,7 @@ def apply(fitted: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
     return early @ fitted[:, :-1] + fitted[:, -1:]
 
 
-def test_a_linear_relation_is_recovered() -> None:
+def test_fit_predictor_recovers_a_linear_relation() -> None:
     early = torch.randn(3, 2000, 8)
     matrix, offset = torch.randn(3, 8, 8), torch.randn(3, 1, 8)
     own = early @ matrix + offset
@@ -44,7 +44,7 @@ def test_samples_are_spread_over_the_context_and_bounded() -> None:
         assert rows[-1] >= context_len - 12
 
 
-def test_wide_heads_are_fitted_by_several_threads() -> None:
+def test_wide_heads_are_fitted_by_ridge_regression_on_several_threads() -> None:
     """The result is ridge regression's. torch's own solver would crash or hang."""
     with preserve_num_threads():
         torch.set_num_threads(2)
@@ -60,7 +60,9 @@ def test_wide_heads_are_fitted_by_several_threads() -> None:
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
-def test_a_predictor_comes_with_the_index(monkeypatch: pytest.MonkeyPatch, is_beside: bool) -> None:
+def test_the_predictor_fitted_with_an_index_fits_the_layers_queries(
+    monkeypatch: pytest.MonkeyPatch, is_beside: bool
+) -> None:
     """A predictor fitted in parallel with the index, on one thread, agrees with one fitted to the layer's queries."""
     monkeypatch.setattr(build_layers, "_PRODUCTS_PER_ELEMENT", 10**9 if is_beside else 0)
     model = loaded()
@@ -81,7 +83,7 @@ def test_a_predictor_comes_with_the_index(monkeypatch: pytest.MonkeyPatch, is_be
     assert num_fitted == model.geometry.num_layers - 1
 
 
-def test_who_comes_later_has_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_started_after_a_parallel_fit_use_all_torch_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds even if a fit began while the index used one thread, and ended after it."""
     in_index, in_fit, seen = Event(), Event(), []
 
@@ -111,7 +113,7 @@ def test_who_comes_later_has_all_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == [2]
 
 
-def test_what_a_predictor_fails_with_is_raised() -> None:
+def test_an_error_of_a_predictor_fit_is_raised() -> None:
     def fail() -> dict[str, torch.Tensor]:
         raise RuntimeError("no predictor")
 

@@ -43,7 +43,7 @@ def awkward_rows(kind: str, num_keys: int, rng: np.random.Generator) -> NDArray[
 
 @pytest.mark.parametrize(("num_keys", "list_len"), [(1, 1), (7, 7), (64, 16), (257, 64), (1024, 1024), (2600, 1000)])
 @pytest.mark.parametrize("kind", ["random", "ties", "ends"])
-def test_a_list_has_the_best_keys_of_equal_ones_the_first(kind, num_keys, list_len, rng) -> None:
+def test_a_list_holds_the_best_keys_and_breaks_ties_by_position(kind, num_keys, list_len, rng) -> None:
     rows = awkward_rows(kind, num_keys, rng)
     table = table_of(best_of_rows(torch.from_numpy(rows), list_len), list_len, num_keys)
     for centroid, row in enumerate(rows.clip(-LARGEST_SCORE, LARGEST_SCORE).astype(np.float16)):
@@ -54,7 +54,7 @@ def test_a_list_has_the_best_keys_of_equal_ones_the_first(kind, num_keys, list_l
 
 @pytest.mark.parametrize(("num_keys", "list_len"), [(1, 1), (7, 7), (64, 16), (257, 64), (1024, 1024), (2600, 1000)])
 @pytest.mark.parametrize("kind", ["random", "ties", "ends"])
-def test_lists_in_torch_are_the_same(kind, num_keys, list_len, rng) -> None:
+def test_lists_of_the_gpu_algorithm_equal_those_of_the_cpu_algorithm(kind, num_keys, list_len, rng) -> None:
     rows = torch.from_numpy(awkward_rows(kind, num_keys, rng))
     assert_same(best_on_gpu(rows, list_len), best_of_rows(rows, list_len))
 
@@ -80,12 +80,12 @@ def test_lists_hold_the_best_keys_of_each_centroid(
         np.testing.assert_array_equal(held, scores[listed])
 
 
-def test_sums_are_in_float64_and_in_the_order_of_the_dimensions() -> None:
+def test_scores_are_summed_in_float64_in_the_order_of_the_dimensions() -> None:
     keys = torch.tensor([[1.0, 1.0], [2.0**60, 2.0**30], [-(2.0**60), -(2.0**30)]])
     assert centroid_scores(torch.ones(1, 3), keys).tolist() == [[0.0, 1.0]]
 
 
-def test_threads_that_begin_later_have_as_many_of_torch_as_before(rng: np.random.Generator) -> None:
+def test_building_lists_leaves_torchs_number_of_threads_unchanged(rng: np.random.Generator) -> None:
     made_of = centroids_and_keys(rng, 4, 4, 8, 4, 200)
     with preserve_num_threads():
         torch.set_num_threads(2)
@@ -97,7 +97,7 @@ def test_threads_that_begin_later_have_as_many_of_torch_as_before(rng: np.random
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("context_len", "list_len"), [(1, 1), (257, 257), (1000, 250), (4097, 1), (70_001, 17_500)])
-def test_lists_of_the_gpu_are_lists_of_the_cpu(context_len: int, list_len: int, rng: np.random.Generator) -> None:
+def test_gpu_lists_equal_cpu_lists(context_len: int, list_len: int, rng: np.random.Generator) -> None:
     codebooks, keys = centroids_and_keys(rng, 2, 2, 130, 8, context_len)
     keys = (keys * 8).round() / 8  # many ties
     assert_same(list_table(codebooks.cuda(), keys.cuda(), list_len), list_table(codebooks, keys, list_len))

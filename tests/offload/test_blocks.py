@@ -1,4 +1,4 @@
-"""Blocks are found as they were put, whole or not at all, never one for another, and keep within their budgets."""
+"""Blocks are returned as they were stored, whole or not at all, never confused, and within their budgets."""
 
 import errno
 import os
@@ -51,7 +51,7 @@ def files_of(directory: Path) -> list[Path]:
     return sorted(directory.iterdir())
 
 
-def test_blocks_are_found_in_their_order_up_to_the_first_that_is_missing(tmp_path) -> None:
+def test_hold_returns_blocks_in_order_up_to_the_first_missing_one(tmp_path) -> None:
     blocks = make(tmp_path)
     for number in (0, 1, 3):
         assert not blocks.holds(name(number))
@@ -64,7 +64,7 @@ def test_blocks_are_found_in_their_order_up_to_the_first_that_is_missing(tmp_pat
     check(blocks)
 
 
-def test_another_process_finds_what_was_written_behind(tmp_path) -> None:
+def test_another_process_finds_blocks_that_were_flushed_to_files(tmp_path) -> None:
     blocks = make(tmp_path)
     for number in range(3):
         blocks.put(name(number), data(number))
@@ -82,7 +82,7 @@ def test_another_process_finds_what_was_written_behind(tmp_path) -> None:
         check(each)
 
 
-def test_memory_keeps_to_its_budget_and_what_went_comes_from_its_file(tmp_path) -> None:
+def test_memory_stays_within_its_budget_and_evicted_blocks_are_read_from_files(tmp_path) -> None:
     blocks = make(tmp_path, memory=2 * BLOCK + 5)
     for number in range(5):
         blocks.put(name(number), data(number))
@@ -98,7 +98,7 @@ def test_memory_keeps_to_its_budget_and_what_went_comes_from_its_file(tmp_path) 
     blocks.close()
 
 
-def test_what_waits_to_be_written_is_within_the_budget_too(tmp_path, monkeypatch) -> None:
+def test_blocks_that_wait_to_be_written_count_towards_the_budget(tmp_path, monkeypatch) -> None:
     go_on, write = threading.Event(), BlockFiles.write
 
     def slow(*arguments) -> bool:
@@ -114,7 +114,7 @@ def test_what_waits_to_be_written_is_within_the_budget_too(tmp_path, monkeypatch
     assert len(files_of(tmp_path)) == 2
 
 
-def test_one_key_is_not_taken_for_another_block(tmp_path) -> None:
+def test_blocks_with_equal_keys_and_different_labels_are_not_confused(tmp_path) -> None:
     """This holds in memory, in a file, and in a file of another process."""
     blocks = make(tmp_path)
     assert blocks.put(name(1, "same"), data(1)) and not blocks.put(name(2, "same"), data(2))
@@ -135,7 +135,7 @@ def chain(*own: bytes) -> list[Label]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.sampled_from([b"a", b"b"]), max_size=5), min_size=2, max_size=6), st.randoms())
-def test_labels_are_the_same_where_all_before_them_is(parts, random) -> None:
+def test_labels_are_equal_only_if_their_whole_chains_are_equal(parts, random) -> None:
     """Earlier comparisons do not change the result."""
     labels = [label for own in parts for label in chain(*own)]
     want = [bytes(label) for label in labels]
@@ -145,7 +145,7 @@ def test_labels_are_the_same_where_all_before_them_is(parts, random) -> None:
     assert [bytes(label) for label in labels] == want
 
 
-def test_who_goes_along_a_chain_looks_at_each_label_a_few_times(monkeypatch) -> None:
+def test_comparing_chains_compares_each_label_only_a_few_times(monkeypatch) -> None:
     """The chain of a million tokens is also freed without too deep a recursion."""
 
     class Counted(bytes):
@@ -162,7 +162,7 @@ def test_who_goes_along_a_chain_looks_at_each_label_a_few_times(monkeypatch) -> 
 
 
 @pytest.mark.parametrize("at", [0, 9, 20, 70, 110, -1, "short", "long", "empty"])
-def test_a_damaged_file_is_not_found_and_goes(tmp_path, at) -> None:
+def test_a_damaged_block_file_is_ignored_and_removed(tmp_path, at) -> None:
     blocks = make(tmp_path)
     blocks.put(name(1), data(1))
     blocks.close()
@@ -186,7 +186,7 @@ def test_a_damaged_file_is_not_found_and_goes(tmp_path, at) -> None:
 
 
 @pytest.mark.parametrize("bit", [0, 7, 40, 62, 63])
-def test_a_wrong_size_in_a_head_is_no_such_block_and_is_written_again(tmp_path, bit) -> None:
+def test_a_block_file_with_a_wrong_size_field_is_ignored_and_rewritten(tmp_path, bit) -> None:
     blocks = make(tmp_path)
     blocks.put(name(1), data(1))
     blocks.close()
@@ -202,7 +202,7 @@ def test_a_wrong_size_in_a_head_is_no_such_block_and_is_written_again(tmp_path, 
     assert BlockFiles(tmp_path, lambda _: 1 << 20).read("key1", label(1)).tolist() == data(1).tolist()
 
 
-def test_a_block_that_cannot_be_written_does_not_keep_others_from_it(tmp_path, monkeypatch, caplog) -> None:
+def test_a_block_that_cannot_be_written_does_not_block_others(tmp_path, monkeypatch, caplog) -> None:
     write = BlockFiles.write
 
     def fail_at_first(files, key, *more) -> bool:
@@ -221,7 +221,7 @@ def test_a_block_that_cannot_be_written_does_not_keep_others_from_it(tmp_path, m
     check(blocks)
 
 
-def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
+def test_block_files_stay_within_their_budget_and_the_least_recently_used_are_removed(tmp_path) -> None:
     size = 64 + BLOCK + len(label(1))
     files = BlockFiles(tmp_path, lambda _: 10 * size + 5 * 200)
     for number in range(20):
@@ -238,8 +238,8 @@ def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
     assert small.num_refused == 1
 
 
-def test_what_is_found_in_memory_stays_on_the_disk(tmp_path) -> None:
-    """Otherwise the first blocks of all conversations, which are always in memory, would be the first files to go."""
+def test_a_block_found_in_memory_counts_as_used_on_disk(tmp_path) -> None:
+    """Otherwise the first blocks of all conversations, which are always in memory, would be removed first."""
     blocks = make(tmp_path, disk=2000)
     for number in range(20):
         assert blocks.put(name(number), data(number))
@@ -251,7 +251,7 @@ def test_what_is_found_in_memory_stays_on_the_disk(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("num_processes", [2, 5])
-def test_processes_that_share_a_directory_keep_to_one_budget(tmp_path, num_processes) -> None:
+def test_processes_that_share_a_directory_stay_within_one_budget(tmp_path, num_processes) -> None:
     """Each may exceed it by a tenth: what it has written since it last looked at what others have written."""
     budget = 100 * (64 + BLOCK)
     processes = [BlockFiles(tmp_path, lambda _: budget) for _ in range(num_processes)]
@@ -261,8 +261,8 @@ def test_processes_that_share_a_directory_keep_to_one_budget(tmp_path, num_proce
         assert sum(path.stat().st_size for path in files_of(tmp_path)) <= (1 + 0.11 * num_processes) * budget
 
 
-def test_what_was_used_before_the_clock_was_set_back_goes_first(tmp_path) -> None:
-    """Otherwise it would count as the last used for years, and new files would be removed instead."""
+def test_block_files_last_used_in_the_future_are_removed_first(tmp_path) -> None:
+    """Otherwise they would count as recently used for years, and new files would be removed instead."""
     files, to_come = BlockFiles(tmp_path, lambda _: 4 * (64 + BLOCK)), time.time() + 1e7
     for number in range(8):
         assert files.write(f"key{number}", b"", data(number))
@@ -271,7 +271,7 @@ def test_what_was_used_before_the_clock_was_set_back_goes_first(tmp_path) -> Non
     assert [path.stem for path in files_of(tmp_path)] == ["key4", "key5", "key6", "key7"]
 
 
-def test_a_small_disk_keeps_as_much_free_as_is_kept_and_says_so_once(tmp_path, monkeypatch, caplog) -> None:
+def test_block_files_take_at_most_half_of_a_small_disk_and_log_it_once(tmp_path, monkeypatch, caplog) -> None:
     size = 64 + BLOCK + len(label(1)) + 5
     files = BlockFiles(tmp_path, DiskBudget("kept.disk_bytes", 1 << 40, tmp_path).find)
     monkeypatch.setattr(
@@ -285,7 +285,7 @@ def test_a_small_disk_keeps_as_much_free_as_is_kept_and_says_so_once(tmp_path, m
 
 
 @pytest.mark.parametrize("failing", ["write", "rename", "mkdir"])
-def test_a_disk_that_is_full_leaves_nothing_half_written(tmp_path, monkeypatch, caplog, failing) -> None:
+def test_a_full_disk_leaves_no_partial_block_file(tmp_path, monkeypatch, caplog, failing) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -327,7 +327,7 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(tmp_path, monkeypatch, 
     assert len(files_of(tmp_path)) == 1
 
 
-def test_what_a_killed_process_left_half_written_is_never_found_and_goes(tmp_path) -> None:
+def test_partial_files_of_a_killed_process_are_ignored_and_removed_once_old(tmp_path) -> None:
     young, old = tmp_path / "key1.aaaa.partial", tmp_path / "key2.bbbb.partial"
     for path in (young, old):
         path.write_bytes(b"csblock1")
@@ -338,7 +338,7 @@ def test_what_a_killed_process_left_half_written_is_never_found_and_goes(tmp_pat
     blocks.close()
 
 
-def test_a_block_that_is_read_takes_no_more_memory_than_it_counts_for(tmp_path, monkeypatch) -> None:
+def test_a_block_read_from_a_file_holds_only_its_own_memory(tmp_path, monkeypatch) -> None:
     """It does not keep its label's memory, which may be many times as large. Without memory for it, it is not found."""
 
     def fail(*_: object) -> None:
@@ -352,7 +352,7 @@ def test_a_block_that_is_read_takes_no_more_memory_than_it_counts_for(tmp_path, 
     assert files.read("key", bytes(5000)) is None
 
 
-def test_a_reader_may_remove_what_the_writer_is_about_to(tmp_path, monkeypatch) -> None:
+def test_a_file_that_a_reader_removes_during_eviction_is_no_error(tmp_path, monkeypatch) -> None:
     files, unlink = BlockFiles(tmp_path, lambda _: 1000), Path.unlink
     for number in range(5):
         files.write(f"key{number}", b"", data(number))
@@ -370,7 +370,7 @@ def test_a_reader_may_remove_what_the_writer_is_about_to(tmp_path, monkeypatch) 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40), st.integers(1, 4))
-def test_without_files_the_least_recently_used_goes(operations, room) -> None:
+def test_without_files_the_least_recently_used_block_is_evicted(operations, room) -> None:
     """The definition is a dictionary in the order of use."""
     blocks, want = Blocks(room * BLOCK, None), OrderedDict()
     for number, puts in operations:
@@ -389,7 +389,7 @@ def test_without_files_the_least_recently_used_goes(operations, room) -> None:
     blocks.close()
 
 
-def test_many_threads_read_and_put_at_once(tmp_path) -> None:
+def test_concurrent_threads_read_and_put_correct_blocks(tmp_path) -> None:
     blocks, wrong = make(tmp_path, memory=4 * BLOCK), []
 
     def work(seed: int) -> None:

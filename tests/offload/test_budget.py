@@ -1,4 +1,4 @@
-"""What does not fit is refused before any work, with advice on what to do."""
+"""Plans that do not fit in memory are refused before any work, with advice."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ PLAN = MemoryPlan(
 )
 
 
-def test_what_fits_to_the_byte_is_accepted() -> None:
+def test_a_plan_that_fits_exactly_is_accepted() -> None:
     PLAN.require(AvailableMemory(device_bytes=18 * GIB, host_bytes=17 * GIB))
     MemoryPlan((), max_context_len=1).require(AvailableMemory(device_bytes=0, host_bytes=0))
 
@@ -39,7 +39,7 @@ def test_too_little_host_memory_is_refused() -> None:
         PLAN.require(AvailableMemory(device_bytes=80 * GIB, host_bytes=16 * GIB))
 
 
-def test_a_plan_says_what_it_needs() -> None:
+def test_the_repr_of_a_plan_shows_its_needs() -> None:
     assert repr(PLAN) == "<MemoryPlan 18.00 GiB on the device, 17.00 GiB pinned, contexts of up to 131072 rows>"
 
 
@@ -48,13 +48,13 @@ def make_proc(path: Path, available_kib: int) -> Path:
     return path
 
 
-def test_host_memory_is_what_the_system_has_left(tmp_path: Path) -> None:
+def test_host_memory_is_the_available_memory_of_meminfo(tmp_path: Path) -> None:
     assert host_memory_bytes(make_proc(tmp_path, 4096), tmp_path / "none") == 4 << 20
     (tmp_path / "memory.max").write_text("max\n")
     assert host_memory_bytes(tmp_path, tmp_path) == 4 << 20
 
 
-def test_or_what_the_container_may_still_have(tmp_path: Path) -> None:
+def test_host_memory_is_limited_by_the_containers_control_group(tmp_path: Path) -> None:
     make_proc(tmp_path, 4096)
     (tmp_path / "memory.max").write_text(f"{3 << 20}\n")
     (tmp_path / "memory.current").write_text(f"{2 << 20}\n")
@@ -74,7 +74,7 @@ def make_group(path: Path, names: tuple[str, str], limit: object, used: int, sta
 V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
 
 
-def test_any_control_group_around_the_process_may_limit_it(tmp_path: Path) -> None:
+def test_any_enclosing_control_group_limits_host_memory(tmp_path: Path) -> None:
     make_proc(tmp_path, 4096)
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "cgroup").write_text("0::/system.slice/csattn.service\n")
@@ -87,7 +87,7 @@ def test_any_control_group_around_the_process_may_limit_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("path", ["/docker/0123", "/"], ids=["of the host", "of the container"])
-def test_control_groups_of_the_first_version_count_too(tmp_path: Path, path: str) -> None:
+def test_control_groups_v1_limit_host_memory(tmp_path: Path, path: str) -> None:
     make_proc(tmp_path, 4096)
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "cgroup").write_text(f"9:cpu,cpuacct:/x\n4:hugetlb,memory:{path}\n0::/\n")
@@ -98,12 +98,12 @@ def test_control_groups_of_the_first_version_count_too(tmp_path: Path, path: str
     assert host_memory_bytes(tmp_path, tmp_path / "fs") == 4 << 20
 
 
-def test_host_memory_is_asked_for_with_something_to_spare(monkeypatch) -> None:
+def test_require_host_memory_keeps_a_reserve(monkeypatch) -> None:
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1000 + budget.SPARE_BYTES)
     budget.require_host_memory("the context", 1000, "take less")
     with pytest.raises(MemoryPlanError, match=r"the context needs 1,001 bytes .* 402,654,184 bytes .*; take less"):
         budget.require_host_memory("the context", 1001, "take less")
 
 
-def test_this_machine_has_memory() -> None:
+def test_this_machine_reports_host_memory_and_a_lock_limit() -> None:
     assert host_memory_bytes() > 0 and locked_limit_bytes() > 0

@@ -76,13 +76,13 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize(("name", "vector", "want"), GOLDEN.values(), ids=GOLDEN)
-def test_bytes_are_those_written_by_hand(name: str, vector: np.ndarray, want: bytes) -> None:
+def test_encoded_bytes_equal_hand_written_ones(name: str, vector: np.ndarray, want: bytes) -> None:
     assert both(name, vector) == want
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 256])
 @pytest.mark.parametrize("name", NAMES)
-def test_compiled_is_as_defined(name: str, head_dim: int, rng: np.random.Generator) -> None:
+def test_the_compiled_codec_equals_the_definition(name: str, head_dim: int, rng: np.random.Generator) -> None:
     form = FORMATS[name]
     if head_dim % form.unit_len:
         with pytest.raises(CodecError, match=rf"head_dim is {head_dim}, but q._0 takes multiples of 32"):
@@ -100,7 +100,7 @@ def test_compiled_is_as_defined(name: str, head_dim: int, rng: np.random.Generat
 
 
 @given(st.lists(st.floats(-60000, 60000, width=32), min_size=32, max_size=32), st.sampled_from(NAMES))
-def test_any_block_is_written_as_defined_and_comes_back_near(values: list[float], name: str) -> None:
+def test_any_block_is_encoded_as_defined_and_decodes_within_its_error(values: list[float], name: str) -> None:
     vector = np.array(values, np.float32)
     back = reference.decode(FORMATS[name], np.frombuffer(both(name, vector), np.uint8), 32)
     largest = float(np.abs(vector).max())
@@ -108,7 +108,7 @@ def test_any_block_is_written_as_defined_and_comes_back_near(values: list[float]
     np.testing.assert_allclose(back, vector, rtol=0, atol=off[name] * largest + 1e-5)
 
 
-def test_formats_of_key_and_value_make_one_piece(rng: np.random.Generator) -> None:
+def test_a_rows_key_and_value_codes_are_concatenated(rng: np.random.Generator) -> None:
     kv = rng.standard_normal((9, 2, 64), dtype=np.float32)
     codec = KvCodec(KvFormat.parse("k=q8_0, v=q4_0"), 64)
     assert (codec.row_bytes, codec.v_offset) == (2 * 34 + 2 * 18, 2 * 34)
@@ -117,11 +117,11 @@ def test_formats_of_key_and_value_make_one_piece(rng: np.random.Generator) -> No
 
 
 @pytest.mark.parametrize(("name", "want"), [("q8_0", 34 / 64), ("q4_0", 18 / 64), ("fp8", 132 / 256), ("bfloat16", 1)])
-def test_shares_of_float16(name: str, want: float) -> None:
+def test_row_sizes_relative_to_float16(name: str, want: float) -> None:
     assert KvFormat.parse(name).row_bytes(128) / KvFormat.parse("float16").row_bytes(128) == want
 
 
-def test_e4m3_is_that_of_torch() -> None:
+def test_e4m3_equals_torchs() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
     known = ~np.isnan(codes)
     np.testing.assert_array_equal(reference.E4M3[known], codes[known])
@@ -130,7 +130,7 @@ def test_e4m3_is_that_of_torch() -> None:
     np.testing.assert_array_equal(reference.to_e4m3(values), want)
 
 
-def test_rows_are_gathered_as_they_decode(rng: np.random.Generator) -> None:
+def test_gathered_rows_equal_decoded_rows(rng: np.random.Generator) -> None:
     codec = KvCodec(KvFormat.parse("k=fp8,v=q4_0"), 32)
     coded = codec.encode(rng.standard_normal((50, 2, 32), dtype=np.float32))
     numbers = rng.integers(0, 50, 17)
@@ -142,7 +142,7 @@ def test_rows_are_gathered_as_they_decode(rng: np.random.Generator) -> None:
     assert codec.decode(coded[:0]).shape == (0, 2, 32)
 
 
-def test_threads_do_not_disturb_each_other(rng: np.random.Generator) -> None:
+def test_concurrent_encoding_gives_the_same_bytes(rng: np.random.Generator) -> None:
     codec, kv = KvCodec(KvFormat.parse("q4_0"), 64), rng.standard_normal((4, 300, 2, 64), dtype=np.float32)
     got: dict[int, np.ndarray] = {}
     threads = [threading.Thread(target=lambda i=i: got.update({i: codec.encode(kv[i])})) for i in range(4)]
@@ -156,7 +156,7 @@ def test_threads_do_not_disturb_each_other(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [(0, 0, 0), (4, 1, 63)])
-def test_what_is_not_finite_is_refused(name: str, bad: float, place: tuple[int, int, int]) -> None:
+def test_nan_and_infinite_values_are_refused(name: str, bad: float, place: tuple[int, int, int]) -> None:
     kv = np.zeros((5, 2, 64), np.float32)
     kv[place] = bad
     with pytest.raises(
@@ -170,7 +170,7 @@ def test_what_is_not_finite_is_refused(name: str, bad: float, place: tuple[int, 
 @pytest.mark.parametrize(
     ("name", "value"), [("q8_0", 65520 * 127), ("q4_0", -65520 * 8), ("float16", 65520), ("bfloat16", 3.4e38)]
 )
-def test_a_scale_beyond_its_type_is_refused(name: str, value: float) -> None:
+def test_values_whose_scale_overflows_are_refused(name: str, value: float) -> None:
     kv = np.zeros((5, 2, 64), np.float32)
     kv[2, 1, 40] = value
     for encode in (KvCodec(KvFormat.parse(name), 64).encode, lambda kv: reference.encode(FORMATS[name], kv[:, 1])):
@@ -181,12 +181,12 @@ def test_a_scale_beyond_its_type_is_refused(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["q5_1", "", "k=q8_0", "k=q8_0,v=", "q8_0,q4_0", "k=q8_0,v=q4_0,k=fp8", "v=fp8,x=fp8"])
-def test_other_names_are_refused(text: str) -> None:
+def test_unknown_format_names_are_refused(text: str) -> None:
     with pytest.raises(CodecError, match=r"choose from|give one for both"):
         KvFormat.parse(text)
 
 
 @pytest.mark.parametrize("text", ["q8_0", "k=q8_0,v=q4_0", "float32"])
-def test_formats_read_as_they_are_written(text: str) -> None:
+def test_a_format_parses_from_its_own_text(text: str) -> None:
     assert str(KvFormat.parse(text)) == text
     assert KvFormat.parse("k=fp8,v=fp8") == KvFormat.parse("fp8")

@@ -12,7 +12,7 @@ from offload.host_store import HostStore
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("text", ["q8_0", "k=q8_0,v=q4_0", "fp8", "float16"])
-def test_coded_rows_leave_as_they_decode(text: str, dtype: torch.dtype) -> None:
+def test_a_coded_store_returns_decoded_rows(text: str, dtype: torch.dtype) -> None:
     kv, form = torch.randn(3, 2, 5000, 2, 32).to(dtype), KvFormat.parse(text)
     store, codec = CodedStore(list(kv), form), KvCodec(form, 32)
     want = torch.from_numpy(codec.decode(codec.encode(kv.float().numpy())))
@@ -25,7 +25,7 @@ def test_coded_rows_leave_as_they_decode(text: str, dtype: torch.dtype) -> None:
     assert repr(store) == f"<CodedStore 3 layers x 2 heads x 5000 rows x 32 in {text}>"
 
 
-def test_rows_that_are_not_chosen_are_not_read() -> None:
+def test_gather_reads_only_chosen_rows() -> None:
     """A row of 0xFF decodes to NaN, which would spread to any result that reads it."""
     store = CodedStore([torch.randn(2, 100, 2, 32)], KvFormat.parse("k=fp8,v=q8_0"))
     indices = torch.randint(0, 100, (2, 20))

@@ -20,7 +20,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
     emulator.stand_in(monkeypatch, module)
 
 
-def test_rows_that_no_thread_can_copy_are_refused() -> None:
+def test_row_sizes_that_are_not_a_multiple_of_16_bytes_are_refused() -> None:
     with pytest.raises(OffloadError, match=r"136 bytes cannot be gathered.*multiple of 16"):
         RowGather(136, max_lists=1)
 
@@ -55,7 +55,7 @@ LISTS = [([0, 7, 0, 1009, 1, 0], 3), ([31, 32, 33] * 40, 16), ([0], 1), ([1], 1)
 
 
 @pytest.mark.parametrize(("row_bytes", "lists"), crossed([(16,), (128,), (320,), (4096,)], LISTS))
-def test_listed_rows_are_copied_and_no_others(
+def test_only_listed_rows_are_copied(
     monkeypatch: pytest.MonkeyPatch, row_bytes: int, lists: tuple[list[int], int]
 ) -> None:
     counts, num_blocks = lists
@@ -78,7 +78,7 @@ def test_listed_rows_are_copied_and_no_others(
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 8])
-def test_how_many_loads_are_in_flight_changes_nothing(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
+def test_the_number_of_loads_in_flight_changes_nothing(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
     for name, value in {"_NUM_BLOCKS": 2, "_THREADS": 256, "_IN_FLIGHT": in_flight}.items():
         monkeypatch.setattr(module, name, value)
     sources, targets = torch.randn(2, 500, 64, device=DEVICE), torch.zeros(2, 500, 64, device=DEVICE)
@@ -90,7 +90,7 @@ def test_how_many_loads_are_in_flight_changes_nothing(monkeypatch: pytest.Monkey
     assert int((targets != 0).any(-1).sum()) == 499 + 13
 
 
-def test_lists_may_have_room_for_more_pieces_than_32_bits_count() -> None:
+def test_lists_may_have_room_for_more_than_2_to_the_32_pieces() -> None:
     row_bytes, capacity = 1 << 20, 1 << 16
     sources = torch.randn(1, 3, row_bytes // 4, device=DEVICE)
     targets = torch.zeros_like(sources)

@@ -11,7 +11,7 @@ STATM = Path("/proc/self/statm")
 
 
 @pytest.mark.skipif(not STATM.exists(), reason="memory that is in use is read from /proc")
-def test_a_byte_in_many_places_costs_a_page_in_each() -> None:
+def test_writing_scattered_bytes_costs_one_small_page_each() -> None:
     places = 64
     memory = sparse_zeros(places << 21)
     before = int(STATM.read_text().split()[1])
@@ -21,5 +21,5 @@ def test_a_byte_in_many_places_costs_a_page_in_each() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4097])
-def test_there_are_as_many_zeros_as_wanted(num_bytes: int) -> None:
+def test_sparse_zeros_has_the_requested_length(num_bytes: int) -> None:
     assert np.array_equal(sparse_zeros(num_bytes), np.zeros(num_bytes, np.uint8))

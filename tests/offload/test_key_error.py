@@ -21,7 +21,7 @@ def biased(bias: float, turn: float, num_rows: int = 600) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("turn", [1.0, 0.1, 0.001])
-def test_a_bias_that_turns_is_told_in_coarse_formats(turn: float) -> None:
+def test_key_error_detects_a_rotating_bias_in_coarse_formats(turn: float) -> None:
     plain, large = biased(0.0, turn), biased(300.0, turn)
     assert all(key_error(plain, form) < 0.2 for form in FORMATS.values())
     errors = {name: key_error(large, form) for name, form in FORMATS.items()}
@@ -30,7 +30,7 @@ def test_a_bias_that_turns_is_told_in_coarse_formats(turn: float) -> None:
     assert key_error(large[:1], FORMATS["q4_0"]) < 0.2  # the head without a bias
 
 
-def test_keys_alone_count_and_only_where_there_are_enough() -> None:
+def test_key_error_ignores_values_and_contexts_with_few_rows() -> None:
     kv = biased(0.0, 0.0)
     want = key_error(kv, FORMATS["q4_0"])
     kv[:, :, 1] = math.nan

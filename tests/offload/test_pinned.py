@@ -50,7 +50,7 @@ def make_layers(num_layers: int = 3, context_len: int = 100) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("chunk_pages", [1, 3, 1000])
-def test_all_rows_lie_in_chunks_that_share_no_page(chunk_pages: int) -> None:
+def test_all_rows_are_registered_in_chunks_that_share_no_page(chunk_pages: int) -> None:
     driver, progress = FakeDriver(), []
     rows = driver.pin(
         make_layers(), chunk_bytes=chunk_pages * PAGE, progress=lambda done, total: progress.append((done, total))
@@ -69,7 +69,7 @@ def test_all_rows_lie_in_chunks_that_share_no_page(chunk_pages: int) -> None:
         _ = rows.addresses
 
 
-def test_each_layer_is_registered_by_itself_and_once() -> None:
+def test_each_layer_is_registered_separately_and_once() -> None:
     """A layer in two registrations could not be copied to the device in one call."""
     driver = FakeDriver()
     pages = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 7 * PAGE), np.float32))
@@ -99,7 +99,7 @@ def test_a_layer_that_occurs_twice_is_copied_once(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(torch.stack(rows.layers), whole[[0, 1, 0]])
 
 
-def test_a_refusal_in_the_middle_leaves_nothing_locked() -> None:
+def test_a_refused_registration_leaves_nothing_locked() -> None:
     driver = FakeDriver(refuses_from=2)
     layers = make_layers()
     rows = driver.pin(layers, chunk_bytes=PAGE)
@@ -112,18 +112,18 @@ def test_a_refusal_in_the_middle_leaves_nothing_locked() -> None:
     rows.close()
 
 
-def test_an_error_of_who_is_told_leaves_nothing_locked() -> None:
+def test_an_error_in_the_progress_callback_leaves_nothing_locked() -> None:
     driver = FakeDriver()
 
-    def tell(done: int, total: int) -> None:
+    def fail(done: int, total: int) -> None:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        driver.pin(make_layers(), progress=tell)
+        driver.pin(make_layers(), progress=fail)
     assert driver.most == 1 and not driver.registered
 
 
-def test_memory_that_cannot_be_written_is_registered_as_such() -> None:
+def test_read_only_memory_is_registered_read_only() -> None:
     driver = FakeDriver(refuses_read_write=True, refuses_read_only=False)
     with_rows = driver.pin(make_layers())
     assert with_rows.how == "in place, read only" and with_rows.pinned
@@ -153,19 +153,19 @@ def test_a_map_that_the_driver_refuses_is_copied(tmp_path: Path) -> None:
     assert not driver.registered
 
 
-def test_without_memory_for_a_copy_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_a_copy_rows_stay_unpinned_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "host_memory_bytes", lambda: 1000)
     rows = FakeDriver(refuses_read_write=True).pin(make_layers())
     assert rows.how == "the driver said no; a copy needs 76,800 bytes and 1,000 are available"
 
 
-def test_a_low_limit_of_locked_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_limit_of_locked_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "locked_limit_bytes", lambda: 65536)
     rows = FakeDriver(refuses_read_write=True).pin(make_layers())
     assert rows.how == "the driver said no; `ulimit -l` allows 65,536 bytes"
 
 
-def test_locks_do_not_outlive_their_owner() -> None:
+def test_rows_are_unregistered_when_their_owner_is_deleted() -> None:
     driver = FakeDriver()
     rows = driver.pin(make_layers())
     assert driver.registered
@@ -174,14 +174,14 @@ def test_locks_do_not_outlive_their_owner() -> None:
     assert not driver.registered
 
 
-def test_allocated_rows_begin_pages_and_are_zero() -> None:
+def test_allocated_rows_are_page_aligned_and_zero() -> None:
     layers = allocate_rows(3, (2, 101, 2, 8), torch.bfloat16)
     assert all(layer.shape == (2, 101, 2, 8) and layer.data_ptr() % PAGE == 0 for layer in layers)
     assert all(not layer.any() for layer in layers)
     assert torch.equal(copy_rows(make_layers())[2], copy_rows(make_layers())[2]) is False  # random values
 
 
-def test_copies_are_equal_and_elsewhere() -> None:
+def test_copied_rows_are_equal_and_in_new_memory() -> None:
     layers = make_layers(2, 100_003)
     copies = copy_rows(layers)
     for layer, copy in zip(layers, copies, strict=True):
@@ -219,7 +219,7 @@ def test_the_device_reads_pinned_rows_and_read_only_maps(tmp_path: Path) -> None
 
 
 @pytest.mark.gpu
-def test_a_failed_registration_leaves_no_error_behind() -> None:
+def test_a_failed_registration_leaves_no_cuda_error() -> None:
     layers = make_layers()
     first = PinnedRows(layers)
     second = PinnedRows(layers)  # registering the same pages again is refused, so they are copied

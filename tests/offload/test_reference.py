@@ -13,7 +13,7 @@ from tests.offload.selections import make_step, masked
     ("num_slots", "num_index_heads", "batch", "spills"),
     [(1, 2, 1, True), (17, 2, 1, False), (17, 4, 3, True), (40, 2, 5, False), (200, 2, 2, False)],
 )
-def test_every_selected_row_is_in_its_slot_or_named(
+def test_every_selected_row_is_in_a_slot_or_returned_by_key(
     num_slots: int, num_index_heads: int, batch: int, spills: bool, rng: np.random.Generator
 ) -> None:
     cache = ReferenceSlotCache(num_contexts=2, num_kv_heads=2, num_slots=num_slots)
@@ -45,7 +45,7 @@ def select(cache: ReferenceSlotCache, *keys: int) -> tuple[list[int], list[tuple
     return ids[0, 0].tolist(), moved[0, 0]
 
 
-def test_rows_selected_before_stay_and_the_longest_unused_go() -> None:
+def test_recently_selected_rows_stay_and_the_longest_unused_are_evicted() -> None:
     cache = ReferenceSlotCache(num_contexts=1, num_kv_heads=1, num_slots=4)
     assert select(cache, 10, 20, 30) == ([0, 1, 2], [(10, 0), (20, 1), (30, 2)])
     assert select(cache, 20, 40) == ([1, 3], [(40, 3)])
@@ -55,14 +55,14 @@ def test_rows_selected_before_stay_and_the_longest_unused_go() -> None:
     assert cache.unused_for[0, 0] == [1, 0, 0, 0]
 
 
-def test_what_finds_no_slot_is_named_and_takes_none_from_this_step() -> None:
+def test_rows_without_a_slot_are_returned_by_key_and_evict_no_row_of_their_step() -> None:
     cache = ReferenceSlotCache(num_contexts=1, num_kv_heads=1, num_slots=2)
     select(cache, 5)
     assert select(cache, 1, 5, 7, 8) == ([1, 0, -2 - 7, -2 - 8], [(1, 1)])
     assert cache.num_spilled == 2
 
 
-def test_very_old_rows_are_equally_old() -> None:
+def test_ages_saturate_so_very_old_rows_are_evicted_in_slot_order() -> None:
     cache = ReferenceSlotCache(num_contexts=1, num_kv_heads=1, num_slots=3)
     select(cache, 1, 2)
     select(cache, 2)

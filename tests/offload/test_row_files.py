@@ -15,7 +15,7 @@ POISON = 0xFF
 
 @pytest.mark.parametrize("piece_bytes", [1, 100, 4095, 4096, 9000])
 @pytest.mark.parametrize("spare_blocks", [0, 1, 40])
-def test_pieces_are_the_bytes_of_the_file_also_at_its_end(tmp_path, rng, piece_bytes, spare_blocks) -> None:
+def test_pieces_equal_the_files_bytes_even_at_its_end(tmp_path, rng, piece_bytes, spare_blocks) -> None:
     data = rng.integers(256, size=60_000, dtype=np.uint8)
     (tmp_path / "file").write_bytes(data.tobytes())
     offset, num_bytes = 77, 50_000

@@ -21,13 +21,13 @@ from offload.sizes import parse_size
         ("1TiB", 1 << 40),
     ],
 )
-def test_a_size_is_a_number_and_a_unit(text: str, num_bytes: int) -> None:
+def test_sizes_with_and_without_units_are_parsed(text: str, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize(
     "text", ["", " ", "MiB", "9" * 400, "64 potatoes", "-1", "-1MiB", "1e3", "nan", "0", "0.4B", "64M", "1,5GiB", "\n"]
 )
-def test_what_is_no_size_is_a_sentence(text: str) -> None:
+def test_invalid_sizes_are_refused_with_the_reason(text: str) -> None:
     with pytest.raises(TierError, match=r"is not a size; give a number of bytes, or one with a unit"):
         parse_size(text)

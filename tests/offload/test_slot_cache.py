@@ -41,8 +41,8 @@ def make_shape(**changes: int) -> SlotCacheShape:
     return SlotCacheShape(**(sizes | changes))
 
 
-def test_more_rows_than_have_numbers_are_refused() -> None:
-    """A step over 16M tokens, of which 2 % are chosen."""
+def test_selections_with_too_many_rows_to_number_are_refused() -> None:
+    """The sizes are those of a step over 16M tokens, of which 2 % are chosen."""
     make_shape(num_index_heads=128, max_top_k=335_544, max_batch=32)
     with pytest.raises(OffloadError, match=r"64 requests that choose 335,544 rows each for 128 heads"):
         make_shape(num_index_heads=128, max_top_k=335_544, max_batch=64)
@@ -64,7 +64,7 @@ def test_a_caches_bytes_are_mostly_rows() -> None:
     assert rows_bytes < slot_cache_bytes(shape) < 1.1 * rows_bytes
 
 
-def test_a_caches_bytes_are_what_it_allocates() -> None:
+def test_slot_cache_bytes_equals_what_is_allocated() -> None:
     def storages() -> dict[int, int]:
         memory = (of.untyped_storage() for of in gc.get_objects() if type(of) is Tensor)
         return {of.data_ptr(): of.nbytes() for of in memory}
@@ -79,7 +79,7 @@ def test_a_caches_bytes_are_what_it_allocates() -> None:
     ("batch", "context_len", "held"),
     [(1, 131072, 0), (64, 131072, 704), (8, 1048576, 864), (16, 1048576, 1504), (64, 1048576, 5408)],
 )
-def test_what_threads_hold_in_memory_is_what_the_compiler_says(
+def test_stack_bytes_equals_the_compilers_report(
     batch: int, context_len: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`held` is the size of a stack frame in bytes, reported by ptxas of CUDA 13.0 for sm_90."""
@@ -143,7 +143,9 @@ def test_lookups_agree_with_the_definition(name: str, rng: np.random.Generator) 
 
 
 @pytest.mark.parametrize("name", ["index heads share", "slots of all blocks"])
-def test_one_block_decides_where_there_are_no_clusters(name: str, rng: np.random.Generator, as_ampere: None) -> None:
+def test_lookups_without_thread_block_clusters_agree_with_the_definition(
+    name: str, rng: np.random.Generator, as_ampere: None
+) -> None:
     test_lookups_agree_with_the_definition(name, rng)
 
 
@@ -225,7 +227,7 @@ def test_thousands_of_replayed_steps_never_give_a_wrong_row(changes: dict[str, i
         host_unregister(host_rows.data_ptr())
 
 
-def test_a_reloaded_context_is_not_mistaken_for_the_one_before(rng: np.random.Generator) -> None:
+def test_a_reloaded_context_does_not_return_the_previous_contexts_rows(rng: np.random.Generator) -> None:
     shape = make_shape(num_layers=1, max_batch=2)
     cache = SlotCache(shape, DEVICE)
     first, second = numbered_rows(shape, DEVICE), -numbered_rows(shape, DEVICE)

@@ -18,16 +18,16 @@ def _copied(num_numbers: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("num_numbers", ODD_SIZES)
-def test_all_of_it_is_copied(num_numbers: int) -> None:
+def test_tensors_of_any_size_are_copied_whole(num_numbers: int) -> None:
     _copied(num_numbers, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_numbers", ODD_SIZES)
-def test_all_of_it_is_copied_to_a_gpu(num_numbers: int) -> None:
+def test_tensors_of_any_size_are_copied_whole_to_a_gpu(num_numbers: int) -> None:
     _copied(num_numbers, "cuda")
 
 
-def test_a_place_of_another_size_is_refused() -> None:
+def test_a_destination_of_another_size_is_refused() -> None:
     with pytest.raises(AssertionError, match="12 bytes for 16"):
         copy_to_device(torch.zeros(3), torch.zeros(4))

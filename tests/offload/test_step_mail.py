@@ -28,7 +28,7 @@ def make_clock(step: int) -> StepClock:
     return clock
 
 
-def beside(enqueue: Callable[[], None]) -> threading.Thread:
+def enqueue_in_thread(enqueue: Callable[[], None]) -> threading.Thread:
     """Enqueue in a thread a kernel that may wait: on a CPU, a launch returns only when its kernel ends."""
 
     def run() -> None:
@@ -41,7 +41,7 @@ def beside(enqueue: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def settle(thread: threading.Thread) -> None:
+def join_and_synchronize(thread: threading.Thread) -> None:
     thread.join(WAIT_S)
     assert not thread.is_alive()
     if DEVICE.type == "cuda":
@@ -49,10 +49,10 @@ def settle(thread: threading.Thread) -> None:
 
 
 @pytest.mark.parametrize("row_shape", [(1,), (4, 128), (7, 91)])
-def test_rows_arrive_and_their_flags_say_so(row_shape: tuple[int, ...]) -> None:
+def test_posted_rows_arrive_and_set_their_flags(row_shape: tuple[int, ...]) -> None:
     memory = SharedMemory(RowMail.num_bytes(3, row_shape, torch.float32), DEVICE)
     mail, rows = RowMail(3, row_shape, torch.float32, memory), torch.randn(3, *row_shape)
-    settle(beside(lambda: mail.post(rows.to(DEVICE), make_clock(2), flag_of_step=4)))
+    join_and_synchronize(enqueue_in_thread(lambda: mail.post(rows.to(DEVICE), make_clock(2), flag_of_step=4)))
     assert torch.equal(mail.rows, rows)
     assert mail.flags.tolist() == [24, 24, 24]
 
@@ -69,26 +69,26 @@ def fill(mail: SelectionMail, row: int, width: int, lens: list[int]) -> torch.Te
     return want
 
 
-def test_the_device_waits_for_rows_in_use_and_no_others() -> None:
+def test_fetch_waits_only_for_rows_in_use() -> None:
     memory = SharedMemory(SelectionMail.num_bytes(3, NUM_HEADS, MAX_TOP_K), DEVICE)
     mail, clock = SelectionMail(3, NUM_HEADS, MAX_TOP_K, memory), make_clock(5)
     kv_indices = torch.full((3, NUM_HEADS, MAX_TOP_K), -777, dtype=torch.int32, device=DEVICE)
     valid_len = torch.full((3, NUM_HEADS), -777, dtype=torch.int32, device=DEVICE)
     context_ids = torch.tensor([0, -1, 1], dtype=torch.int32, device=DEVICE)
     mail.flags.fill_(52)  # the previous layer's flag
-    waiting = beside(lambda: mail.fetch(kv_indices, valid_len, context_ids, clock, flag_of_step=3))
+    waiting = enqueue_in_thread(lambda: mail.fetch(kv_indices, valid_len, context_ids, clock, flag_of_step=3))
     lens = [[MAX_TOP_K, 0, 1], [600, 512, 599]]
     want = [fill(mail, 0, MAX_TOP_K, lens[0]), fill(mail, 2, 600, lens[1])]
     mail.flags[0, :2] = mail.flags[2] = torch.tensor(54)  # a later flag is as good
     waiting.join(0.2)
     assert waiting.is_alive() or DEVICE.type == "cuda", "it did not wait for the last head"
     mail.flags[0, 2] = 53
-    settle(waiting)
+    join_and_synchronize(waiting)
     assert valid_len.tolist() == [lens[0], [0, 0, 0], lens[1]]
     assert torch.equal(kv_indices[0].cpu(), want[0]) and torch.equal(kv_indices[2].cpu(), want[1])
     assert (kv_indices[1] == -1).all()
 
 
-def test_rows_that_are_no_words_are_refused() -> None:
+def test_rows_that_are_not_whole_words_are_refused() -> None:
     with pytest.raises(AssertionError, match="not words"):
         RowMail(1, (3,), torch.float16, SharedMemory(4096, DEVICE))

@@ -1,4 +1,4 @@
-"""Stores return rows as they were put in."""
+"""Stores return rows as they were stored."""
 
 import pytest
 import torch

@@ -27,7 +27,7 @@ def pages(*numbers: int):
 
 
 @given(st.lists(st.lists(st.integers(0, 19), min_size=1, max_size=5, unique=True), max_size=30), st.integers(1, 9))
-def test_the_least_recently_used_page_goes(batches, num_slots) -> None:
+def test_the_least_recently_used_page_is_evicted(batches, num_slots) -> None:
     """The definition is a dictionary in the order of use. A batch larger than the tier is cut to the tier's size."""
     tier, want = Tier(20, num_slots), OrderedDict()
     for batch in batches:
@@ -50,7 +50,7 @@ def test_the_least_recently_used_page_goes(batches, num_slots) -> None:
 
 
 @pytest.mark.parametrize("num_slots", [100, 333])
-def test_the_oldest_are_found_among_many(rng, num_slots) -> None:
+def test_the_least_recently_used_of_many_pages_are_evicted(rng, num_slots) -> None:
     """Lists of candidates are used up, skipped and rebuilt; batches have few or many pages."""
     tier, want = Tier(1000, num_slots), OrderedDict()
     for most in np.tile([1, 5, 90], 60):
@@ -83,7 +83,7 @@ def test_a_pinned_page_is_never_replaced() -> None:
         tier.unpin(kept)
 
 
-def test_a_put_that_may_not_evict_takes_free_slots_only() -> None:
+def test_assign_without_evict_takes_free_slots_only() -> None:
     tier = Tier(10, 2)
     tier.assign(pages(0))
     assert (tier.assign(pages(1, 2, 3), evict=False) == NOWHERE).tolist() == [False, True, True]
@@ -94,7 +94,7 @@ def test_a_put_that_may_not_evict_takes_free_slots_only() -> None:
 @pytest.mark.parametrize(
     ("what", "where", "value"), [("_slot_of", 0, 1), ("_page_in", 0, 1), ("_pins", 1, 1), ("_free", 0, 0)]
 )
-def test_check_finds_what_is_wrong(what, where, value) -> None:
+def test_check_detects_an_inconsistent_tier(what, where, value) -> None:
     tier = Tier(4, 3)
     assert tier.assign(pages(2)) == [0]
     check(tier)
@@ -139,7 +139,7 @@ def test_a_file_reads_the_same_with_and_without_the_page_cache(tmp_path, monkeyp
 @pytest.mark.parametrize(
     "call", ["open", pytest.param("preadv", marks=pytest.mark.skipif(not O_DIRECT, reason="no direct reads here"))]
 )
-def test_a_disk_that_fails_is_not_taken_for_a_file_system_without_direct_reads(tmp_path, monkeypatch, call) -> None:
+def test_a_disk_error_is_not_mistaken_for_a_lack_of_direct_reads(tmp_path, monkeypatch, call) -> None:
     def fail(*_) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

@@ -20,7 +20,7 @@ from tests.offload.tiered_files import Files, same
 
 
 @pytest.mark.parametrize("page_rows", [1, 16])
-def test_many_readers_with_prefetches_in_a_small_tier(tmp_path, page_rows) -> None:
+def test_concurrent_readers_and_prefetches_get_correct_rows_from_a_small_tier(tmp_path, page_rows) -> None:
     files = Files(tmp_path)
     with files.store(24, page_rows) as store, ThreadPoolExecutor(4) as readers:
 
@@ -57,13 +57,13 @@ def test_a_page_that_a_reader_holds_is_never_replaced(tmp_path) -> None:
 
 
 def test_without_pins_a_page_that_a_reader_holds_would_be_replaced(tmp_path, monkeypatch) -> None:
-    """The test above would detect this."""
+    """This shows that the test above can fail."""
     monkeypatch.setattr(Tier, "pin", lambda tier, slots: tier.use(slots))
     monkeypatch.setattr(Tier, "unpin", lambda tier, slots: None)
     assert not held_pages_stay(Files(tmp_path))
 
 
-def test_who_wants_a_page_that_another_reads_waits_for_it(tmp_path, monkeypatch) -> None:
+def test_a_reader_waits_for_a_page_that_another_is_reading(tmp_path, monkeypatch) -> None:
     files, preadv = Files(tmp_path), os.preadv
     begun, go = threading.Event(), threading.Event()
 
@@ -88,7 +88,7 @@ def test_who_wants_a_page_that_another_reads_waits_for_it(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("through", ["gather", "stream", "prefetch"])
-def test_a_disk_that_fails_is_a_sentence_and_spoils_nothing(tmp_path, monkeypatch, through) -> None:
+def test_a_disk_error_is_reported_and_leaves_the_store_usable(tmp_path, monkeypatch, through) -> None:
     files, preadv = Files(tmp_path), os.preadv
 
     def fail(*args):
@@ -110,7 +110,7 @@ def test_a_disk_that_fails_is_a_sentence_and_spoils_nothing(tmp_path, monkeypatc
         check(store)
 
 
-def test_who_waits_for_a_read_that_fails_reads_for_itself(tmp_path, monkeypatch) -> None:
+def test_a_reader_retries_a_page_that_another_failed_to_read(tmp_path, monkeypatch) -> None:
     files, preadv = Files(tmp_path), os.preadv
     begun, go = threading.Event(), threading.Event()
 
@@ -139,7 +139,7 @@ def test_who_waits_for_a_read_that_fails_reads_for_itself(tmp_path, monkeypatch)
         assert store.tier.num_used == 0  # pages that were not read take no slots
 
 
-def test_no_read_goes_on_behind_the_back_of_one_that_had_too_few_threads(tmp_path, monkeypatch) -> None:
+def test_a_store_without_enough_threads_is_refused_and_leaks_nothing(tmp_path, monkeypatch) -> None:
     """If the system refuses to start more threads, no store, thread or open file is left."""
     files, start, num_started = Files(tmp_path), threading.Thread.start, count()
     threads, descriptors = threading.active_count(), len(os.listdir("/dev/fd"))
@@ -158,7 +158,7 @@ def test_no_read_goes_on_behind_the_back_of_one_that_had_too_few_threads(tmp_pat
         check(store)
 
 
-def test_reads_that_come_in_parts_are_whole(tmp_path, monkeypatch, rng) -> None:
+def test_partial_reads_are_completed(tmp_path, monkeypatch, rng) -> None:
     files, preadv = Files(tmp_path, context_len=2000), os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, into, offset: preadv(fd, [into[0][:BLOCK_BYTES]], offset))
     with files.store(100) as store:
@@ -168,7 +168,7 @@ def test_reads_that_come_in_parts_are_whole(tmp_path, monkeypatch, rng) -> None:
         assert same(rows, files.kv[1])
 
 
-def test_a_file_that_is_shortened_is_a_sentence(tmp_path) -> None:
+def test_a_truncated_file_is_refused_with_the_reason(tmp_path) -> None:
     files = Files(tmp_path, context_len=2000)
     with files.store(10) as store:
         os.truncate(files.spans[1].path, 9000)

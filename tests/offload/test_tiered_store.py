@@ -20,7 +20,7 @@ from tests.offload.tiered_files import Files, same
 
 @pytest.mark.parametrize("page_rows", [1, 4, 7, 16, 500])
 @pytest.mark.parametrize(("context_len", "num_slots"), [(1, 1), (15, 3), (16, 40), (300, 9), (300, 10**9)])
-def test_gathered_rows_are_those_of_a_flat_store(tmp_path, rng, page_rows, context_len, num_slots) -> None:
+def test_gathered_rows_equal_those_of_a_flat_store(tmp_path, rng, page_rows, context_len, num_slots) -> None:
     files = Files(tmp_path, context_len=context_len)
     with files.store(num_slots, page_rows) as store:
         for shape in [(2, 5), (2, 1), (2, 0), (3, 4, 30), (3, 2, 60), (2, 1), (1, 2, 40)]:
@@ -33,7 +33,7 @@ def test_gathered_rows_are_those_of_a_flat_store(tmp_path, rng, page_rows, conte
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("offset", [0, 64, 4096])
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 3), (3, 64)])
-def test_rows_of_any_width_anywhere_in_a_file(tmp_path, rng, dtype, offset, heads, head_dim) -> None:
+def test_rows_of_any_width_and_file_offset_are_gathered(tmp_path, rng, dtype, offset, heads, head_dim) -> None:
     files = Files(tmp_path, 1, heads, 77, head_dim, dtype, offset)
     with files.store(50) as store:
         for _ in range(3):
@@ -45,7 +45,7 @@ def test_rows_of_any_width_anywhere_in_a_file(tmp_path, rng, dtype, offset, head
 @pytest.mark.parametrize(
     "rows", [slice(0, 0), slice(5, 5), slice(0, 1), slice(0, 300), slice(3, 297), slice(16, 32), slice(299, 300)]
 )
-def test_a_stream_gives_the_pieces_of_a_flat_store(tmp_path, page_rows, rows) -> None:
+def test_a_stream_yields_the_pieces_of_a_flat_store(tmp_path, page_rows, rows) -> None:
     files = Files(tmp_path)
     flat = HostStore(files.kv, stream_rows=16)
     with files.store(11, page_rows) as store:
@@ -57,7 +57,7 @@ def test_a_stream_gives_the_pieces_of_a_flat_store(tmp_path, page_rows, rows) ->
             check(store)
 
 
-def test_a_flat_store_streams_all_rows_at_once_unless_told(tmp_path) -> None:
+def test_a_flat_store_streams_all_rows_at_once_by_default(tmp_path) -> None:
     files = Files(tmp_path)
     (piece,) = files.flat.stream(0, slice(3, 200))
     assert piece.data_ptr() == files.kv[0][:, 3:].data_ptr()
@@ -65,9 +65,7 @@ def test_a_flat_store_streams_all_rows_at_once_unless_told(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("place", [host_tier, tiered_store], ids=["of pages", "of streams"])
-def test_a_budget_that_there_is_no_memory_for_is_a_sentence_and_leaves_no_file_open(
-    tmp_path, monkeypatch, place
-) -> None:
+def test_a_budget_without_memory_for_it_is_refused_and_leaves_no_file_open(tmp_path, monkeypatch, place) -> None:
     def refuse(num_bytes: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
@@ -78,7 +76,7 @@ def test_a_budget_that_there_is_no_memory_for_is_a_sentence_and_leaves_no_file_o
     assert os.listdir("/dev/fd") == before
 
 
-def test_a_stream_evicts_nothing_and_finds_the_next_time_what_had_room(tmp_path) -> None:
+def test_a_stream_evicts_nothing_and_fills_free_slots(tmp_path) -> None:
     files = Files(tmp_path, context_len=160)
     with files.store(8, 16) as store:  # 8 of 2 layers x 2 heads x 10 pages
         read = []
@@ -92,7 +90,7 @@ def test_a_stream_evicts_nothing_and_finds_the_next_time_what_had_room(tmp_path)
         assert store.tier.num_hits == 2 * 8
 
 
-def test_a_stream_may_be_left_in_the_middle(tmp_path) -> None:
+def test_a_stream_can_be_closed_before_its_end(tmp_path) -> None:
     files = Files(tmp_path)
     with files.store() as store:
         for stop in (0, 1, 2):
@@ -103,7 +101,7 @@ def test_a_stream_may_be_left_in_the_middle(tmp_path) -> None:
         assert sum(piece.shape[1] for piece in store.stream(0, slice(0, 300))) == 300
 
 
-def test_rows_that_stay_are_read_once_and_others_are_a_sentence(tmp_path) -> None:
+def test_resident_rows_are_read_once_and_other_rows_are_refused(tmp_path) -> None:
     files = Files(tmp_path)
     with files.store(4, resident=[slice(0, 4), slice(260, 300)]) as store:
         for rows in (slice(0, 4), slice(260, 300)):
@@ -121,7 +119,7 @@ def test_rows_that_stay_are_read_once_and_others_are_a_sentence(tmp_path) -> Non
     ("context_len", "stream_rows", "page_rows"),
     [(300, 16, 4), (5000, 2000, 1), (5000, 16, 2000), (300, 16, None), (5000, 64, None)],
 )
-def test_the_budget_that_a_refusal_names_is_enough(tmp_path, context_len, stream_rows, page_rows) -> None:
+def test_the_budget_named_in_a_refusal_is_enough(tmp_path, context_len, stream_rows, page_rows) -> None:
     files, how = Files(tmp_path, context_len=context_len), {"stream_rows": stream_rows, "page_rows": page_rows}
     with pytest.raises(TierError, match="a host budget of 1,000 bytes is too small") as refused:
         TieredStore(files.spans, files.shape, files.dtype, 1000, **how)
@@ -138,7 +136,7 @@ def test_the_budget_that_a_refusal_names_is_enough(tmp_path, context_len, stream
             TieredStore(files.spans, files.shape, files.dtype, least - 1, **how)
 
 
-def test_a_budget_is_what_is_taken(tmp_path, monkeypatch) -> None:
+def test_allocations_stay_within_the_budget(tmp_path, monkeypatch) -> None:
     taken: list[int] = []
 
     def take(num_bytes: int):
@@ -155,7 +153,7 @@ def test_a_budget_is_what_is_taken(tmp_path, monkeypatch) -> None:
         assert store.held_bytes == sum(taken) + books <= store.budget_bytes
 
 
-def test_pages_grow_where_numbering_every_row_would_take_the_budget(tmp_path) -> None:
+def test_pages_grow_if_a_table_of_single_rows_would_take_the_budget(tmp_path) -> None:
     files = Files(tmp_path, context_len=2000, head_dim=1, dtype=torch.float16)  # rows of 4 bytes, like their numbers
     with TieredStore(files.spans, files.shape, files.dtype, 200_000) as store:
         assert store.plan.page_rows == 4
@@ -163,7 +161,7 @@ def test_pages_grow_where_numbering_every_row_would_take_the_budget(tmp_path) ->
         assert same(store.gather(0, kv_indices), files.flat.gather(0, kv_indices))
 
 
-def test_what_was_gathered_or_prefetched_is_not_read_again(tmp_path, rng) -> None:
+def test_gathered_and_prefetched_rows_are_not_read_again(tmp_path, rng) -> None:
     files = Files(tmp_path)
     with files.store() as store:
         kv_indices = files.indices(rng, 2, 50)
@@ -176,7 +174,7 @@ def test_what_was_gathered_or_prefetched_is_not_read_again(tmp_path, rng) -> Non
         assert store.tier.bytes_read == read
 
 
-def test_the_store_says_what_it_holds(tmp_path) -> None:
+def test_the_repr_of_a_store_shows_its_contents(tmp_path) -> None:
     files = Files(tmp_path)
     with files.store(8) as store:
         store.gather(0, torch.arange(4).view(2, 2))
@@ -186,7 +184,7 @@ def test_the_store_says_what_it_holds(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("layer_idx", [-1, 2])
-def test_a_layer_that_the_store_has_not_is_refused(tmp_path, rng, layer_idx) -> None:
+def test_a_layer_index_out_of_range_is_refused(tmp_path, rng, layer_idx) -> None:
     """Pages are numbered over all layers, so another layer's pages would be returned."""
     files = Files(tmp_path)
     with files.store(resident=[slice(0, 4)]) as store:
@@ -201,7 +199,7 @@ def test_a_layer_that_the_store_has_not_is_refused(tmp_path, rng, layer_idx) -> 
 
 
 @pytest.mark.parametrize("name", ["page_rows", "stream_rows"])
-def test_pages_and_pieces_of_no_rows_are_refused(tmp_path, name) -> None:
+def test_page_rows_or_stream_rows_of_zero_are_refused(tmp_path, name) -> None:
     files = Files(tmp_path)
     with pytest.raises(TierError, match=f"{name} is 0; give at least 1"):
         TieredStore(files.spans, files.shape, files.dtype, 10**9, **{name: 0})

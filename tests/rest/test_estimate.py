@@ -30,7 +30,7 @@ def queries(num_tokens: int, num_q_heads: int, size: float = 1.0, seed: int = 1)
 @pytest.mark.parametrize("num_index_heads", [2, 6])
 @settings(max_examples=20)
 @given(st.integers(1, 90), st.lists(st.integers(0, 90), min_size=6, max_size=6))
-def test_it_is_what_it_is_defined_to_be(size, num_index_heads, num_rows, chosen) -> None:
+def test_estimate_rest_agrees_with_the_definition(size, num_index_heads, num_rows, chosen) -> None:
     """This holds for 0, some or all rows chosen, for queries of zeros and for queries that see a single key."""
     moments = moments_of([normal_rows(50)])
     q = queries(2, 6, size)
@@ -47,7 +47,7 @@ def test_it_is_what_it_is_defined_to_be(size, num_index_heads, num_rows, chosen)
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.01, 0.05, 0.5])
-def test_of_normal_keys_and_values_it_is_attention_to_the_rows_that_were_not_chosen(keep) -> None:
+def test_the_estimate_over_normal_rows_is_close_to_attention_to_the_rows_not_chosen(keep) -> None:
     kv = normal_rows(200_000, num_kv_heads=1)
     q = queries(4, 1, size=1.5)
     keys, values = kv[0].double().unbind(1)
@@ -80,7 +80,7 @@ def test_pieces_and_dtypes_do_not_change_the_moments() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 5e-4), (torch.bfloat16, 4e-3)])
-def test_a_devices_table_is_the_moments_in_units_of_logits(dtype, tolerance) -> None:
+def test_moment_table_holds_the_moments_in_units_of_logits(dtype, tolerance) -> None:
     moments = moments_of([normal_rows(300)])
     table = moment_table(moments, SCALE, dtype)
     assert table.dtype == dtype and table.shape == moments_shape(2, HEAD_DIM)
@@ -91,7 +91,7 @@ def test_a_devices_table_is_the_moments_in_units_of_logits(dtype, tolerance) -> 
     np.testing.assert_allclose(cross_cov.transpose(1, 2), SCALE * moments.cross_cov, rtol=tolerance, atol=1e-6)
 
 
-def test_one_row_has_no_spread() -> None:
+def test_moments_of_one_row_have_no_covariance_and_estimate_that_row() -> None:
     kv = normal_rows(1)
     moments = moments_of([kv])
     assert isinstance(moments, Moments) and not moments.key_cov.any() and not moments.cross_cov.any()
@@ -101,7 +101,7 @@ def test_one_row_has_no_spread() -> None:
     np.testing.assert_allclose(lse[0], SCALE * (q[0] * kv[:, 0, 0].numpy()).sum(-1), rtol=1e-5)
 
 
-def test_a_token_does_not_see_the_tokens_beside_it() -> None:
+def test_the_estimate_of_a_token_is_independent_of_other_tokens() -> None:
     moments, q = moments_of([normal_rows(50)]), queries(5, 6)
     chosen, rows = np.arange(10, dtype=np.int32).reshape(5, 2), np.arange(20, 25)
     out, lse = estimate_rest(q, moments, chosen, rows, SCALE)

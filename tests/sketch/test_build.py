@@ -41,7 +41,7 @@ def build(
     return index
 
 
-def assert_gives_the_same(got: SketchIndex, want: SketchIndex, queries: Floats) -> None:
+def assert_sketches_agree(got: SketchIndex, want: SketchIndex, queries: Floats) -> None:
     """Require nearly the same logits and the same attention to the rest. queries: [num_q_heads, head_dim]."""
     np.testing.assert_array_equal(got.segment_starts, want.segment_starts)
     for name in ARRAYS:
@@ -66,7 +66,7 @@ def logits_of(q: Floats, index: SketchIndex, head: int) -> NDArray[np.float64]:
     return bases[0] + 2.0**exponent * scores[0]
 
 
-def test_a_sketch_of_no_rows_is_none() -> None:
+def test_a_sketch_of_no_rows_is_refused() -> None:
     with pytest.raises(AssertionError, match="a sketch has rows"):
         sketch.sketch_arrays(torch.zeros(2, 0, 64), torch.zeros(1, 0, 2, 64), SketchConfig(), map)
 
@@ -86,16 +86,16 @@ def test_a_sketch_of_no_rows_is_none() -> None:
         (512, 2, 1600, 8192),
     ],
 )
-def test_it_gives_what_the_definition_gives(head_dim, group_size, num_rows, segment_len, rng) -> None:
+def test_a_built_sketch_agrees_with_the_definition(head_dim, group_size, num_rows, segment_len, rng) -> None:
     q, k, v = make_heads(rng, 2, group_size, num_rows, head_dim)
     config = SketchConfig(segment_len=segment_len)
     want = make_sketch(q, k, v, *config.words(head_dim), tuple(config.segment_starts(num_rows)))
-    assert_gives_the_same(build(q, k, v, config), want, q[:, -1])
+    assert_sketches_agree(build(q, k, v, config), want, q[:, -1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("head_dim", "num_rows"), [(8, 1), (64, 63), (80, 1023), (128, 1024), (512, 1025)])
-def test_codes_of_a_transform_are_those_of_the_definition_to_the_bit(head_dim, num_rows, dtype, rng) -> None:
+def test_codes_equal_the_definitions_bit_for_bit(head_dim, num_rows, dtype, rng) -> None:
     q, k, _ = make_heads(rng, 2, 1, num_rows, head_dim)
     bits = coord_bits(*SketchConfig().words(head_dim))
     keys = torch.from_numpy(k).to(dtype)
@@ -112,7 +112,7 @@ def test_codes_of_a_transform_are_those_of_the_definition_to_the_bit(head_dim, n
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_coordinate_just_below_a_whole_number_stays_below_it(device: str) -> None:
+def test_a_coordinate_just_below_an_integer_is_not_rounded_up(device: str) -> None:
     """Its product is exact in float64, but adding the half of a code would lose its lowest bits."""
     bits = torch.from_numpy(coord_bits(*SketchConfig().words(128)))
     columns = torch.zeros(1, 1, 128, len(bits))
@@ -132,7 +132,7 @@ def test_a_coordinate_just_below_a_whole_number_stays_below_it(device: str) -> N
 @pytest.mark.parametrize(
     ("head_dim", "num_rows", "starts"), [(8, 900, (0,)), (64, 5000, (0, 1024, 3072, 4096)), (96, 65, (0,))]
 )
-def test_errors_are_what_codes_lose_of_keys(head_dim, num_rows, starts, rng) -> None:
+def test_reported_errors_equal_the_reconstruction_errors_of_keys(head_dim, num_rows, starts, rng) -> None:
     q, k, _ = (torch.from_numpy(rows) for rows in make_heads(rng, 1, 2, num_rows, head_dim))
     queries, bits = q.reshape(1, -1, head_dim), torch.from_numpy(coord_bits(*SketchConfig().words(head_dim)))
     made = sketch.fit_keys(k, starts, sketch.fit_queries(queries), bits)
@@ -145,7 +145,7 @@ def test_errors_are_what_codes_lose_of_keys(head_dim, num_rows, starts, rng) -> 
 
 
 @pytest.mark.parametrize(("num_rows", "starts"), [(1, (0,)), (399, (0,)), (400, (0,)), (4500, (0, 1024, 2048, 3072))])
-def test_the_rows_with_the_greatest_errors_are_marked_and_of_equals_the_first(num_rows, starts, rng) -> None:
+def test_rows_with_the_greatest_errors_are_marked_and_ties_go_to_the_first(num_rows, starts, rng) -> None:
     errors = rng.integers(0, 9, (3, num_rows)).astype(np.float32)
     marked = np.zeros(errors.shape, bool)
     for start, stop in pairwise((*starts, num_rows)):
@@ -159,7 +159,7 @@ def test_the_rows_with_the_greatest_errors_are_marked_and_of_equals_the_first(nu
 
 
 @pytest.mark.parametrize("num_marked_rows", [1, 7])
-def test_rows_unlike_all_others_are_marked(num_marked_rows, rng) -> None:
+def test_outlier_rows_are_marked(num_marked_rows, rng) -> None:
     q, k, v = make_heads(rng, 2, 2, 400 * num_marked_rows, 64)
     unlike = rng.permutation(k.shape[1])[:num_marked_rows]
     k[:, unlike] *= 20.0
@@ -170,7 +170,7 @@ def test_rows_unlike_all_others_are_marked(num_marked_rows, rng) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 63, 64, 65, 1023, 1024, 1025, 2049])
 @pytest.mark.parametrize("words", [(1, 0), (2, 2), (1, 3)])
-def test_words_are_those_of_the_definition(num_rows, words, rng) -> None:
+def test_packed_words_equal_the_definitions(num_rows, words, rng) -> None:
     codes = rng.integers(0, 1 << coord_bits(*words), (2, num_rows, len(coord_bits(*words)))).astype(np.uint8)
     got = sketch.pack(torch.from_numpy(codes), *words).numpy()
     assert got.dtype == np.uint32
@@ -178,12 +178,12 @@ def test_words_are_those_of_the_definition(num_rows, words, rng) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 20])
-def test_fewer_rows_than_dimensions(num_rows, rng) -> None:
+def test_a_sketch_of_fewer_rows_than_dimensions_agrees_with_the_definition(num_rows, rng) -> None:
     q, k, v = make_heads(rng, 2, 2, num_rows, 64)
-    assert_gives_the_same(build(q, k, v, SketchConfig()), make_sketch(q, k, v, 2, 2), q[:, 0])
+    assert_sketches_agree(build(q, k, v, SketchConfig()), make_sketch(q, k, v, 2, 2), q[:, 0])
 
 
-def test_systems_of_equations_are_solved(rng) -> None:
+def test_solve_definite_solves_systems_of_equations(rng) -> None:
     a, x = rng.standard_normal((2, 5, 5)), rng.standard_normal((2, 5, 3))
     gram = a @ a.swapaxes(1, 2) + np.eye(5)
     solved = sketch.solve_definite(torch.from_numpy(gram), torch.from_numpy(gram @ x))
@@ -191,12 +191,12 @@ def test_systems_of_equations_are_solved(rng) -> None:
 
 
 @pytest.mark.parametrize("zero", ["queries", "keys", "values"])
-def test_what_is_constant_gives_what_the_definition_gives(zero, rng) -> None:
+def test_constant_queries_keys_or_values_agree_with_the_definition(zero, rng) -> None:
     q, k, v = make_heads(rng, 2, 2, 100, 64)
     {"queries": q, "keys": k, "values": v}[zero][:] = 0.0 if zero == "queries" else 0.1
     index = build(q, k, v, SketchConfig())
     queries = rng.standard_normal((4, 64)).astype(np.float32)
-    assert_gives_the_same(index, make_sketch(q, k, v, 2, 2), queries)
+    assert_sketches_agree(index, make_sketch(q, k, v, 2, 2), queries)
     if zero == "keys":
         bases, _, scores = reference.score_group(queries[:2], index, 0, SCALE)
         assert not scores.any()
@@ -204,7 +204,7 @@ def test_what_is_constant_gives_what_the_definition_gives(zero, rng) -> None:
 
 
 @pytest.mark.parametrize("largest", [1e-44, 1e-37, 1e-20, 1e-12, 1e-8, 1e4, reference.LARGEST_NUMBER])
-def test_keys_of_any_scale_give_what_the_definition_gives(largest, rng) -> None:
+def test_keys_of_any_scale_agree_with_the_definition(largest, rng) -> None:
     q, k, v = make_heads(rng, 2, 2, 900, 64)
     k = (k / np.abs(k).max().astype(np.float64) * largest).astype(np.float32)
     index = build(q, k, v, SketchConfig())
@@ -216,7 +216,7 @@ def test_keys_of_any_scale_give_what_the_definition_gives(largest, rng) -> None:
         np.testing.assert_array_equal(index.marks, want.marks)
         assert not index.query_transform.any() and not want.query_transform.any()
     else:
-        assert_gives_the_same(index, want, q[:, -1] / max(1.0, largest))
+        assert_sketches_agree(index, want, q[:, -1] / max(1.0, largest))
 
 
 @pytest.mark.parametrize("largest", [1e-44, 1e-37, reference.LARGEST_NUMBER])
@@ -228,7 +228,7 @@ def test_rows_of_any_scale_have_a_finite_sketch(largest, rng) -> None:
 
 
 @pytest.mark.parametrize("fault", [np.nan, np.inf, 1e18])
-def test_the_definition_takes_no_number_that_a_build_refuses(fault, rng) -> None:
+def test_the_definition_refuses_nan_and_too_large_numbers(fault, rng) -> None:
     for which in range(3):
         rows = make_heads(rng, 1, 2, 100, 64)
         rows[which][0, 3, 5] = fault
@@ -236,7 +236,7 @@ def test_the_definition_takes_no_number_that_a_build_refuses(fault, rng) -> None
             make_sketch(*rows, 2, 2)
 
 
-def test_heads_do_not_depend_on_each_other_nor_on_the_threads(rng) -> None:
+def test_heads_are_independent_of_each_other_and_of_the_number_of_threads(rng) -> None:
     q, k, v = make_heads(rng, 3, 2, 2500, 64)
     config = SketchConfig(segment_len=1024)
     together = build(q, k, v, config, num_threads=3)
@@ -249,7 +249,7 @@ def test_heads_do_not_depend_on_each_other_nor_on_the_threads(rng) -> None:
     assert torch.get_num_threads() == before
 
 
-def test_a_sample_of_the_queries_is_enough(rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_of_the_queries_fits_nearly_as_well_as_all(rng, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_heads(rng, 1, 4, 2000, 64)
     exact = SCALE * reference.LOG2_E * k[0] @ q[0, -1]
     errors = []
@@ -264,7 +264,7 @@ def test_a_sample_of_the_queries_is_enough(rng, monkeypatch: pytest.MonkeyPatch)
     ("head_dim", "num_queries", "step"),
     [(128, 1, 1), (128, 8192, 1), (128, 8193, 2), (64, 8193, 3), (64, 3 * 131072, 96)],
 )
-def test_so_many_queries_are_fitted_to(head_dim, num_queries, step) -> None:
+def test_the_query_sample_takes_every_nth_query(head_dim, num_queries, step) -> None:
     assert reference.sample_of_queries(num_queries, head_dim) == slice(None, None, step)
 
 
@@ -275,7 +275,7 @@ def test_the_definition_is_fitted_to_the_same_sample_of_queries(rng) -> None:
     mixed.reshape(-1, 128)[1::2, 1:] *= 0.01
     config, queries = SketchConfig(), q[:, 0]
     want = make_sketch(mixed, k, v, *config.words(128))
-    assert_gives_the_same(build(mixed, k, v, config), want, queries)
+    assert_sketches_agree(build(mixed, k, v, config), want, queries)
     sampled = make_sketch(q, k, v, *config.words(128))
     for name in ARRAYS:
         np.testing.assert_array_equal(getattr(sampled, name), getattr(want, name))
@@ -284,11 +284,11 @@ def test_the_definition_is_fitted_to_the_same_sample_of_queries(rng) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("head_dim", "num_rows", "segment_len"), [(64, 3000, 1024), (128, 20_000, 8192)])
-def test_a_gpu_gives_what_the_cpu_gives(head_dim, num_rows, segment_len, dtype, rng) -> None:
+def test_a_gpu_sketch_agrees_with_a_cpu_sketch(head_dim, num_rows, segment_len, dtype, rng) -> None:
     q, k, v = make_heads(rng, 3, 2, num_rows, head_dim)
     config = SketchConfig(segment_len=segment_len)
     got = build(q, k, v, config, device="cuda", dtype=dtype)
-    assert_gives_the_same(got, build(q, k, v, config, dtype=dtype), q[:, -1])
+    assert_sketches_agree(got, build(q, k, v, config, dtype=dtype), q[:, -1])
     again = build(q, k, v, config, device="cuda", dtype=dtype)
     np.testing.assert_array_equal(got.codes, again.codes)
     np.testing.assert_array_equal(got.marks, again.marks)

@@ -1,4 +1,4 @@
-"""Segments of own rows: when they are in use, and that their contents depend on their rows alone."""
+"""Segments of own rows: when they are in use, and that each depends on its own rows alone."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -24,7 +24,7 @@ def test_a_segment_is_in_use_once_its_last_row_has_left_the_window(window_len: i
     assert growth.num_segments(1, window_len) == 0
 
 
-def test_more_of_them_is_kept_than_of_a_context() -> None:
+def test_a_larger_share_of_own_rows_is_kept_than_of_a_context() -> None:
     assert [own_top_k(SearchConfig(keep=0.02), n) for n in (0, 1, 64, 1024)] == [0, 1, 5, 82]
     assert own_top_k(SearchConfig(keep=0.5), 1024) == 1024
 
@@ -34,8 +34,7 @@ def make_rows(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_that_are_put_back_have_the_same_segments(dtype: torch.dtype) -> None:
-    """A segment does not depend on its neighbours, nor on how its rows arrived."""
+def test_segments_are_independent_of_neighbours_and_of_how_rows_arrived(dtype: torch.dtype) -> None:
     rows = make_rows(192, dtype)
     one, two = (make_segments(rows[None, :, part], SketchConfig())[0] for part in (slice(64), slice(64, 192)))
     joined = join_segments([one, two])
@@ -58,14 +57,14 @@ def logits(q: np.ndarray, index: SketchIndex, head: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
-def test_queries_that_have_all_directions_alike_need_not_be_made(head_dim: int) -> None:
+def test_even_metric_equals_a_fit_to_queries_of_all_directions(head_dim: int) -> None:
     keys = torch.randn(3, 40, head_dim)
     wanted = fit_queries(torch.eye(head_dim).expand(3, -1, -1))
     for got, want in zip(even_metric(keys), wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-7, atol=0)
 
 
-def test_layers_together_have_the_sketches_that_each_has() -> None:
+def test_layers_sketched_together_equal_layers_sketched_separately() -> None:
     layers = torch.stack([make_rows(64), make_rows(64)])
     layers[1, 0, 5, 0, 7] = torch.nan
     with ThreadPoolExecutor(3) as threads:
@@ -77,7 +76,7 @@ def test_layers_together_have_the_sketches_that_each_has() -> None:
 
 
 @pytest.mark.parametrize("fault", [torch.nan, -torch.inf, 1e18, -1e18])
-def test_what_a_sketch_cannot_take_is_not_told_as_if_it_were(fault: float) -> None:
+def test_rows_that_a_sketch_cannot_hold_make_only_their_head_nan(fault: float) -> None:
     rows = make_rows(64)
     rows[1, 5, 0, 7] = fault
     (made,) = make_segments(rows[None], SketchConfig())
@@ -91,7 +90,7 @@ def test_what_a_sketch_cannot_take_is_not_told_as_if_it_were(fault: float) -> No
     "sizes", [(1, 8, 2048, 2, 128), (4, 8, 2048, 2, 128), (4, 4, 2048, 2, 256), (4, 8, 512, 2, 64)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_making_them_takes_no_more_memory_than_is_planned(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_making_segments_takes_no_more_memory_than_planned(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     rows = torch.randn(sizes, device="cuda").to(dtype)
     make_segments(rows, SketchConfig())  # warm up: libraries keep some memory
     before = torch.cuda.memory_allocated()

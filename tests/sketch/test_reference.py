@@ -12,7 +12,7 @@ from tests.sketch.synthetic import make_heads, make_sketch
 
 @pytest.mark.parametrize("num_keys", [0, 1, 63, 64, 65, 200])
 @pytest.mark.parametrize(("num_fine", "num_coarse"), [(1, 0), (2, 2), (3, 1), (0, 2)])
-def test_codes_come_back_from_their_words(num_keys, num_fine, num_coarse, rng):
+def test_unpacking_returns_the_packed_codes(num_keys, num_fine, num_coarse, rng):
     bits = coord_bits(num_fine, num_coarse)
     codes = rng.integers(0, 2**bits, (3, num_keys, len(bits)), dtype=np.uint8)
     packed = pack_codes(codes, num_fine, num_coarse)
@@ -20,7 +20,7 @@ def test_codes_come_back_from_their_words(num_keys, num_fine, num_coarse, rng):
     np.testing.assert_array_equal(unpack_codes(packed, num_keys, num_fine), codes)
 
 
-def test_a_word_holds_its_coordinates_where_it_says():
+def test_coordinates_are_at_their_documented_bits_of_a_word():
     codes = np.zeros((1, 24), np.uint8)
     codes[0, :8], codes[0, 8:] = np.arange(8), np.arange(16) % 4
     fine, coarse = (int(word) for word in pack_codes(codes, 1, 1)[0, :, 0])
@@ -31,7 +31,7 @@ def test_a_word_holds_its_coordinates_where_it_says():
 @pytest.mark.parametrize(
     ("head_dim", "words"), [(8, (1, 0)), (16, (1, 0)), (32, (1, 1)), (64, (2, 2)), (80, (2, 2)), (128, (4, 4))]
 )
-def test_words_of_a_key(head_dim, words):
+def test_the_number_of_words_per_key(head_dim, words):
     assert SketchConfig().words(head_dim) == words
 
 
@@ -39,7 +39,7 @@ def test_words_of_a_key(head_dim, words):
     ("context_len", "starts"),
     [(1, [0]), (8192, [0]), (12287, [0]), (12289, [0, 6144]), (32768, [0, 8192, 16384, 24576])],
 )
-def test_segments(context_len, starts):
+def test_segment_starts_of_a_context(context_len, starts):
     assert SketchConfig().segment_starts(context_len) == starts
 
 
@@ -88,7 +88,7 @@ def test_all_coordinates_in_eight_bits_are_nearly_exact(rng, monkeypatch):
 
 
 @pytest.mark.parametrize("segments", [(0,), (0, 1024)])
-def test_the_rest_is_attention_to_coded_rows(segments, rng):
+def test_attend_rest_is_attention_to_coded_rows(segments, rng):
     q, k, v = make_heads(rng, 2, 2, 1200, 64)
     index = make_sketch(q, k, v, 2, 2, segments)
     is_rest = rng.random((2, 1200)) < 0.8
@@ -105,14 +105,14 @@ def test_the_rest_is_attention_to_coded_rows(segments, rng):
         assert np.square(out[row] - exact).sum() < 0.1 * np.square(unweighted - exact).sum()
 
 
-def test_no_rest_has_no_weight(rng):
+def test_an_empty_rest_has_no_weight(rng):
     q, k, v = make_heads(rng, 1, 2, 100, 32)
     out, lse = reference.attend_rest(q[:, 0], make_sketch(q, k, v, 1, 1), np.zeros((1, 100), bool), 0.1)
     assert not out.any() and (lse == -np.inf).all()
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 20])
-def test_fewer_rows_than_dimensions(num_rows, rng):
+def test_fewer_rows_than_dimensions_give_a_finite_sketch(num_rows, rng):
     q, k, v = make_heads(rng, 1, 2, num_rows, 64)
     index = make_sketch(q, k, v, 2, 2)
     assert all(np.isfinite(array).all() for array in (index.query_transform, index.value_transform, index.value_mean))
@@ -120,7 +120,7 @@ def test_fewer_rows_than_dimensions(num_rows, rng):
     assert scores.shape == (2, num_rows)
 
 
-def test_constant_keys_are_all_alike(rng):
+def test_constant_keys_have_equal_scores(rng):
     q, _, v = make_heads(rng, 1, 2, 100, 32)
     k = np.full((1, 100, 32), 2.5, np.float32)
     bases, _, scores = reference.score_group(q[:, 0], make_sketch(q, k, v, 1, 1), 0, 1.0)
@@ -129,7 +129,7 @@ def test_constant_keys_are_all_alike(rng):
 
 
 @pytest.mark.parametrize("fault", [np.nan, np.inf, 1e38])
-def test_a_query_that_is_not_finite_scores_all_keys_alike_and_leaves_the_others(fault, rng):
+def test_a_query_that_is_not_finite_scores_all_keys_alike_without_affecting_others(fault, rng):
     q, k, v = make_heads(rng, 1, 3, 100, 32)
     index = make_sketch(q, k, v, 1, 1)
     group = q[:, 0].copy()
@@ -153,7 +153,7 @@ def test_scores_fit_into_16_bits_whatever_the_queries(scale, rng):
 
 
 @pytest.mark.parametrize("exponent", [-12, -8, -4, 0, 2])
-def test_normalisers_are_about_the_logarithms_of_sums(exponent, rng):
+def test_normalisers_approximate_the_logarithms_of_sums(exponent, rng):
     for size in (1, 5.0, 30.0, 900.0):
         octaves = size * rng.standard_normal(500)
         scores = np.rint(octaves / 2.0**exponent).clip(-32767, 32767).astype(np.int16)
@@ -169,7 +169,7 @@ def test_normalisers_do_not_overflow():
             assert abs(found) < 2**31
 
 
-def test_the_greatest_shares_have_the_greatest_group_scores(rng):
+def test_the_greatest_attention_shares_have_the_greatest_group_scores(rng):
     scores = rng.integers(-9000, 9000, (3, 800)).astype(np.int16)
     scores[1] //= 5
     shares = np.exp2(scores / 256.0)
@@ -178,7 +178,7 @@ def test_the_greatest_shares_have_the_greatest_group_scores(rng):
     assert np.sort(shares.max(axis=0))[-25:].sum() < 1.1 * shares.max(axis=0)[ordered].sum()
 
 
-def test_a_query_with_logits_far_apart_leaves_others_their_choice(rng):
+def test_a_query_with_a_wide_range_of_logits_does_not_dominate_its_group(rng):
     """As in Qwen2.5, where RoPE rotates the keys' biases with position: many rows are near the largest logit."""
     scores = np.stack([32000 * np.sin(np.arange(800) / 20.0), 1000 * rng.standard_normal(800)]).astype(np.int16)
     group_scores = reference.group_scores(scores, -7)  # logits to 250 octaves, and to some 25
@@ -188,14 +188,14 @@ def test_a_query_with_logits_far_apart_leaves_others_their_choice(rng):
         assert shares[chosen].sum() > 0.6 * shares.sum()
 
 
-def test_the_group_score_of_one_query_is_its_score_and_of_marked_rows_the_greatest(rng):
+def test_a_single_querys_group_score_is_its_score_and_marked_rows_score_highest(rng):
     scores = rng.integers(-30000, 30000, (1, 100)).astype(np.int16)
     np.testing.assert_array_equal(reference.group_scores(scores, -8), scores[0])
     marks = rng.random(100) < 0.1
     assert (reference.group_scores(scores, -8, marks)[marks] == 32767).all()
 
 
-def test_marked_rows_are_those_that_codes_tell_worst(rng):
+def test_rows_that_codes_reconstruct_worst_are_marked(rng):
     q, k, v = make_heads(rng, 1, 2, 1200, 64)
     k[0, [7, 1100]] *= 12.0
     index = make_sketch(q, k, v, 2, 2, (0, 1024))
@@ -204,14 +204,14 @@ def test_marked_rows_are_those_that_codes_tell_worst(rng):
     assert index.uses_marks(4) and not index.uses_marks(3)
 
 
-def test_what_all_segments_have_in_common_asks_for_no_coarser_unit(rng):
+def test_a_mean_common_to_all_segments_does_not_coarsen_the_unit(rng):
     coordinates, bits = rng.standard_normal((2, 8)).astype(np.float32), np.array([2] * 6 + [4] * 2)
     units = [reference.required_unit(np.full(2, mean, np.float32), coordinates, bits) for mean in (0.0, 5000.0)]
     assert units[0] == units[1]
     assert reference.required_unit(np.array([0.0, 5000.0], np.float32), coordinates, bits) > units[0]
 
 
-def test_queries_of_one_direction_are_a_metric_too():
+def test_queries_of_one_direction_give_an_invertible_metric():
     q = np.outer([1.0, -2.0, 3.0], np.eye(4)[1])
     root, inverse = reference._query_metric(q)
     least = np.sqrt(reference.LEAST_QUERY_ENERGY)
@@ -219,14 +219,14 @@ def test_queries_of_one_direction_are_a_metric_too():
     np.testing.assert_allclose(root @ inverse, np.eye(4), atol=1e-12)
 
 
-def test_the_regression_has_the_least_squares_and_a_ridge(rng):
+def test_the_regression_is_least_squares_with_a_ridge(rng):
     u, v = rng.standard_normal((5, 3)), rng.standard_normal((5, 2))
     x = u - u.mean(0)
     ridge = reference.RIDGE * (np.square(x).sum() / 3 + 5)
     np.testing.assert_allclose((x.T @ x + ridge * np.eye(3)) @ reference._regression(u, v), x.T @ (v - v.mean(0)))
 
 
-def test_marks_are_heeded_where_others_get_half_of_the_choice():
+def test_marks_are_used_if_they_take_at_most_half_of_the_choice():
     starts, context_len = [0, 4096], 8000
     count = num_marked(context_len, starts)
     assert count > 2

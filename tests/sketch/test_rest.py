@@ -1,4 +1,4 @@
-"""Attention to the rest by its codes agrees with the definition, and reads nothing else."""
+"""Attention to the rest by its codes agrees with the definition, and reads no codes outside of it."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def want_rest(q: NDArray[np.float32], index: SketchIndex, chosen: Rows, first: i
     "head_dim, num_fine, num_coarse, group_size",
     [(8, 1, 0, 1), (24, 1, 1, 4), (64, 2, 2, 7), (80, 2, 2, 2), (96, 3, 3, 16), (256, 8, 8, 4), (512, 16, 16, 8)],
 )
-def test_it_agrees_with_the_definition(head_dim, num_fine, num_coarse, group_size, rng) -> None:
+def test_attend_rest_agrees_with_the_definition(head_dim, num_fine, num_coarse, group_size, rng) -> None:
     heads = make_heads(rng, NUM_HEADS, group_size, 1300, head_dim)
     index = make_sketch(*heads, num_fine, num_coarse, (0, 1024))
     q = np.ascontiguousarray(heads[0][:, :2].swapaxes(0, 1))
@@ -60,7 +60,9 @@ def test_it_agrees_with_the_definition(head_dim, num_fine, num_coarse, group_siz
     [(1, 0, 1), (63, 3, 60), (64, 0, 64), (65, 4, 65), (CHUNK_KEYS + 1, 4, CHUNK_KEYS + 1), (1500, 1023, 1025)],
 )
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_any_rows(context_len: int, first: int, stop: int, share: float, rng: np.random.Generator) -> None:
+def test_attend_rest_agrees_with_the_definition_for_any_range_of_rows(
+    context_len: int, first: int, stop: int, share: float, rng: np.random.Generator
+) -> None:
     """Codes after the last row have no effect."""
     heads = make_heads(rng, NUM_HEADS, 3, context_len, 32)
     index = make_sketch(*heads, 1, 1, tuple(range(0, context_len, 1024)))
@@ -73,7 +75,7 @@ def test_any_rows(context_len: int, first: int, stop: int, share: float, rng: np
     np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-3)
 
 
-def test_what_would_be_read_as_something_else_is_refused(rng: np.random.Generator) -> None:
+def test_arguments_of_a_wrong_dtype_or_length_are_refused(rng: np.random.Generator) -> None:
     index = make_sketch(*make_heads(rng, NUM_HEADS, 1, 200, 16), 1, 0)
     q, (kv_indices, valid_len) = np.zeros((1, NUM_HEADS, 16), np.float32), choose(rng, 1, 0, 200, 0.1)
     for of_token in (
@@ -85,7 +87,7 @@ def test_what_would_be_read_as_something_else_is_refused(rng: np.random.Generato
             attend_rest(of_token[0], index, *of_token[1:], 0, 200, 0.25)
 
 
-def test_no_rows_have_no_weight(rng: np.random.Generator) -> None:
+def test_an_empty_range_of_rows_has_no_weight(rng: np.random.Generator) -> None:
     heads = make_heads(rng, NUM_HEADS, 2, 100, 32)
     q = np.ascontiguousarray(heads[0][:, :1].swapaxes(0, 1))
     out, lse = attend_rest(q, make_sketch(*heads), *choose(rng, 1, 50, 50, 0), 50, 50, 0.3)
@@ -93,7 +95,7 @@ def test_no_rows_have_no_weight(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("fault", [np.nan, np.inf, 1e30])
-def test_a_faulty_query_harms_no_other(fault: float, rng: np.random.Generator) -> None:
+def test_a_faulty_query_does_not_affect_other_queries(fault: float, rng: np.random.Generator) -> None:
     heads = make_heads(rng, NUM_HEADS, 4, 300, 32)
     index, chosen = make_sketch(*heads), choose(rng, 2, 4, 290, 0.1)
     q = np.ascontiguousarray(heads[0][:, :2].swapaxes(0, 1))
@@ -123,7 +125,9 @@ def _sums(scores, exponent, codes, num_fine, num_words, weights, sums):  # type:
 
 @pytest.mark.parametrize("exponent", [-15, -11, -9, -4, 0, 3, 7, 15])
 @pytest.mark.parametrize("group_size", [1, 2, 4, 6, 8, 15])
-def test_sums_of_codes_are_those_of_float_weights(exponent: int, group_size: int, rng: np.random.Generator) -> None:
+def test_sums_of_codes_agree_with_those_of_float_weights(
+    exponent: int, group_size: int, rng: np.random.Generator
+) -> None:
     """This holds for any spread of weights. The sums of a chunk with all rows left out are 0."""
     codes = rng.integers(0, 16, (CHUNK_KEYS, 16), dtype=np.uint8)
     packed = pack_codes(np.concatenate([codes, codes & 3], axis=1), 2, 1)

@@ -57,7 +57,7 @@ def test_list_tail_equals_lists_built_over_all_keys(context_len: int, num_rows: 
 
 
 @pytest.mark.parametrize("factor", [1e5, 1e30, np.inf, np.nan])
-def test_a_score_that_is_too_large_is_held_as_the_largest(factor: float) -> None:
+def test_a_score_that_is_too_large_is_clipped_to_the_largest(factor: float) -> None:
     """Lists from a build do the same. A key of NaN enters no list."""
     spec = IndexSpec(layout="lists", context_len=40)
     tail = ListTail(make_index(spec))
@@ -69,7 +69,7 @@ def test_a_score_that_is_too_large_is_held_as_the_largest(factor: float) -> None
     assert (tail.inserted_scores[0].max() == LARGEST_SCORE) == (factor == factor)
 
 
-def test_equal_scores_do_not_enter_a_list() -> None:
+def test_equal_scores_do_not_enter_a_full_list() -> None:
     spec = IndexSpec(layout="lists", context_len=40, num_heads=1)
     index = make_index(spec)
     rng = np.random.default_rng(0)
@@ -101,7 +101,7 @@ def test_zero_scores_are_never_minus_zero() -> None:
     assert not np.signbit(tail.inserted_scores[0, 0, 0, 0])
 
 
-def test_check_notices_what_is_wrong_with_lists() -> None:
+def test_check_detects_inconsistent_lists() -> None:
     table = make_index(IndexSpec(layout="lists", context_len=1040)).table
     check(table)
     for wrong, told in (
@@ -117,7 +117,7 @@ def test_check_notices_what_is_wrong_with_lists() -> None:
 
 
 @pytest.mark.parametrize("context_len", [40, 1100])
-def test_equal_scores_leave_in_order_however_many_are_found_at_once(context_len: int, rng: np.random.Generator) -> None:
+def test_of_equal_scores_the_last_key_is_evicted_first(context_len: int, rng: np.random.Generator) -> None:
     """Of equal scores, the last key leaves first. Lists have few distinct scores, and some 100 entries leave."""
     keys = rng.integers(-2, 3, (1, context_len)).astype(np.float32)
     scores = np.stack([keys, -keys])[None, None, :, 0]

@@ -3,12 +3,14 @@
 Nothing is decided here: the same calls in the same order leave all engines in the same state.
 """
 
+import os
 import pickle
 import select
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -125,7 +127,7 @@ def follow(connection: Connection) -> None:
                     raise
                 result = error
             if callable(result):  # rows that are being copied
-                copying.submit(lambda number, copied: answer(number, copied()), number, result)
+                copying.submit(_answer_copied, answer, number, result)
             elif number is not None:
                 answer(number, result)
             if name == "close":
@@ -135,6 +137,17 @@ def follow(connection: Connection) -> None:
     except Exception as error:
         answer(None, f"{type(error).__name__}: {error}")
         raise
+
+
+def _answer_copied(answer: Answers, number: int, copied: Callable[[], Tensor]) -> None:
+    """Send rows when they are there. If that fails, end this process: the first one, which waits for them, sees it."""
+    try:
+        answer(number, copied())
+    except BaseException as error:
+        traceback.print_exc()
+        with suppress(OSError):  # the first process may be gone
+            answer(None, f"{type(error).__name__}: {error}")
+        os._exit(1)
 
 
 def _next(connection: Connection) -> bytes:

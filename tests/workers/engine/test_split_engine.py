@@ -256,7 +256,7 @@ def tidy(engine: SplitEngine) -> None:
 @pytest.mark.parametrize("family", [pytest.param("qwen2_moe", marks=pytest.mark.gpu), "glm4_moe", "gpt_oss"])
 def test_experts_split_over_two_devices_equal_one_device(tmp_path, family) -> None:
     """Routed and shared experts, experts and dense MLPs, biases and sink logits."""
-    (want_said, want), (got_said, got) = (said(make, loaded(family), tmp_path) for make in (one, two))
+    (want_said, want), (got_said, got) = (generate(make, loaded(family), tmp_path) for make in (one, two))
     assert got_said == want_said
     np.testing.assert_allclose(got, want, rtol=CLOSE, atol=CLOSE)
 
@@ -287,7 +287,7 @@ def test_quantized_weights_split_over_two_devices_equal_one_device(tmp_path, rou
         linear.quantized = QuantizedWeight.rounded(linear.weight.data, rounding)
         linear.weight.data = linear.quantized.decoded(torch.float32)
     model = wrap_model(whole, byte_tokenizer(), rounding)
-    (want_said, want), (got_said, got) = (said(make, model, tmp_path, (16,)) for make in (one, two))
+    (want_said, want), (got_said, got) = (generate(make, model, tmp_path, (16,)) for make in (one, two))
     assert got_said == want_said
     np.testing.assert_allclose(got, want, rtol=CLOSE, atol=CLOSE)
 
@@ -297,12 +297,12 @@ def test_quantized_experts_split_over_two_devices_equal_one_device(tmp_path) -> 
     whole = make_model("qwen3_moe", **OF_FEW_BITS, moe_intermediate_size=256, dtype=torch.bfloat16)
     round_weights(whole, "int4")
     model = wrap_model(whole, byte_tokenizer(), "rounded")
-    (want_said, want), (got_said, got) = (said(make, model, tmp_path) for make in (one, two))
+    (want_said, want), (got_said, got) = (generate(make, model, tmp_path) for make in (one, two))
     assert got_said == want_said
     np.testing.assert_allclose(got, want, rtol=0, atol=0.1 * want.std())
 
 
-def said(
+def generate(
     make: Callable[..., StepEngine], model: LoadedModel, store: Path, batch_sizes: tuple[int, ...] = (4,)
 ) -> tuple[list[int], np.ndarray]:
     """Return the tokens of an answer, and the logits that they come from."""

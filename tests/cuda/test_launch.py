@@ -39,14 +39,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-def test_threads_that_launch_the_same_kernel_do_not_share_a_launch(driver: Driver) -> None:
+def test_overlapping_launches_of_a_kernel_keep_their_own_arguments(driver: Driver) -> None:
     """The driver is called without the GIL, so launches may overlap."""
     driver.kernel.launch((1, 2, 3), 64, 5, None)
     assert driver.launched == [(7, 8, 9, 32, 1, 1, 1000), (1, 2, 3, 64, 1, 1, 1000)]
 
 
 @pytest.mark.parametrize(("error", "says"), [(2, "choose with error 2: out of memory"), (9999, "9999: unknown")])
-def test_a_refused_launch_says_why(error: int, says: str, driver: Driver) -> None:
+def test_a_refused_launch_reports_the_error_of_the_driver(error: int, says: str, driver: Driver) -> None:
     driver.error = error
     with pytest.raises(RuntimeError, match=f"CUDA refused .*{says}"):
         driver.kernel.launch((1, 1, 1), 32)

@@ -81,7 +81,7 @@ def assert_row(out: DeviceSelection, row: int, want: Selection) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group_size", [1, 3])
-def test_each_row_of_a_batch_gets_what_the_selector_chooses(dtype: torch.dtype, group_size: int) -> None:
+def test_each_row_of_a_batch_chooses_what_the_selector_exact_chooses(dtype: torch.dtype, group_size: int) -> None:
     contexts = [make_rows(n, dtype) for n in (1, 20, 21, 257, 1031)]
     ids = [3, 4, 0, 1, 2, 4]
     q = make_queries(len(ids), group_size, dtype)
@@ -90,7 +90,7 @@ def test_each_row_of_a_batch_gets_what_the_selector_chooses(dtype: torch.dtype, 
         assert_row(out, row, wanted(contexts[context_id], q[row], CONFIG))
 
 
-def test_rows_may_want_fewer_and_idle_ones_get_nothing() -> None:
+def test_rows_choose_at_most_their_own_top_k_and_idle_rows_choose_nothing() -> None:
     rows, q = make_rows(600), make_queries(3, 2)
     out = choose([rows], q, [0, -1, 0], CONFIG, [7, 7, 2**31 - 1])
     best = wanted(rows, q[0], SearchConfig(keep=7 / 600, sink_len=4, window_len=16))
@@ -100,7 +100,7 @@ def test_rows_may_want_fewer_and_idle_ones_get_nothing() -> None:
     assert_row(out, 2, wanted(rows, q[2], CONFIG))
 
 
-def test_of_equal_rows_the_first_are_chosen_and_all_where_all_are_kept() -> None:
+def test_equal_rows_are_chosen_in_order_and_all_of_them_with_keep_1() -> None:
     rows, q = make_rows(300), make_queries(1, 2)
     rows[:, :, 0] = rows[:, :1, 0]
     out = choose([rows], q, [0], CONFIG)
@@ -109,7 +109,7 @@ def test_of_equal_rows_the_first_are_chosen_and_all_where_all_are_kept() -> None
     assert choose([rows], q, [0], everything).kv_indices[0, 1, :280].tolist() == list(range(4, 284))
 
 
-def test_a_query_that_is_no_number_chooses_the_first_rows() -> None:
+def test_a_nan_query_chooses_what_the_selector_exact_chooses() -> None:
     rows, q = make_rows(300), make_queries(1, 2)
     q[0, 0, 3] = torch.nan
     assert_row(choose([rows], q, [0], CONFIG), 0, wanted(rows, q[0], CONFIG))

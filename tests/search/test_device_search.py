@@ -98,7 +98,7 @@ def assert_right(
 @pytest.mark.parametrize(
     "context_len", [1, 21, 1000, pytest.param(64, marks=ON_DEVICE), pytest.param(70001, marks=ON_DEVICE), 4097]
 )
-def test_agrees_with_the_definition(group_size: int, context_len: int) -> None:
+def test_search_over_lists_agrees_with_the_definition(group_size: int, context_len: int) -> None:
     spec = IndexSpec(layout="lists", context_len=context_len, list_len=0.25)
     q = make_queries(spec, group_size)
     index = make_index(spec)
@@ -107,7 +107,7 @@ def test_agrees_with_the_definition(group_size: int, context_len: int) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 5.0, 100.0])
 @pytest.mark.parametrize("keep", [0.001, 0.3, 1.0])
-def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:
+def test_flat_and_peaked_softmaxes_agree_with_the_definition(scale: float, keep: float) -> None:
     spec = IndexSpec(layout="lists", context_len=5003, num_heads=1, head_dim=64, num_subspaces=16, num_centroids=40)
     q, index = make_queries(spec, 4), make_index(spec)
     config = SearchConfig(keep=keep, sink_len=0, window_len=1)
@@ -116,14 +116,14 @@ def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:
 
 
 @pytest.mark.parametrize("keep", [0.02, 0.4, 1.0])
-def test_a_single_query_chooses_however_far_below_the_best(keep: float) -> None:
+def test_a_single_query_chooses_keys_however_far_below_the_best_score(keep: float) -> None:
     """This holds for negative scores too."""
     spec = IndexSpec(layout="lists", context_len=4100, num_heads=1, list_len=1.0)
     q, index, config = make_queries(spec, 1), make_index(spec), SearchConfig(keep=keep, sink_len=0, window_len=1)
     assert_right(row_of(search_on_device([index], q[None], [0], config), 0), q, index, config)
 
 
-def test_a_row_may_choose_less_than_others() -> None:
+def test_each_row_of_a_batch_chooses_with_its_own_top_k() -> None:
     spec = IndexSpec(layout="lists", context_len=3000)
     index, top_ks = make_index(spec), [1, 40, 2**31 - 1]
     q = np.stack([make_queries(spec, 4, seed=row) for row in range(3)])
@@ -137,7 +137,7 @@ def test_a_row_may_choose_less_than_others() -> None:
 
 @pytest.mark.parametrize("distinct_keys", [1, 37])
 @pytest.mark.parametrize("group_size", [1, 4])
-def test_of_equal_keys_the_first_are_chosen(distinct_keys: int, group_size: int) -> None:
+def test_equal_keys_are_chosen_in_order(distinct_keys: int, group_size: int) -> None:
     spec = IndexSpec(layout="lists", context_len=3001, distinct_keys=distinct_keys, list_len=1.0)
     q, index = make_queries(spec, group_size), make_index(spec)
     got = row_of(search_on_device([index], q[None], [0]), 0)
@@ -166,7 +166,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_short_queries_are_searched_as_the_numbers_they_are(dtype: torch.dtype) -> None:
+def test_16_bit_queries_are_searched_without_further_rounding(dtype: torch.dtype) -> None:
     spec = IndexSpec(layout="lists", context_len=2000)
     index = make_index(spec)
     q = torch.from_numpy(make_queries(spec, 4)).to(dtype)
@@ -181,7 +181,7 @@ def test_short_queries_are_searched_as_the_numbers_they_are(dtype: torch.dtype) 
     assert_right(row_of(out, 0), q.float().numpy(), index)
 
 
-def test_a_query_of_zeros_or_nan_still_selects() -> None:
+def test_queries_of_zeros_or_nan_still_choose_top_k_rows() -> None:
     spec = IndexSpec(layout="lists", context_len=2000)
     index = make_index(spec)
     q = make_queries(spec, 4)
@@ -192,7 +192,7 @@ def test_a_query_of_zeros_or_nan_still_selects() -> None:
     assert (got.valid_len == CONFIG.top_k(2000)).all()
 
 
-def test_a_shape_that_cannot_be_searched_is_refused() -> None:
+def test_unsupported_shapes_are_refused() -> None:
     with pytest.raises(ConfigError, match="do not divide"):
         ListsShape(num_index_heads=2, group_size=4, head_dim=64, num_subspaces=7, num_centroids=8)
     with pytest.raises(ConfigError, match="at most 32"):

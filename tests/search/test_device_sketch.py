@@ -188,7 +188,9 @@ SHAPES = [(1, 64, 2, 2), (3, 96, 3, 3), (4, 128, 4, 4), (5, 24, 1, 0), (7, 80, 2
 
 
 @pytest.mark.parametrize(("group_size", "head_dim", "num_fine", "num_coarse"), SHAPES)
-def test_heads_and_groups_of_all_sizes(group_size: int, head_dim: int, num_fine: int, num_coarse: int) -> None:
+def test_all_head_and_group_sizes_agree_with_the_definitions(
+    group_size: int, head_dim: int, num_fine: int, num_coarse: int
+) -> None:
     index, q = make_index(1200, 2, group_size, head_dim, num_fine=num_fine, num_coarse=num_coarse)
     searched = Searched([index], q[:1], [0])
     assert_scores_are_right(searched, q[0], index)
@@ -198,7 +200,7 @@ def test_heads_and_groups_of_all_sizes(group_size: int, head_dim: int, num_fine:
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 20.0])
 @pytest.mark.parametrize("keep", [0.001, 0.3, 1.0])
-def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:
+def test_flat_and_peaked_softmaxes_agree_with_the_definitions(scale: float, keep: float) -> None:
     index, q = make_index(2100, 1)
     config = SearchConfig(keep=keep, sink_len=0, window_len=1)
     searched = Searched([index], q[:1], [0], config, scale)
@@ -210,7 +212,7 @@ def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:
     ("keys_of_block", "group_size", "scale", "keep"),
     [(1000, 1, 0.1, 0.02), (1000, 4, 0.1, 0.3), (1000, 4, 20.0, 0.7), (300, 3, 1e-4, 0.05)],
 )
-def test_several_blocks_choose_as_one(
+def test_a_choice_made_by_several_blocks_agrees_with_the_definition(
     keys_of_block: int, group_size: int, scale: float, keep: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sketch_pass, "LEAST_CHOOSING_KEYS", keys_of_block)
@@ -222,28 +224,28 @@ def test_several_blocks_choose_as_one(
     assert_right(searched.selection(0), q[0], index, config, scale)
 
 
-def test_a_block_with_many_keys_has_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_by_a_block_with_many_keys_agrees_with_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sketch_pass, "MANY_KEYS", 1024)
     index, q = make_index(3700)
     assert_right(Searched([index], q[:1], [0]).selection(0), q[0], index)
 
 
 @pytest.mark.large_gpu
-def test_what_a_block_holds_of_a_transform_decides_about_bits() -> None:
+def test_a_transform_of_256_dimensions_is_staged_whole_in_shared_memory() -> None:
     """On Hopper, the transform of all coordinates of 256 dimensions fits in shared memory."""
     index, q = make_index(100, 1, 1, 256, num_fine=16, num_coarse=8)
     assert Searched([index], q[:1], [0]).pass_over._staged_bytes == 128 << 10
 
 
 @pytest.mark.parametrize(("group_size", "head_dim"), [(16, 256), (8, 512)])
-def test_wide_heads_of_a_small_gpu_multiply_one_mean_at_a_time(as_ampere, group_size: int, head_dim: int) -> None:
+def test_wide_heads_on_a_small_gpu_agree_with_the_definition(as_ampere, group_size: int, head_dim: int) -> None:
     index, q = make_index(1100, 1, group_size, head_dim, num_fine=8, num_coarse=8)
     searched = Searched([index], q[:1], [0])
     assert_scores_are_right(searched, q[0], index)
     assert_right(searched.selection(0), q[0], index)
 
 
-def test_a_small_gpu_finds_the_same(as_ampere: None) -> None:
+def test_a_small_gpu_uses_fewer_warps_and_agrees_with_the_definitions(as_ampere: None) -> None:
     """It runs with fewer warps: each warp's counts for 16 queries take much of a thread block's shared memory."""
     index, q = make_index(4200)
     searched = Searched([index], q[:4], [0] * 4)
@@ -254,7 +256,7 @@ def test_a_small_gpu_finds_the_same(as_ampere: None) -> None:
 
 
 @pytest.mark.parametrize("keep", [0.004, 0.0051, 0.02])
-def test_marked_rows_are_chosen_where_they_are_few(keep: float) -> None:
+def test_marked_rows_are_chosen_first_where_they_are_few(keep: float) -> None:
     index, q = make_index(4200)
     config = SearchConfig(keep=keep, sink_len=4, window_len=16)
     searched = Searched([index], q[:1], [0], config)
@@ -264,7 +266,7 @@ def test_marked_rows_are_chosen_where_they_are_few(keep: float) -> None:
     assert_rest_is_right(searched, 0, q[0], index, config)
 
 
-def test_a_row_may_choose_less_than_others() -> None:
+def test_each_row_of_a_batch_chooses_with_its_own_top_k() -> None:
     """Each row chooses as it would alone: marks count where its own top_k is large enough for them."""
     index, q = make_index(4200)
     num_marked = int(index.marked_rows(0).sum())
@@ -280,7 +282,7 @@ def test_a_row_may_choose_less_than_others() -> None:
         assert_rest_is_right(searched, row, q[row], index)
 
 
-def test_group_scores_that_do_not_fit_into_shared_memory_lie_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_scores_too_large_for_shared_memory_give_the_defined_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sketch_pass, "OTHER_CHOOSING_BYTES", limits().block_bytes - 1024)
     index, q = make_index(3700)
     searched = Searched([index], q[:2], [0, 0])
@@ -288,7 +290,7 @@ def test_group_scores_that_do_not_fit_into_shared_memory_lie_beside(monkeypatch:
     assert_right(searched.selection(1), q[1], index)
 
 
-def test_the_rest_is_the_same_after_a_pass_of_its_own() -> None:
+def test_attention_to_the_rest_has_the_same_bits_after_a_separate_pass() -> None:
     index, q = make_index(2100)
     searched = Searched([index], q[:3], [0, -1, 0])
     loaded = DeviceIndexes(1, 1, CONFIG, DEVICE, index.num_segments)
@@ -313,7 +315,7 @@ def test_the_rest_is_the_same_after_a_pass_of_its_own() -> None:
     assert torch.equal(posted[:, 2:], searched.posted[:, 2:])
 
 
-def test_where_all_is_chosen_nothing_is_left() -> None:
+def test_attention_to_the_rest_is_empty_if_all_rows_are_chosen() -> None:
     index, q = make_index(1500)
     searched = Searched([index], q[:1], [0], SearchConfig(keep=1.0, window_len=16))
     out, lse = searched.rest(0)
@@ -322,7 +324,7 @@ def test_where_all_is_chosen_nothing_is_left() -> None:
 
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("distinct_keys", [1, 37])
-def test_of_equal_keys_the_first_are_chosen(distinct_keys: int, group_size: int, rng: np.random.Generator) -> None:
+def test_equal_keys_are_chosen_in_order(distinct_keys: int, group_size: int, rng: np.random.Generator) -> None:
     q, k, v = make_heads(rng, 2, group_size, 1100, 32)
     at = np.arange(1100) % distinct_keys
     index = make_sketch(q, k[:, at], v[:, at])
@@ -353,7 +355,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_short_queries_are_searched_as_the_numbers_they_are(dtype: torch.dtype) -> None:
+def test_16_bit_queries_are_searched_without_further_rounding(dtype: torch.dtype) -> None:
     index, q = make_index(1500)
     rounded = torch.tensor(q[:1], dtype=dtype).float().numpy()
     searched = Searched([index], q[:1], [0], dtype=dtype)
@@ -362,7 +364,7 @@ def test_short_queries_are_searched_as_the_numbers_they_are(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("fault", [0.0, np.nan, np.inf, 1e36, 1e-30])
-def test_a_query_that_is_hardly_one_still_selects(fault: float) -> None:
+def test_zero_nan_infinite_and_extreme_queries_give_the_defined_choice(fault: float) -> None:
     index, q = make_index(1500)
     q = q.copy()
     q[0, 0] = fault if np.isfinite(fault) else q[0, 0]
@@ -376,7 +378,7 @@ def test_a_query_that_is_hardly_one_still_selects(fault: float) -> None:
         assert_right(got, q[0], index)
 
 
-def test_a_long_context_of_many_segments() -> None:
+def test_a_context_of_many_segments_agrees_with_the_definitions() -> None:
     rng = np.random.default_rng(3)
     q, k, v = make_heads(rng, 1, 2, 9000, 16)
     index = make_sketch(q, k, v, 1, 0, tuple(range(0, 9000, 1024)))
@@ -386,7 +388,7 @@ def test_a_long_context_of_many_segments() -> None:
     assert_rest_is_right(searched, 0, q[:, 0], index)
 
 
-def test_what_cannot_be_searched_is_refused() -> None:
+def test_unsupported_shapes_and_too_many_segments_are_refused() -> None:
     with pytest.raises(ConfigError, match="at most 16"):
         SketchShape(num_index_heads=2, group_size=17, head_dim=64, num_fine=2, num_coarse=2)
     index, _ = make_index(1500)
@@ -394,7 +396,7 @@ def test_what_cannot_be_searched_is_refused() -> None:
         DeviceIndexes(1, 1, CONFIG, DEVICE, 1).load(0, 1500, [to_device(index, DEVICE)])
 
 
-def test_a_selection_is_written_whole(rng: np.random.Generator) -> None:
+def test_every_entry_of_a_selection_is_written(rng: np.random.Generator) -> None:
     index, q = make_index(700)
     out: DeviceSelection = Searched([index], q[:2], [0, -1]).out
     assert int(out.kv_indices.min()) == -1

@@ -25,7 +25,9 @@ SCALE = 0.2  # softmax scale
 @pytest.mark.parametrize("group_size", [1, 3, 4, 6])
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20, 0.0, np.inf, np.nan])
 @pytest.mark.parametrize("head_dim, num_fine, num_coarse", [(8, 1, 0), (24, 1, 1), (80, 3, 2), (512, 16, 16)])
-def test_queries_are_weighed_as_defined_to_the_bit(group_size, scale, head_dim, num_fine, num_coarse) -> None:
+def test_projected_and_quantized_queries_equal_the_definition_bitwise(
+    group_size, scale, head_dim, num_fine, num_coarse
+) -> None:
     spec = IndexSpec(context_len=2100, head_dim=head_dim, num_fine=num_fine, num_coarse=num_coarse, segment_len=1024)
     index = make_index(spec)
     assert isinstance(index, SketchIndex)
@@ -77,7 +79,7 @@ def _fields(memory: NDArray[np.uint8], group_size: int, segments: int, coords: i
 @pytest.mark.parametrize("context_len", [1, 63, 64, 65, 1025, 2500])
 @pytest.mark.parametrize("group_size", [1, 2, 4, 5, 8, 15])
 @pytest.mark.parametrize("num_fine, num_coarse", [(1, 0), (2, 1), (1, 3)])
-def test_scores_are_the_definitions(context_len, group_size, num_fine, num_coarse) -> None:
+def test_sketch_scores_equal_the_definition(context_len, group_size, num_fine, num_coarse) -> None:
     spec = IndexSpec(context_len=context_len, num_fine=num_fine, num_coarse=num_coarse, segment_len=1024)
     index, q = make_index(spec), make_queries(spec, group_size)
     assert isinstance(index, SketchIndex)
@@ -121,7 +123,7 @@ def _group_scores(scores, stride, num_keys, exponent, greatest, shifts, out):  #
 @pytest.mark.parametrize("num_keys", [1, 7, 8, 9, 33, 1000, 5003, 20_000])
 @pytest.mark.parametrize("exponent", [-15, -9, -1, 0, 1, 4, 5, 8, 15])
 @pytest.mark.parametrize("group_size", [1, 4, 7])
-def test_group_scores_are_the_definitions(
+def test_group_scores_over_sketches_equal_the_definition(
     num_keys: int, exponent: int, group_size: int, rng: np.random.Generator
 ) -> None:
     """This holds for widely spread scores, for equal scores and for the most extreme ones."""
@@ -143,7 +145,9 @@ def test_group_scores_are_the_definitions(
 
 @pytest.mark.parametrize("num_subspaces, num_centroids, subspace_dim", [(1, 1, 1), (5, 17, 3), (4, 64, 8), (3, 16, 32)])
 @pytest.mark.parametrize("group_size", [1, 3])
-def test_matching_is_the_definition_to_the_bit(num_subspaces, num_centroids, subspace_dim, group_size, rng) -> None:
+def test_centroid_matches_equal_the_definition_bitwise(
+    num_subspaces, num_centroids, subspace_dim, group_size, rng
+) -> None:
     head_dim = num_subspaces * subspace_dim
     q = rng.standard_normal((group_size, head_dim), dtype=np.float32)
     codebooks = rng.standard_normal((1, num_subspaces, num_centroids, subspace_dim), dtype=np.float32)
@@ -192,7 +196,7 @@ def scores_of(num_keys: int, rng: np.random.Generator) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("num_keys", [1, 15, 16, 33, 1000, 40_000])
 @pytest.mark.parametrize("slope", [0.0, 0.001, 0.02, 3.0])
-def test_powers_of_a_range(num_keys: int, slope: float, rng: np.random.Generator) -> None:
+def test_sum_powers_equals_the_sum_over_scored_keys(num_keys: int, slope: float, rng: np.random.Generator) -> None:
     padded = np.full(num_keys + 32, 32_000, np.float32)  # high scores past the end, which must not be summed
     padded[5 : 5 + num_keys] = scores = scores_of(num_keys, rng)
     shift, total = group_scores.sum_powers(padded, 5, num_keys, np.float32(slope))
@@ -202,7 +206,7 @@ def test_powers_of_a_range(num_keys: int, slope: float, rng: np.random.Generator
     assert total == pytest.approx(np.exp2(np.maximum(exponents - shift, -140)).sum(), rel=5e-6)
 
 
-def test_a_range_without_scores_has_no_powers() -> None:
+def test_sum_powers_of_a_range_without_scored_keys_is_zero() -> None:
     scores = np.full(64, -0.0, np.float32)
     assert group_scores.sum_powers(scores, 0, 48, np.float32(1)) == (group_scores.NO_SHIFT, 0.0)
 
@@ -213,7 +217,7 @@ def _store_shares(scores, stride, terms, out):  # type: ignore[no-untyped-def]
         store(out, at, group_scores.group_scores_of_shares(scores, stride, at, terms))
 
 
-def test_group_scores_are_shares(rng: np.random.Generator) -> None:
+def test_group_scores_over_lists_equal_the_sum_of_softmax_shares(rng: np.random.Generator) -> None:
     """Their bits do not depend on the power of two that the sum is scaled by."""
     slopes, num_keys = (0.003, 0.0011, 0.0047), 800
     scores = np.stack([scores_of(num_keys, rng) for _ in slopes])
@@ -253,7 +257,7 @@ def list_of(listed: NDArray[np.bool_], scores: NDArray[np.float16]) -> ListTable
 
 @pytest.mark.parametrize("num_keys", [1, 15, 1024, 1025, 5003])
 @pytest.mark.parametrize("density", [0.0, 0.02, 0.25, 0.9, 1.0])
-def test_lists_are_added_to_the_keys_that_they_hold(num_keys: int, density: float, rng: np.random.Generator) -> None:
+def test_list_scores_are_added_to_the_listed_keys_only(num_keys: int, density: float, rng: np.random.Generator) -> None:
     listed = rng.random((3, num_keys)) < density
     halves = (rng.normal(0, 3, (3, num_keys)) * 2.0 ** rng.integers(-9, 9, num_keys)).astype(np.float16)
     scores = np.full(-(-num_keys // CHUNK_KEYS) * CHUNK_KEYS, np.nan, np.float32)
@@ -266,7 +270,7 @@ def test_lists_are_added_to_the_keys_that_they_hold(num_keys: int, density: floa
     assert (scores[num_keys:].view(np.int32) == group_scores.NOT_SCORED).all()
 
 
-def test_a_sum_of_zero_stays_listed(rng: np.random.Generator) -> None:
+def test_a_listed_key_whose_scores_sum_to_zero_stays_listed(rng: np.random.Generator) -> None:
     listed, scores = rng.random(2048) < 0.3, np.empty(2048, np.float32)
     table = list_of(listed, rng.normal(0, 3, 2048).astype(np.float16))
     lists.clear_scores(scores, 0, 2048)
@@ -276,7 +280,7 @@ def test_a_sum_of_zero_stays_listed(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(scores.view(np.int32) != group_scores.NOT_SCORED, listed)
 
 
-def test_a_weight_of_zero_still_lists_its_keys() -> None:
+def test_keys_of_a_list_with_weight_zero_are_still_listed() -> None:
     scores = np.empty(CHUNK_KEYS, np.float32)
     lists.clear_scores(scores, 0, CHUNK_KEYS)
     add_list(scores, list_of(np.arange(9) == 3, np.full(9, -1.5, np.float16)), 0.0)
@@ -284,7 +288,7 @@ def test_a_weight_of_zero_still_lists_its_keys() -> None:
     assert (scores.view(np.int32) == group_scores.NOT_SCORED).sum() == CHUNK_KEYS - 1
 
 
-def test_what_has_left_a_list_is_as_if_it_were_not_in_it(rng: np.random.Generator) -> None:
+def test_list_entries_below_the_least_score_are_excluded(rng: np.random.Generator) -> None:
     listed, halves = rng.random(3000) < 0.4, rng.normal(0, 3, 3000).astype(np.float16)
     scores = np.empty((2, 3 * CHUNK_KEYS), np.float32)
     lists.clear_scores(scores.reshape(-1), 0, scores.size)
@@ -294,7 +298,9 @@ def test_what_has_left_a_list_is_as_if_it_were_not_in_it(rng: np.random.Generato
 
 
 @pytest.mark.parametrize("place", [0, 15, 16, 700, 1199])
-def test_of_equal_scores_those_behind_a_place_have_left(place: int, rng: np.random.Generator) -> None:
+def test_list_entries_equal_to_the_least_score_are_excluded_after_a_given_place(
+    place: int, rng: np.random.Generator
+) -> None:
     listed, halves = rng.random(3000) < 0.4, rng.integers(0, 3, 3000).astype(np.float16)
     listed[: 1200 - listed[1200:].sum()] = True  # at least 1200 entries
     scores = np.empty((2, 3 * CHUNK_KEYS), np.float32)
@@ -305,7 +311,7 @@ def test_of_equal_scores_those_behind_a_place_have_left(place: int, rng: np.rand
     np.testing.assert_array_equal(*scores.view(np.int32))
 
 
-def test_every_finite_float16_is_read_as_it_is() -> None:
+def test_every_finite_float16_score_is_read_exactly() -> None:
     halves = np.arange(2**16, dtype=np.uint32).astype(np.uint16).view(np.float16)
     halves = halves[np.isfinite(halves)]
     scores = np.empty(-(-len(halves) // CHUNK_KEYS) * CHUNK_KEYS, np.float32)

@@ -59,7 +59,7 @@ def big_spec(layout: str = "sketch", seed: int = 0, context_len: int = 70_001) -
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
-def test_every_number_of_threads_makes_the_same_choice(layout: str, group_size: int, num_threads: int) -> None:
+def test_any_number_of_threads_makes_the_same_choice(layout: str, group_size: int, num_threads: int) -> None:
     search = make_search(big_spec(layout), group_size, num_tokens=2, tail_rows=70 * (layout == "lists"), top_k=3000)
     want = alone(search)
     with SearchPool(num_threads) as pool:
@@ -77,7 +77,9 @@ def test_every_number_of_threads_makes_the_same_choice(layout: str, group_size: 
     num_threads=st.integers(2, 4),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_search_is_shared_out(layout, context_len, tail_rows, group_size, num_tokens, top_k, num_threads) -> None:
+def test_any_search_chooses_the_same_with_several_threads(
+    layout, context_len, tail_rows, group_size, num_tokens, top_k, num_threads
+) -> None:
     tail_rows *= layout == "lists"
     search = make_search(big_spec(layout, context_len=context_len), group_size, num_tokens, tail_rows, top_k)
     want = alone(search)
@@ -86,7 +88,7 @@ def test_any_search_is_shared_out(layout, context_len, tail_rows, group_size, nu
         assert (search.out.valid_len >= 0).all()
 
 
-def test_more_jobs_than_are_worked_on_at_a_time() -> None:
+def test_a_search_with_more_jobs_than_run_at_a_time_chooses_the_same() -> None:
     search = make_search(big_spec(context_len=9000), num_tokens=70)
     first_token = make_search(big_spec(context_len=9000))
     want = alone(search)
@@ -95,7 +97,7 @@ def test_more_jobs_than_are_worked_on_at_a_time() -> None:
         np.testing.assert_array_equal(run(pool, search), want)
 
 
-def test_a_search_is_run_again_with_another_query_and_a_longer_tail() -> None:
+def test_a_search_can_be_run_again_with_another_query_and_a_longer_tail() -> None:
     spec = big_spec("lists")
     search = make_search(spec, tail_rows=60)
     with SearchPool(3) as pool:
@@ -106,7 +108,7 @@ def test_a_search_is_run_again_with_another_query_and_a_longer_tail() -> None:
     np.testing.assert_array_equal(got, alone(search))
 
 
-def test_the_calling_thread_is_free_meanwhile() -> None:
+def test_the_threads_of_the_pool_complete_a_search_without_the_caller() -> None:
     search = make_search(big_spec(context_len=200_000))
     want = alone(search)
     with SearchPool(3) as pool:
@@ -119,7 +121,7 @@ def test_the_calling_thread_is_free_meanwhile() -> None:
         pool.finish()
 
 
-def test_several_threads_use_one_pool_and_several_pools_live_side_by_side() -> None:
+def test_several_threads_may_use_several_pools_at_the_same_time() -> None:
     searches = [make_search(big_spec(LAYOUTS[seed % 2], seed), group_size=1 + seed % 2) for seed in range(6)]
     wanted = [alone(search) for search in searches]
     wrong: list[int] = []
@@ -154,7 +156,7 @@ def test_a_thread_that_started_a_search_cannot_start_another_nor_finish_twice() 
             pool.finish()
 
 
-def test_closing_gives_up_what_was_started_and_ends_the_threads() -> None:
+def test_close_gives_up_started_searches_and_ends_the_threads() -> None:
     search = make_search(big_spec())
     with SearchPool(3) as pool:
         run(pool, search)
@@ -168,7 +170,7 @@ def test_closing_gives_up_what_was_started_and_ends_the_threads() -> None:
         pool.start(search)
 
 
-def test_a_pool_that_is_dropped_lets_its_threads_go() -> None:
+def test_threads_end_when_their_pool_is_garbage_collected() -> None:
     search = make_search(big_spec())
     pool = SearchPool(3)
     run(pool, search)
@@ -181,7 +183,7 @@ def test_a_pool_that_is_dropped_lets_its_threads_go() -> None:
         assert not thread.is_alive()
 
 
-def test_a_failing_thread_makes_searches_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_fail_after_a_thread_of_the_pool_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     search = make_search(big_spec())
 
     def fail(*_: object) -> None:
@@ -199,7 +201,7 @@ def test_a_failing_thread_makes_searches_fail(monkeypatch: pytest.MonkeyPatch) -
             assert isinstance(caught.value.__cause__, MemoryError)
 
 
-def test_a_thread_that_fails_with_a_piece_in_hand_stops_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_piece_of_a_failed_thread_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a thread dies with pieces that it has taken, the threads that wait for them get an error."""
     search = make_search(big_spec())
     taken = threading.Event()
@@ -222,18 +224,18 @@ def test_a_thread_that_fails_with_a_piece_in_hand_stops_the_wait(monkeypatch: py
             pool.finish()
 
 
-def test_a_search_is_let_go_only_when_no_thread_reads_it_any_more() -> None:
+def test_a_search_is_released_only_after_no_thread_reads_it() -> None:
     """A late thread finds no work left, but reads the search's record to find that out."""
     search, has_ended = make_search(big_spec()), threading.Event()
 
-    def search_beside_a_late_one() -> None:
+    def search_with_a_late_thread() -> None:
         pool.start(search)
         pool._workspace.control[INSIDE] = 1
         pool.finish()
         has_ended.set()
 
     with SearchPool(1) as pool:
-        thread = threading.Thread(target=search_beside_a_late_one)
+        thread = threading.Thread(target=search_with_a_late_thread)
         thread.start()
         while not pool._workspace.control[INSIDE] or pool._workspace.control[OPENED]:  # until all pieces are done
             time.sleep(0.001)
@@ -263,7 +265,7 @@ def test_a_team_runs_tapes_while_its_threads_search() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not let threads keep to CPUs")
-def test_threads_keep_to_their_cpus() -> None:
+def test_threads_run_only_on_their_cpus() -> None:
     cpu = min(os.sched_getaffinity(0))
     search = make_search(big_spec())
     want = alone(search)
@@ -276,7 +278,7 @@ def test_threads_keep_to_their_cpus() -> None:
         SearchPool(2, cpus=[100_000])
 
 
-def test_an_idle_pool_costs_nothing_and_wakes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_pool_uses_no_cpu_time_and_wakes_up_for_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teams, "NAP_MS", 5.0)
     search = make_search(big_spec())
     want = alone(search)
@@ -318,12 +320,12 @@ def run_script(rest: str) -> None:
     assert not done.stderr, done.stderr
 
 
-def test_the_interpreter_exits_with_a_pool_open_and_a_search_under_way() -> None:
+def test_the_interpreter_exits_with_an_open_pool_and_an_unfinished_search() -> None:
     run_script("pool.start(search)")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_hires_threads_of_its_own() -> None:
+def test_a_forked_process_starts_threads_of_its_own() -> None:
     run_script(
         """
         team = Team(2)

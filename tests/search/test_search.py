@@ -90,7 +90,9 @@ def test_search_agrees_with_the_reference(layout: str, group_size: int, context_
     "head_dim, num_fine, num_coarse", [(8, 1, 0), (64, 2, 2), (80, 3, 1), (96, 3, 3), (256, 8, 8), (512, 16, 16)]
 )
 @pytest.mark.parametrize("context_len", [1000, 4100, 7000])
-def test_sketches_of_any_shape(head_dim: int, num_fine: int, num_coarse: int, context_len: int) -> None:
+def test_sketches_of_any_shape_agree_with_the_reference(
+    head_dim: int, num_fine: int, num_coarse: int, context_len: int
+) -> None:
     spec = IndexSpec(context_len=context_len, head_dim=head_dim, num_fine=num_fine, num_coarse=num_coarse)
     index, q = make_index(spec), make_queries(spec, 2)
     got, want = run_both(q, index, None, 50, softmax_scale=head_dim**-0.5)
@@ -99,7 +101,7 @@ def test_sketches_of_any_shape(head_dim: int, num_fine: int, num_coarse: int, co
 
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("context_len", [900, 5000, RANGE_KEYS + 3072 + 5])
-def test_marked_rows_come_first_where_there_are_few(group_size: int, context_len: int) -> None:
+def test_marked_rows_are_chosen_first_where_they_are_few(group_size: int, context_len: int) -> None:
     spec = IndexSpec(context_len=context_len)
     index, q = make_index(spec), make_queries(spec, group_size, scale=3.0)
     assert isinstance(index, SketchIndex)
@@ -115,7 +117,9 @@ def test_marked_rows_come_first_where_there_are_few(group_size: int, context_len
     [(8, 1, 0, 1), (64, 2, 2, 7), (80, 2, 2, 2), (96, 3, 3, 16), (128, 4, 4, 4), (256, 8, 8, 5), (512, 16, 16, 8)],
 )
 @pytest.mark.parametrize("context_len", [1, 65, 1009, RANGE_KEYS + 3072 + 5])
-def test_a_search_attends_to_what_it_does_not_choose(head_dim, num_fine, num_coarse, group_size, context_len) -> None:
+def test_attention_to_rows_that_are_not_chosen_agrees_with_the_reference(
+    head_dim, num_fine, num_coarse, group_size, context_len
+) -> None:
     spec = IndexSpec(context_len=context_len, head_dim=head_dim, num_fine=num_fine, num_coarse=num_coarse)
     index, q = make_index(spec), make_queries(spec, group_size)
     assert isinstance(index, SketchIndex)
@@ -153,7 +157,9 @@ def poisoned_selections(index: SketchIndex, num_tokens: int, group_size: int, to
     ],
 )
 @pytest.mark.parametrize("tail_rows", [0, 130])
-def test_ranges_agree_with_the_reference(layout: str, group_size: int, context_len: int, tail_rows: int) -> None:
+def test_contexts_of_several_ranges_agree_with_the_reference(
+    layout: str, group_size: int, context_len: int, tail_rows: int
+) -> None:
     spec = IndexSpec(layout=layout, context_len=context_len, num_subspaces=4, num_centroids=2, num_heads=1)
     index, q = make_index(spec), make_queries(spec, group_size, scale=3.0)
     tail = make_tail_of(index, spec, tail_rows if layout == "lists" else 0)
@@ -161,7 +167,7 @@ def test_ranges_agree_with_the_reference(layout: str, group_size: int, context_l
     assert_same_group_scores(got, want, q, index, tail)
 
 
-def test_a_long_tail_has_ranges_of_its_own() -> None:
+def test_a_tail_longer_than_a_range_agrees_with_the_reference() -> None:
     spec = IndexSpec(layout="lists", context_len=100, num_subspaces=2, num_centroids=2, num_heads=1)
     index, q = make_index(spec), make_queries(spec, 2)
     tail = make_tail_of(index, spec, RANGE_KEYS + 10)
@@ -172,7 +178,7 @@ def test_a_long_tail_has_ranges_of_its_own() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("top_k", [0, 1, 7, 978, 979, 980, 981, 2000])
-def test_any_number_of_rows_can_be_asked_for(layout: str, group_size: int, top_k: int) -> None:
+def test_any_top_k_agrees_with_the_reference(layout: str, group_size: int, top_k: int) -> None:
     spec = IndexSpec(layout=layout, context_len=1000, list_len=1.0)
     index, q = make_index(spec), make_queries(spec, group_size)
     got, want = run_both(q, index, None, top_k)  # 980 candidates: 1000 rows without 4 sinks and a window of 16
@@ -217,7 +223,7 @@ def test_a_zero_query_takes_the_first_rows(layout: str, group_size: int) -> None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_zero_query_beside_others_changes_nothing(layout: str) -> None:
+def test_zero_queries_in_a_group_do_not_change_the_choice(layout: str) -> None:
     spec = IndexSpec(layout=layout, context_len=3000, list_len=1.0)
     index, q = make_index(spec), make_queries(spec, 3)
     q[[1, 2, 4, 5]] = 0
@@ -236,7 +242,7 @@ def test_sharp_softmax_neither_overflows_nor_underflows(layout: str, scale: floa
     assert_same_group_scores(got, want, q, index, None)
 
 
-def test_what_is_made_too_small_stays_listed() -> None:
+def test_listed_keys_whose_group_scores_underflow_can_still_be_chosen() -> None:
     """One of two subspaces has scores beyond the range of exp2, the other has negative scores near 0."""
     listed, scores = np.zeros((1, 2, 1, 220), np.bool_), np.zeros((1, 2, 1, 220), np.float16)
     listed[0, 0, 0, 104:204], listed[0, 1, 0, 4:104] = True, True
@@ -250,7 +256,7 @@ def test_what_is_made_too_small_stays_listed() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("fault", [np.nan, np.inf, 1e30])
-def test_faulty_queries_still_give_sound_selections(layout: str, fault: float) -> None:
+def test_nan_infinite_and_huge_queries_give_sound_selections(layout: str, fault: float) -> None:
     spec = IndexSpec(layout=layout, context_len=2000)
     index, q = make_index(spec), make_queries(spec, 3)
     q[0, 5] = fault
@@ -262,7 +268,7 @@ def test_faulty_queries_still_give_sound_selections(layout: str, fault: float) -
         np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
 
 
-def test_unit_weights_when_the_index_asks_for_them() -> None:
+def test_an_index_with_weigh_by_norm_off_uses_unit_weights() -> None:
     spec = IndexSpec(layout="lists", weigh_by_norm=False)
     index, q = make_index(spec), make_queries(spec, 1)
     got, want = run_both(q, index, None, 50)
@@ -272,7 +278,7 @@ def test_unit_weights_when_the_index_asks_for_them() -> None:
 
 
 @pytest.mark.parametrize("layout, tail_rows", WITH_TAILS)
-def test_several_tokens_are_searched_as_if_one_by_one(layout: str, tail_rows: int) -> None:
+def test_several_tokens_in_one_search_choose_as_in_separate_searches(layout: str, tail_rows: int) -> None:
     spec = IndexSpec(layout=layout, context_len=777)
     index = make_index(spec)
     tail = make_tail_of(index, spec, tail_rows)
@@ -311,7 +317,7 @@ def test_results_do_not_depend_on_the_number_of_threads(num_threads: int) -> Non
     np.testing.assert_array_equal(found, rest)
 
 
-def test_a_sketch_has_no_tail() -> None:
+def test_a_sketch_with_a_tail_is_refused() -> None:
     lists, spec = make_index(IndexSpec(layout="lists")), IndexSpec()
     with pytest.raises(AssertionError, match="a sketch cannot use"):
         run_both(make_queries(spec, 1), make_index(spec), ListTail(lists), 5)

@@ -87,7 +87,7 @@ def expected(group_scores: NDArray[Any], top_k: int) -> NDArray[np.int64]:
 
 @given(st.lists(st.integers(-3, 3), max_size=200), st.integers(0, 220), st.integers(-3, 3))
 @settings(deadline=None)
-def test_the_best_of_few_with_ties(values: list[int], top_k: int, guess: int) -> None:
+def test_take_best_is_exact_with_ties(values: list[int], top_k: int, guess: int) -> None:
     group_scores = np.array(values, np.int32)
     reaching = np.where(group_scores >= guess, group_scores, NOT_SCORED)
     np.testing.assert_array_equal(take(group_scores, top_k, guess), expected(reaching, top_k))
@@ -108,7 +108,7 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], NDArray[Any]]] = {
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 2 * SAMPLE, 2 * SAMPLE + 1, RANGE_KEYS, 50_021])
-def test_any_distribution(name: str, n: int) -> None:
+def test_top_k_is_exact_for_any_distribution_of_scores(name: str, n: int) -> None:
     rng = np.random.default_rng(n)
     group_scores = scores(np.rint(DISTRIBUTIONS[name](rng, n)))
     for top_k in {0, 1, n // 20, n // 2, n, n + 3}:
@@ -131,7 +131,7 @@ def test_keys_that_no_list_holds_are_never_chosen(n: int, listed: float) -> None
 
 
 @pytest.mark.parametrize("low_part", [0.5, 0.9, 0.99])
-def test_a_guess_that_was_too_high_is_lowered(low_part: float) -> None:
+def test_top_k_is_exact_if_the_guess_from_the_sample_is_too_high(low_part: float) -> None:
     """Only the sampled places hold large values, so the sample overestimates how many keys reach the guess."""
     n, step = 100_000, 100_000 // SAMPLE
     group_scores = np.random.default_rng(0).integers(0, 1000, n)
@@ -147,7 +147,7 @@ def test_a_guess_that_was_too_high_is_lowered(low_part: float) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 100])
-def test_counting_and_bisection(n: int) -> None:
+def test_count_at_least_and_kth_largest_agree_with_numpy(n: int) -> None:
     values = np.random.default_rng(n).integers(-50, 50, n).astype(np.int32)
     for threshold in (-51, -50, 0, 49, 50, 2**31 - 1, 2**31):
         assert count_at_least(values, n, threshold) == (values.astype(np.int64) >= threshold).sum()

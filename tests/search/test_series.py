@@ -44,7 +44,7 @@ def wait_until(done: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_each_begins_when_its_query_is_there_and_tells_when_it_has_chosen(num_threads: int) -> None:
+def test_each_search_begins_when_its_query_arrives_and_signals_when_it_has_chosen(num_threads: int) -> None:
     line, ended = Line(), []
     with SearchPool(num_threads) as pool:
         thread = threading.Thread(target=lambda: ended.append(pool.run_series(line.series, SINCE, line.give_up)))
@@ -60,7 +60,7 @@ def test_each_begins_when_its_query_is_there_and_tells_when_it_has_chosen(num_th
     assert ended == [True]
 
 
-def test_a_series_ends_when_it_is_given_up_and_the_pool_goes_on() -> None:
+def test_a_series_ends_when_it_is_given_up_and_the_pool_stays_usable() -> None:
     line, ended = Line(), []
     with SearchPool(2) as pool:
         thread = threading.Thread(target=lambda: ended.append(pool.run_series(line.series, SINCE, line.give_up)))
@@ -77,7 +77,7 @@ def test_a_series_ends_when_it_is_given_up_and_the_pool_goes_on() -> None:
         assert line.chosen.tolist() == [2 * SINCE + i for i in range(len(line.searches))]
 
 
-def test_what_somebody_else_has_chosen_is_left_out() -> None:
+def test_searches_whose_choice_is_already_made_are_skipped() -> None:
     line = Line()
     for i in (0, 2):
         line.chosen[i] = SINCE + i  # chosen already: its query may have been overwritten since
@@ -93,7 +93,7 @@ def test_what_somebody_else_has_chosen_is_left_out() -> None:
         np.testing.assert_array_equal(got, alone(line.searches[i]))
 
 
-def test_threads_that_sleep_are_woken_for_a_series() -> None:
+def test_sleeping_threads_are_woken_for_a_series() -> None:
     line = Line(1)
     with SearchPool(3) as pool:
         for since in (SINCE, 2 * SINCE):
@@ -102,12 +102,12 @@ def test_threads_that_sleep_are_woken_for_a_series() -> None:
             wait_until(lambda: pool._helpers.sleepers == 2)
 
 
-def test_a_series_of_nothing() -> None:
+def test_an_empty_series_succeeds() -> None:
     with SearchPool(2) as pool:
         assert pool.run_series(make_series([], [], []), SINCE, np.zeros(1, np.int64))
 
 
-def test_a_closed_pool_takes_no_series() -> None:
+def test_a_closed_pool_refuses_a_series() -> None:
     line = Line(1)
     pool = SearchPool(2)
     pool.close()

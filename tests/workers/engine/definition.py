@@ -104,7 +104,7 @@ class DefinedLayer:
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
         token = self.tail.shape[1] - 1
         while not self.all_tail_stays and self.num_outside_window <= token - self.view.config.window_len:
-            self.let_go(*self.tail[:, self.num_outside_window].float().unbind(1))
+            self.evict_from_window(*self.tail[:, self.num_outside_window].float().unbind(1))
         if self.last is None or token % self.view.config.search_period == 0:
             ahead = self.predicted is not None
             by = (self.predicted if ahead else q)[:, 0].float().contiguous().numpy()
@@ -139,7 +139,7 @@ class DefinedLayer:
         search(q, self.own, None, out.kv_indices.shape[1], 0, 0, self.view.softmax_scale, out)
         return out
 
-    def let_go(self, k: Tensor, v: Tensor) -> None:
+    def evict_from_window(self, k: Tensor, v: Tensor) -> None:
         """Move the oldest row of the tail's window out of it, to the selector or the lists."""
         self.num_outside_window += 1
         if self.other is not None:

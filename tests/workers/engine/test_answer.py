@@ -32,7 +32,9 @@ def answer_on_cpu(
 
 @pytest.mark.parametrize("config", [SearchConfig(window_len=64, lookahead=1), SearchConfig(keep=1.0)])
 @pytest.mark.parametrize("max_new_tokens", [1, 4, 50])  # 50 reaches the model's last position
-def test_it_is_what_transformers_generates(artifact: Artifact, config: SearchConfig, max_new_tokens: int) -> None:
+def test_an_answer_equals_what_transformers_generates(
+    artifact: Artifact, config: SearchConfig, max_new_tokens: int
+) -> None:
     pieces: list[str] = []
     got = answer_on_cpu(artifact, config, max_new_tokens, pieces)
     with csattn_session(loaded(), artifact, config) as session:
@@ -53,7 +55,7 @@ def test_it_is_what_transformers_generates(artifact: Artifact, config: SearchCon
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 20])
-def test_how_much_of_a_question_is_read_is_told_before_the_answer(artifact: Artifact, num_tokens: int) -> None:
+def test_progress_through_the_question_is_reported_before_the_answer(artifact: Artifact, num_tokens: int) -> None:
     told: list[object] = []
     with CpuEngine(loaded(), num_slots=1, tail_capacity=200, num_threads=2, max_rows=8) as engine:
         engine.add_context(0, artifact)
@@ -66,7 +68,7 @@ def test_how_much_of_a_question_is_read_is_told_before_the_answer(artifact: Arti
     assert all(isinstance(text, str) for text in told[len(counts) :]) and len(told) > len(counts)
 
 
-def test_an_answer_ends_where_the_engine_has_no_more_room(artifact: Artifact) -> None:
+def test_an_answer_ends_when_the_tail_capacity_is_reached(artifact: Artifact) -> None:
     num_question = len(question_tokens(loaded(), artifact, QUESTION))
     got = answer_on_cpu(artifact, SearchConfig(), 50, [], tail_capacity=num_question + 3)
     assert len(got.token_ids) == 4  # the last token is never fed back

@@ -111,7 +111,7 @@ def test_every_row_of_a_context_is_attended_to(text: str | None, streamed: bool)
             torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
-def test_where_the_rows_come_from_changes_no_bit() -> None:
+def test_streamed_rows_and_rows_on_the_device_give_the_same_bits() -> None:
     lens = [150, 37]
     shape = make_shape(lens, kv_format=KvFormat.parse("fp8"))
     contexts, rows = make_contexts(shape, lens), make_rows([1, 0, 0, -1, 1])
@@ -123,7 +123,7 @@ def test_where_the_rows_come_from_changes_no_bit() -> None:
 
 
 @pytest.mark.gpu
-def test_a_streamed_layer_is_read_when_it_is_there_and_not_after_it_is_gone() -> None:
+def test_a_streamed_layer_is_read_only_while_it_is_on_the_device() -> None:
     """Copies take longer than the attention that they overlap with, and the host does not synchronize."""
     lens = [40_000]
     shape = make_shape(lens)

@@ -72,7 +72,7 @@ def kernels(request: pytest.FixtureRequest, emulator: Emulator, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("model", "placement"), [("chooses", "device"), ("chooses", "hybrid"), ("all", "device")])
-def test_rows_attend_to_what_the_model_chooses(
+def test_steps_over_latents_on_a_device_equal_the_definition(
     kernels: None, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, model: str, placement: str
 ) -> None:
     """Also over a context loaded where another was unloaded. Memory that no row sees is NaN."""

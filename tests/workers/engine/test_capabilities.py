@@ -104,7 +104,7 @@ def cells() -> dict[tuple[str, str], str]:
     return {(name, placement): said for name, *told in rows for placement, said in zip(EVERYWHERE, told, strict=True)}
 
 
-def test_the_document_has_every_cell() -> None:
+def test_the_capabilities_table_has_every_cell() -> None:
     assert set(cells()) == {(name, placement) for name in CAPABILITIES for placement in EVERYWHERE}
 
 
@@ -174,7 +174,7 @@ def decoded(engine: StepEngine, num_requests: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def wanted(artifacts: dict[str, list[Artifact]]) -> Callable[[Capability], np.ndarray]:
+def expected_logits(artifacts: dict[str, list[Artifact]]) -> Callable[[Capability], np.ndarray]:
     """Logits on the CPU over rows in that codec: full attention's, or csattn's if the request has its own `keep`."""
 
     @cache
@@ -187,7 +187,7 @@ def wanted(artifacts: dict[str, list[Artifact]]) -> Callable[[Capability], np.nd
     return lambda asked: decode(asked.preset, asked.codec, asked.num_requests, asked.own_keep)
 
 
-def tried(cells: Iterable[tuple[str, str]]) -> list[ParameterSet]:
+def cell_parameters(cells: Iterable[tuple[str, str]]) -> list[ParameterSet]:
     """Make test parameters of cells; those of latents on a GPU are marked `large_gpu`."""
     large = [pytest.mark.large_gpu]
     return [
@@ -198,8 +198,10 @@ def tried(cells: Iterable[tuple[str, str]]) -> list[ParameterSet]:
     ]
 
 
-@pytest.mark.parametrize(("name", "placement"), tried(product(CAPABILITIES, EVERYWHERE)))
-def test_a_cell_is_as_documented(artifacts, wanted, name: str, placement: str) -> None:
+@pytest.mark.parametrize(("name", "placement"), cell_parameters(product(CAPABILITIES, EVERYWHERE)))
+def test_each_capability_decodes_or_is_refused_as_documented(
+    artifacts, expected_logits, name: str, placement: str
+) -> None:
     asked, said = CAPABILITIES[name], cells()[name, placement]
     if said != "yes":
         number = int(said[-2])
@@ -209,11 +211,11 @@ def test_a_cell_is_as_documented(artifacts, wanted, name: str, placement: str) -
     if placement in PLACEMENTS and DEVICE.type == "cpu":
         pytest.skip("this machine has no CUDA device")
     with opened(artifacts[asked.preset], placement, asked) as engine:
-        np.testing.assert_allclose(decoded(engine, asked.num_requests), wanted(asked), rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(decoded(engine, asked.num_requests), expected_logits(asked), rtol=2e-3, atol=2e-3)
 
 
 @pytest.fixture(scope="module")
-def wanted_of_a_part(artifacts: dict[str, list[Artifact]]) -> Callable[[str], np.ndarray]:
+def expected_sparse_logits(artifacts: dict[str, list[Artifact]]) -> Callable[[str], np.ndarray]:
     """Logits on the CPU with `keep` below 1."""
 
     @cache
@@ -225,8 +227,12 @@ def wanted_of_a_part(artifacts: dict[str, list[Artifact]]) -> Callable[[str], np
     return decode
 
 
-@pytest.mark.parametrize(("name", "placement"), tried(cell for cell, said in cells().items() if said == "yes"))
-def test_a_cell_that_keeps_a_part_reads_a_part(artifacts, wanted_of_a_part, name: str, placement: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "placement"), cell_parameters(cell for cell, said in cells().items() if said == "yes")
+)
+def test_each_supported_capability_with_keep_below_1_reads_part_of_the_context(
+    artifacts, expected_sparse_logits, name: str, placement: str
+) -> None:
     """Needed besides the test above: with `keep` 1, the CPU, and a GPU over lists, attend to all rows in any case."""
     if placement in PLACEMENTS and DEVICE.type == "cpu":
         pytest.skip("this machine has no CUDA device")
@@ -234,7 +240,7 @@ def test_a_cell_that_keeps_a_part_reads_a_part(artifacts, wanted_of_a_part, name
     with opened(artifacts[asked.preset], placement, asked, PART) as engine:
         logits = decoded(engine, asked.num_requests)
         assert np.isfinite(logits).all()
-        np.testing.assert_allclose(logits, wanted_of_a_part(name), rtol=2e-2, atol=2e-2)
+        np.testing.assert_allclose(logits, expected_sparse_logits(name), rtol=2e-2, atol=2e-2)
         for slot in range(asked.num_requests):
             reading = engine.reading(slot)
             assert reading.selector == ("model" if asked.preset in CHOOSING else asked.selector)

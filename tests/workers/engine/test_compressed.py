@@ -179,7 +179,9 @@ def finish(layers: Layers, layer_idx: int, buffers: CompressedBuffers, num_rows:
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("num_rows", [1, 5, MAX_ROWS])
 @torch.no_grad()
-def test_steps_attend_as_over_the_whole_sequence(layers: Layers, layer_idx: int, where: str, num_rows: int) -> None:
+def test_steps_equal_attention_over_the_whole_sequence(
+    layers: Layers, layer_idx: int, where: str, num_rows: int
+) -> None:
     contexts = [torch.randn(length, HIDDEN, device=DEVICE) for length in CONTEXT_LENS]
     states, wanted, own = [], {}, {}
     for hidden in contexts:
@@ -222,7 +224,7 @@ def test_steps_attend_as_over_the_whole_sequence(layers: Layers, layer_idx: int,
 
 @pytest.mark.parametrize("layer_idx", range(4))
 @torch.no_grad()
-def test_kernels_do_what_is_defined(layers: Layers, layer_idx: int) -> None:
+def test_triton_kernels_equal_the_torch_operations(layers: Layers, layer_idx: int) -> None:
     """On a GPU, or in Triton's interpreter: rows that complete compressed ones (also the first), and an idle row."""
     triton_ops = pytest.importorskip("workers.engine.compressed_triton_ops", reason="Triton is not installed")
     sizes = {"batch_sizes": (1, MAX_ROWS), "num_tails": NUM_TAILS, "tail_capacity": CAPACITY}
@@ -264,7 +266,7 @@ def test_kernels_do_what_is_defined(layers: Layers, layer_idx: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_without_a_context_it_says_what_transformers_says(dtype: str, tmp_path: Path) -> None:
+def test_logits_without_a_context_are_as_precise_as_in_transformers(dtype: str, tmp_path: Path) -> None:
     """In bfloat16, `pending` has another dtype than the rows."""
     ids = token_ids(45, seed=3).tolist()
     loaded = load_model(save(tmp_path, "deepseek_v4"), dtype=dtype)

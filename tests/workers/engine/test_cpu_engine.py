@@ -64,12 +64,12 @@ def make_engine(artifacts: list[Artifact], family: str = "llama", **options: obj
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_it_says_what_is_defined(artifacts, selector, lookahead) -> None:
+def test_logits_of_each_selector_equal_the_definition(artifacts, selector, lookahead) -> None:
     assert_as_defined(artifacts[0], "llama", SearchConfig(keep=0.05, window_len=64, lookahead=lookahead), selector)
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
-def test_every_family_says_what_is_defined(store, family, rng) -> None:
+def test_logits_of_every_family_equal_the_definition(store, family, rng) -> None:
     """With lookahead; and requests run together get the same bits as alone."""
     with opened(store, family, 0) as first, opened(store, family, 1) as second:
         assert_as_defined(first, family, SearchConfig(keep=0.05, window_len=64, lookahead=1), "csattn")
@@ -77,7 +77,7 @@ def test_every_family_says_what_is_defined(store, family, rng) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reading_everything_says_what_transformers_says(store, family) -> None:
+def test_logits_with_keep_1_equal_transformers(store, family) -> None:
     with opened(store, family, 0) as artifact, make_engine([artifact], family) as engine:
         got = alone(engine, Talk(0, SearchConfig(keep=1.0, lookahead=1), "csattn", token_ids(11, seed=1).tolist(), 12))
         whole = torch.from_numpy(np.concatenate([artifact.token_ids, token_ids(11, seed=1), got.tokens])).long()
@@ -89,14 +89,14 @@ def test_reading_everything_says_what_transformers_says(store, family) -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize(("selector", "rest"), [("csattn", "moments"), ("csattn", "none"), ("exact", "sketch")])
-def test_it_attends_to_the_rest_as_defined(artifacts, selector, rest, lookahead) -> None:
+def test_attention_to_the_rest_equals_the_definition(artifacts, selector, rest, lookahead) -> None:
     config = SearchConfig(keep=0.05, window_len=64, lookahead=lookahead, rest=rest)
     assert_as_defined(artifacts[0], "llama", config, selector)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("rest", ["none", "sketch", "moments"])
-def test_a_schedule_reads_again_what_was_chosen(artifacts, rest, lookahead) -> None:
+def test_rows_between_searches_reuse_the_last_choice(artifacts, rest, lookahead) -> None:
     config = SearchConfig(keep=0.05, window_len=64, lookahead=lookahead, rest=rest, search_period=4)
     assert_as_defined(artifacts[0], "llama", config, "csattn")
 
@@ -115,7 +115,7 @@ def assert_as_defined(artifact, family, config, selector) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_requests_run_together_say_what_each_says_alone(artifacts, num_threads, rng) -> None:
+def test_requests_in_shared_steps_get_the_bits_they_get_alone(artifacts, num_threads, rng) -> None:
     assert_together_as_alone(artifacts, "llama", num_threads, rng)
 
 
@@ -129,7 +129,7 @@ def assert_together_as_alone(artifacts, family, num_threads, rng) -> None:
         assert_same(got, wanted)
 
 
-def test_contexts_come_and_go_between_steps(store, rng) -> None:
+def test_loading_and_unloading_contexts_between_steps_changes_no_other_request(store, rng) -> None:
     first, second = opened(store, "llama", 0), opened(store, "llama", 1)
     with make_engine([first, second]) as engine:
         talks = [Talk(context_id, CONFIG, "csattn", [7, 8, 9], 6) for context_id in (0, 1)]
@@ -164,7 +164,7 @@ def test_contexts_come_and_go_between_steps(store, rng) -> None:
     ("preset_name", "rest", "period"), [("paper", None, 1), ("lists", "moments", 1), ("lists", None, 3)]
 )
 @pytest.mark.parametrize("window_len", [64, 8])
-def test_lists_serve_too_and_take_in_rows_that_leave_the_window(
+def test_lists_equal_the_definition_as_rows_leave_the_window(
     store, preset_name, rest, period, lookahead, window_len
 ) -> None:
     """`paper` selects per query head, `lists` per KV head."""
@@ -175,7 +175,7 @@ def test_lists_serve_too_and_take_in_rows_that_leave_the_window(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_weights_and_kv_lose_no_more_than_in_transformers(tmp_path, dtype) -> None:
+def test_16_bit_weights_and_kv_lose_no_more_precision_than_in_transformers(tmp_path, dtype) -> None:
     narrow = wrap_model(make_model().to(getattr(torch, dtype)), byte_tokenizer(), "narrow")
     report = build_artifact(narrow, token_ids(300), preset("default"), tmp_path)
     question = token_ids(6, seed=3).tolist()
@@ -190,7 +190,7 @@ def test_narrow_weights_and_kv_lose_no_more_than_in_transformers(tmp_path, dtype
     assert (torch.from_numpy(np.stack(got.logits)) - want).norm() <= 1.2 * (theirs - want).norm()
 
 
-def test_fidelity_is_one_where_everything_is_read_and_less_where_not(store) -> None:
+def test_fidelity_is_1_if_all_rows_are_read_and_lower_otherwise(store) -> None:
     with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
         seen = {}
         for slot, (keep, selector) in enumerate([(1.0, "csattn"), (0.05, "exact"), (0.05, "csattn"), (0.05, "window")]):
@@ -221,7 +221,7 @@ class _Failing(PoolSearcher):
 
 
 @pytest.mark.parametrize("period", [1, 5])
-def test_a_step_that_fails_can_be_run_again(store, period) -> None:
+def test_a_failed_step_can_be_repeated_with_the_same_result(store, period) -> None:
     """Also a step whose first rows read the choice of an earlier step, while later rows search."""
     config = SearchConfig(keep=0.05, window_len=64, lookahead=1, search_period=period)
     question = list(range(1, 12))
@@ -242,7 +242,7 @@ def test_a_step_that_fails_can_be_run_again(store, period) -> None:
 
 
 @pytest.mark.parametrize(("owner", "name"), [(on_cpu, "describe_sketch"), (SearchPool, "start")])
-def test_a_step_that_cannot_begin_leaves_other_requests_as_they_were(artifacts, monkeypatch, owner, name) -> None:
+def test_a_step_that_fails_to_begin_leaves_other_requests_unchanged(artifacts, monkeypatch, owner, name) -> None:
     """The step fails while another context's rows are described to the kernels, or when a search is started."""
 
     def fail(*_: object) -> None:
@@ -272,7 +272,7 @@ def drive(engine: CpuEngine, talk: Talk) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_rows_read_what_was_chosen_before_them_however_a_question_is_cut(store, lookahead) -> None:
+def test_the_split_of_a_question_into_steps_does_not_change_which_choices_are_reused(store, lookahead) -> None:
     """With a host budget, where attention is computed row by row."""
     config = SearchConfig(keep=0.05, window_len=64, lookahead=lookahead, search_period=5)
     budget = HostBudget(32 << 20, config, "csattn")
@@ -288,7 +288,7 @@ def test_rows_read_what_was_chosen_before_them_however_a_question_is_cut(store, 
     assert_same(got, want)
 
 
-def test_states_take_the_tokens_of_a_step_in_their_order(store) -> None:
+def test_linear_attention_states_process_the_tokens_of_a_step_in_order(store) -> None:
     """Although a step processes rows that need a search before the others."""
     config = SearchConfig(keep=0.05, window_len=64, search_period=3)
     got = Talk(0, config, "csattn", list(range(1, 12)), 3)
@@ -302,12 +302,12 @@ def test_states_take_the_tokens_of_a_step_in_their_order(store) -> None:
     assert_same(got, want)
 
 
-def test_a_step_tells_what_follows_rows_that_ask(store) -> None:
+def test_next_tokens_and_logits_are_returned_for_rows_that_want_a_token(store) -> None:
     """With interleaved questions of two requests, one without a context."""
     tokens = [(1, 4), (0, 5), (1, 6), (0, 7), (0, 8)]
     with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
 
-        def told(asking: Sequence[int], rows_a_step: int) -> list[tuple[int, int]]:
+        def next_ids_by_row(asking: Sequence[int], rows_a_step: int) -> list[tuple[int, int]]:
             """Return each row's next token, and the argmax of its logits."""
             engine.open(0, 0, CONFIG, "csattn")
             engine.open(1, NO_CONTEXT, CONFIG, "csattn")
@@ -320,10 +320,10 @@ def test_a_step_tells_what_follows_rows_that_ask(store) -> None:
             engine.close_slot(1)
             return found
 
-        alone = told(range(5), 1)
+        alone = next_ids_by_row(range(5), 1)
         assert len(set(alone)) > 2, "rows can be told apart"
         for asking in ([0, 1, 2, 3, 4], [2, 4], [3], []):
-            for row, (next_id, argmax) in enumerate(told(asking, 5)):
+            for row, (next_id, argmax) in enumerate(next_ids_by_row(asking, 5)):
                 assert (next_id, argmax) == alone[row] if row in asking else next_id == -1
 
 
@@ -337,7 +337,7 @@ def test_a_row_of_nan_has_no_next_token(store, selector) -> None:
         assert next_ids == [int(engine.step([StepRow(0, 5)]).next_ids[0]), -1]
 
 
-def test_bad_steps_are_refused_and_change_nothing(store) -> None:
+def test_invalid_calls_are_refused_and_change_nothing(store) -> None:
     with opened(store, "llama", 0) as artifact, make_engine([artifact], max_rows=4, tail_capacity=5) as engine:
         with pytest.raises(ConfigError, match="slot 0 is not open"):
             engine.step([StepRow(0, 1)])
@@ -378,12 +378,12 @@ def test_contexts_of_other_models_are_refused(store) -> None:
             engine.remove_context(0)
 
 
-def test_an_engine_of_nothing_is_refused() -> None:
+def test_an_engine_with_max_rows_0_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one row"):
         CpuEngine(loaded(), max_rows=0)
 
 
-def test_linear_layers_are_cut_into_pieces_by_the_engines_threads() -> None:
+def test_the_pieces_of_linear_layers_depend_on_the_number_of_threads() -> None:
     """The number of CPUs has no effect: 4 large pieces for one thread, pieces of 16 outputs for 64 threads."""
     pieces = []
     for num_threads in (1, 64):
@@ -392,7 +392,7 @@ def test_linear_layers_are_cut_into_pieces_by_the_engines_threads() -> None:
     assert pieces == [4, -(-engine.loaded.geometry.vocab_size // 16)]
 
 
-def test_searches_are_kept_as_long_as_the_same_requests_are_open(store, monkeypatch) -> None:
+def test_searches_are_reused_until_a_request_closes_and_do_not_pile_up(store, monkeypatch) -> None:
     with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
         for slot in range(6):
             engine.open(slot, 0, SearchConfig(keep=0.05, window_len=64, lookahead=slot % 2), "csattn")

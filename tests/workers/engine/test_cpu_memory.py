@@ -24,17 +24,17 @@ def artifact(tmp_path_factory) -> Iterator[Artifact]:
         yield artifact
 
 
-def leave(monkeypatch, num_bytes: int) -> None:
+def set_available_memory(monkeypatch, num_bytes: int) -> None:
     monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + num_bytes)
 
 
-def test_a_coded_context_needs_memory_to_the_byte(artifact: Artifact, monkeypatch) -> None:
+def test_a_coded_context_is_refused_if_one_byte_of_memory_is_missing(artifact: Artifact, monkeypatch) -> None:
     with make_engine([], kv_format=HALF) as engine:
         engine.add_context(0, artifact)
         num_bytes = engine.counts().kv_bytes
-        leave(monkeypatch, num_bytes)
+        set_available_memory(monkeypatch, num_bytes)
         engine.add_context(1, artifact)
-        leave(monkeypatch, num_bytes - 1)
+        set_available_memory(monkeypatch, num_bytes - 1)
         with pytest.raises(
             MemoryPlanError, match=f"the context in float16 needs {num_bytes:,} bytes .*choose a KV codec"
         ):
@@ -43,24 +43,24 @@ def test_a_coded_context_needs_memory_to_the_byte(artifact: Artifact, monkeypatc
             engine.open(0, 2, CONFIG, "csattn")
 
 
-def test_rows_that_are_read_where_they_are_mapped_need_none(artifact: Artifact, monkeypatch) -> None:
-    leave(monkeypatch, -budget.SPARE_BYTES)
+def test_memory_mapped_rows_need_no_further_memory(artifact: Artifact, monkeypatch) -> None:
+    set_available_memory(monkeypatch, -budget.SPARE_BYTES)
     with make_engine([artifact]) as engine:
         engine.open(0, 0, CONFIG, "csattn")
         assert engine.step([StepRow(0, 5)]).next_ids[0] >= 0
 
 
-def test_what_a_selector_makes_needs_memory_too(artifact: Artifact, monkeypatch) -> None:
+def test_a_selector_is_refused_without_memory_for_the_data_it_computes(artifact: Artifact, monkeypatch) -> None:
     with make_engine([artifact]) as engine:
-        leave(monkeypatch, 100)
+        set_available_memory(monkeypatch, 100)
         with pytest.raises(MemoryPlanError, match="the data that quest computes from the context needs"):
             engine.open(0, 0, CONFIG, "quest")
         engine.open(0, 0, CONFIG, "exact")  # reads the keys in place
-        leave(monkeypatch, 1 << 30)
+        set_available_memory(monkeypatch, 1 << 30)
         engine.open(1, 0, CONFIG, "quest")
 
 
-def test_a_context_that_is_unloaded_is_nowhere_any_more(artifact: Artifact) -> None:
+def test_an_unloaded_context_is_no_longer_referenced(artifact: Artifact) -> None:
     """Neither the engine nor the plan of the last step keeps a reference to it."""
     with make_engine([], kv_format=HALF) as engine:
         engine.add_context(0, artifact)

@@ -86,7 +86,7 @@ def answer(
     ]
     + [pytest.param("host", 2, "csattn", None, marks=pytest.mark.gpu)],
 )
-def test_requests_over_contexts_that_come_and_go_answer_as_on_the_cpu(
+def test_answers_equal_the_cpus_while_contexts_are_loaded_and_unloaded(
     artifacts, placement, num_workers, selector, codec
 ) -> None:
     form = None if codec is None else KvFormat.parse(codec)
@@ -139,14 +139,14 @@ def run_together(engine: StepEngine, opened: list[tuple[int, int]], selector: Se
 
 
 @pytest.mark.parametrize("selector", ["csattn", "full"])
-def test_a_watched_step_says_the_same_and_how_near_it_is_to_exact_attention(artifacts, selector) -> None:
+def test_a_watched_step_gives_the_logits_and_fidelity_of_the_cpu(artifacts, selector) -> None:
     with CpuEngine(loaded(), num_threads=2) as on_cpu:
         on_cpu.add_context(0, artifacts[0])
-        want = watched(on_cpu, selector)
+        want = take_watched_step(on_cpu, selector)
     ready = make_engine("hybrid", selector=selector)
     try:
         ready.add_context(0, artifacts[0])
-        got = watched(ready, selector)
+        got = take_watched_step(ready, selector)
     finally:
         ready.close()
     assert got.fidelity is not None
@@ -156,11 +156,11 @@ def test_a_watched_step_says_the_same_and_how_near_it_is_to_exact_attention(arti
     assert got.fidelity.mass == pytest.approx(want.fidelity.mass, abs=1e-3)
 
 
-def test_memory_that_cannot_be_pinned_is_a_sentence_and_leaves_the_engine_as_it_was(artifacts, monkeypatch) -> None:
+def test_memory_that_cannot_be_pinned_is_refused_with_the_reason_and_changes_nothing(artifacts, monkeypatch) -> None:
     ready = make_engine("hybrid")
     try:
         ready.add_context(0, artifacts[0])
-        monkeypatch.setattr(placed_model, "PinnedRows", partial(PinnedRows, register=refuse, unregister=ignore))
+        monkeypatch.setattr(placed_model, "PinnedRows", partial(PinnedRows, register=refuse_to_pin, unregister=ignore))
         with pytest.raises(PinningError, match=r"cannot read .* host memory \(no\).*`ulimit -l`"):
             ready.add_context(1, artifacts[1])
         ready.open(0, 0, CONFIG, "csattn")
@@ -171,7 +171,7 @@ def test_memory_that_cannot_be_pinned_is_a_sentence_and_leaves_the_engine_as_it_
         ready.close()
 
 
-def test_a_context_that_is_loaded_in_part_locks_no_page_and_can_come_again(artifacts, monkeypatch) -> None:
+def test_a_context_that_fails_to_load_leaves_no_pinned_pages_and_can_be_loaded_again(artifacts, monkeypatch) -> None:
     locked: list[int] = []
     pin = partial(PinnedRows, register=lambda address, *_, **__: locked.append(address), unregister=locked.remove)
     with make_engine("hybrid") as engine:
@@ -179,7 +179,7 @@ def test_a_context_that_is_loaded_in_part_locks_no_page_and_can_come_again(artif
         if DEVICE.type == "cpu":
             monkeypatch.setattr(placed_model, "PinnedRows", pin)
         with monkeypatch.context() as patch:
-            patch.setattr(SearchOnDevice, "load", run_out)
+            patch.setattr(SearchOnDevice, "load", run_out_of_memory)
             with pytest.raises(torch.OutOfMemoryError):
                 engine.add_context(1, artifacts[1])
         assert not locked
@@ -189,18 +189,18 @@ def test_a_context_that_is_loaded_in_part_locks_no_page_and_can_come_again(artif
         engine.step([StepRow(0, 1)])
 
 
-def run_out(*_: object, **__: object) -> None:
+def run_out_of_memory(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("no room")
 
 
-def refuse(*_: object, **__: object) -> None:
+def refuse_to_pin(*_: object, **__: object) -> None:
     raise PinningError("no")
 
 
 @pytest.mark.parametrize(
     "placement", [pytest.param(name, marks=[] if name == "hybrid" else pytest.mark.gpu) for name in PLACEMENTS]
 )
-def test_a_request_may_keep_less_than_those_beside_it(artifacts, placement) -> None:
+def test_requests_in_one_step_may_have_different_keep(artifacts, placement) -> None:
     configs = [CONFIG, replace(CONFIG, keep=0.02)]
     with CpuEngine(loaded(), num_threads=2) as on_cpu, make_engine(placement) as ready:
         for engine in (on_cpu, ready):
@@ -220,7 +220,7 @@ def two_logits(engine: StepEngine, configs: list[SearchConfig]) -> np.ndarray:
     return result.logits[1::2].copy()
 
 
-def test_tokens_are_drawn_where_rows_ask_also_of_a_step_that_is_made_as_two(artifacts, monkeypatch) -> None:
+def test_tokens_are_drawn_for_rows_with_a_draw_also_if_the_step_is_split_in_two(artifacts, monkeypatch) -> None:
     """The tokens are those drawn from the step's logits on the host; logits of other rows are unchanged."""
     sampling = Sampling(max_new_tokens=9, temperature=1.0, top_p=0.9, logit_bias=((7, 2.0),), top_logprobs=2)
     mask = np.arange(loaded().geometry.vocab_size) % 3 == 0
@@ -255,7 +255,7 @@ def test_tokens_are_drawn_where_rows_ask_also_of_a_step_that_is_made_as_two(arti
 
 
 @pytest.mark.parametrize(("token_id", "watch"), [(1 << 20, None), (5, (9, 0)), (5, (1, 9))])
-def test_of_a_step_that_is_refused_no_part_is_made(artifacts, monkeypatch, token_id, watch) -> None:
+def test_no_part_of_a_refused_step_is_run(artifacts, monkeypatch, token_id, watch) -> None:
     """Also if the step would be split in two."""
     with make_engine("hybrid") as engine:
         engine.add_context(0, artifacts[0])
@@ -267,14 +267,14 @@ def test_of_a_step_that_is_refused_no_part_is_made(artifacts, monkeypatch, token
         assert engine.step([StepRow(0, 3), StepRow(0, 4)]).next_ids[1] == want[0]
 
 
-def watched(engine: StepEngine, selector: Selector):
+def take_watched_step(engine: StepEngine, selector: Selector):
     engine.open(0, 0, CONFIG, selector)
     result = engine.step([StepRow(0, token) for token in QUESTIONS[0][:4]], want_logits=True, watch=(2, 1))
     engine.close_slot(0)
     return result
 
 
-def test_a_look_that_fails_leaves_nothing_on_its_way(artifacts, monkeypatch) -> None:
+def test_a_failed_fidelity_measurement_leaves_no_search_pending(artifacts, monkeypatch) -> None:
     """With lookahead, a later layer's search has started when the watched layer is read."""
     ahead = replace(CONFIG, lookahead=1)
     with GpuEngine(
@@ -293,7 +293,7 @@ def test_a_look_that_fails_leaves_nothing_on_its_way(artifacts, monkeypatch) -> 
 
 
 @pytest.mark.parametrize(("codec", "row_bytes"), [(None, 128), ("fp8", 48), ("float16", 64)])
-def test_memory_is_planned_for_rows_as_they_are_kept(artifacts, codec, row_bytes) -> None:
+def test_memory_is_planned_for_rows_in_their_stored_format(artifacts, codec, row_bytes) -> None:
     form = None if codec is None else KvFormat.parse(codec)
     rows = 3 * 2 * CONTEXT_LENS[0]  # layers, KV heads
     plans = {}
@@ -317,7 +317,7 @@ def test_memory_is_planned_for_rows_as_they_are_kept(artifacts, codec, row_bytes
 
 
 @pytest.mark.parametrize("placement", ["device", "hybrid", "host"])
-def test_keys_that_are_not_told_apart_are_told_of(artifacts, placement, monkeypatch, caplog) -> None:
+def test_keys_that_a_codec_makes_indistinguishable_are_warned_about(artifacts, placement, monkeypatch, caplog) -> None:
     monkeypatch.setattr(lossy_keys, "TOO_LARGE", 0.0)
     lossy_keys._warn.cache_clear()
     with make_engine(placement, kv_format=KvFormat.parse("fp8")) as ready:
@@ -328,7 +328,7 @@ def test_keys_that_are_not_told_apart_are_told_of(artifacts, placement, monkeypa
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_memory_is_planned_for_queries_that_are_told_ahead(artifacts, lookahead) -> None:
+def test_memory_is_planned_for_the_query_predictors_of_lookahead(artifacts, lookahead) -> None:
     with make_engine("device") as ready:
         config = replace(CONFIG, lookahead=lookahead)
         sizing = replace(ready._placing._sizing, search=config)
@@ -339,7 +339,7 @@ def test_memory_is_planned_for_queries_that_are_told_ahead(artifacts, lookahead)
 
 @pytest.mark.large_gpu
 @pytest.mark.parametrize("placement", ["device", "hybrid"])
-def test_a_model_of_millions_of_positions_is_planned_for_as_many_as_a_cache_can_hold(artifacts, placement) -> None:
+def test_the_slot_cache_limits_the_planned_length_of_a_model_with_millions_of_positions(artifacts, placement) -> None:
     with make_engine(placement) as ready:
         sizing = ready._placing._sizing
         model = replace(sizing.model, spec=replace(sizing.model.spec, max_positions=10 << 20))
@@ -348,7 +348,7 @@ def test_a_model_of_millions_of_positions_is_planned_for_as_many_as_a_cache_can_
     assert replace(sizing, slot_share=0.5).num_cached(10 << 20) == max_slots()
 
 
-def test_what_an_engine_cannot_do_is_a_sentence(artifacts) -> None:
+def test_invalid_engines_contexts_and_requests_are_refused_with_the_reason(artifacts) -> None:
     with pytest.raises(ConfigError, match="'quest', but a GPU decodes with csattn or full"):
         make_engine("device", selector="quest")
     with pytest.raises(CodecError, match="head_dim is 16, but q8_0 takes multiples of 32"):
@@ -394,7 +394,7 @@ def test_requests_without_a_context_answer_as_on_the_cpu(artifacts, placement, s
         assert run_together(ready, [(0, NO_CONTEXT), (1, 7)], selector) == want
 
 
-def test_memory_is_planned_again_for_a_longer_context_that_is_alone(artifacts, monkeypatch) -> None:
+def test_memory_is_planned_again_for_a_longer_context_once_no_other_is_loaded(artifacts, monkeypatch) -> None:
     monkeypatch.setattr(step_model, "available_memory", lambda device: AvailableMemory(device_bytes=0, host_bytes=0))
     monkeypatch.setattr(MemoryPlan, "require", ignore)  # with no memory available, no plan would pass
     with make_engine("hybrid", max_context_len=None) as ready:
@@ -416,7 +416,7 @@ def test_memory_is_planned_again_for_a_longer_context_that_is_alone(artifacts, m
         assert got == answer(on_cpu, 0, 1, QUESTIONS[1])
 
 
-def test_a_context_with_another_index_is_refused_for_that_beside_others(artifacts, tmp_path) -> None:
+def test_a_context_with_another_index_is_refused_while_others_are_loaded(artifacts, tmp_path) -> None:
     other = build_artifact(loaded(), token_ids(300), preset("lists"), tmp_path).path
     with open_artifact(other) as lists, make_engine("device", max_context_len=None) as ready:
         ready.add_context(0, artifacts[0])
@@ -438,7 +438,7 @@ def test_a_row_of_nan_has_no_next_token(artifacts: list[Artifact]) -> None:
 
 
 @pytest.mark.parametrize("placement", [pytest.param("device", marks=pytest.mark.gpu), "hybrid"])
-def test_a_session_generates_on_it_what_it_does_on_the_cpu(artifacts, placement) -> None:
+def test_a_session_on_a_gpu_generates_what_it_does_on_the_cpu(artifacts, placement) -> None:
     on_it = {"placement": placement, "device": DEVICE, "batch_sizes": (1, 4), "num_slots": 1, "tail_capacity": 32}
     said = []
     for options in ({}, on_it):
@@ -453,7 +453,7 @@ def test_a_session_generates_on_it_what_it_does_on_the_cpu(artifacts, placement)
 
 
 @pytest.mark.parametrize("selector", ["csattn", "full"])
-def test_a_request_goes_on_from_rows_of_another_to_the_bit(artifacts, selector) -> None:
+def test_a_request_continues_bitwise_from_rows_copied_from_another(artifacts, selector) -> None:
     """The rows are read while the first request continues, and written to a slot that was used before."""
     with make_engine("hybrid", selector=selector) as engine:
         engine.add_context(0, artifacts[0])

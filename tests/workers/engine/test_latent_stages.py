@@ -94,7 +94,7 @@ class Case:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_attend_to_what_the_definition_chooses(dtype: torch.dtype) -> None:
+def test_choices_and_attention_equal_the_definition(dtype: torch.dtype) -> None:
     case = Case.make(dtype)
     chosen, num_chosen, out = case.run(list(range(len(CONTEXT_LENS))), SPEC.top_k, num_threads=2)
     for row, (context_len, tail_len) in enumerate(zip(CONTEXT_LENS, TAIL_LENS, strict=True)):
@@ -118,13 +118,13 @@ def test_without_an_indexer_all_rows_are_attended_to(dtype: torch.dtype) -> None
         torch.testing.assert_close(out[one], close, rtol=1e-5, atol=1e-5)
 
 
-def test_lists_of_all_rows_are_all_rows() -> None:
+def test_attend_listed_over_all_rows_equals_attend_latents() -> None:
     rows, q = torch.randn(150, WIDTH), torch.randn(70, SPEC.num_heads, SPEC.key_width)
     want = attend_latents(q, rows, None, SPEC, SCALE)
     torch.testing.assert_close(attend_listed(q, rows, SPEC, SCALE), want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_has_the_bits_it_has_alone() -> None:
+def test_the_bits_of_a_row_do_not_depend_on_other_rows_or_threads() -> None:
     case = Case.make(torch.float32)
     alone = [case.run([row], SPEC.top_k) for row in range(len(CONTEXT_LENS))]
     for rows, num_threads in (([5, 0, 4], 1), ([1, 2, 3, 4, 5, 0], 3)):
@@ -144,7 +144,7 @@ def test_a_row_has_the_bits_it_has_alone() -> None:
         np.random.default_rng(1).standard_normal(1000).tolist(),
     ],
 )
-def test_the_choice_is_that_of_the_total_order(scores: list[float]) -> None:
+def test_the_choice_is_ordered_by_score_then_position_with_nan_last(scores: list[float]) -> None:
     """The order is score descending, then position, NaN last; the stage reads nothing but scores and lengths."""
     made = np.array([scores], np.float32)
     for top_k in (1, 2, 3, len(scores) - 1, len(scores), len(scores) + 1):

@@ -73,7 +73,7 @@ def test_an_artifact_has_rows_and_no_index(artifact: Artifact) -> None:
 
 
 @pytest.mark.large_gpu
-def test_a_request_goes_on_from_rows_that_were_kept(model: LoadedModel, artifact: Artifact) -> None:
+def test_a_request_continues_bitwise_from_kept_rows(model: LoadedModel, artifact: Artifact) -> None:
     """As the next turn of a conversation does. The bits are those of the request that computed the rows."""
     with CpuEngine(model, num_threads=2, num_slots=2) as engine:
         engine.add_context(0, artifact)
@@ -103,7 +103,7 @@ def test_without_an_indexer_all_latents_are_read(changes: dict[str, object]) -> 
 
 
 @pytest.mark.large_gpu
-def test_without_a_context_it_is_the_model_too(model: LoadedModel) -> None:
+def test_logits_without_a_context_equal_transformers(model: LoadedModel) -> None:
     tokens = token_ids(60, seed=3).tolist()
     with CpuEngine(model, num_threads=2) as engine:
         engine.open(0, NO_CONTEXT, CONFIG, "csattn")
@@ -118,7 +118,7 @@ def test_without_a_context_it_is_the_model_too(model: LoadedModel) -> None:
 @pytest.mark.parametrize(
     ("family", "placement"), [("deepseek_v3", "device"), ("glm_moe_dsa", "device"), ("glm_moe_dsa", "hybrid")]
 )
-def test_a_gpu_answers_as_the_cpu_does_in_any_company(
+def test_gpu_logits_equal_the_cpus_alone_and_in_shared_steps(
     family: str, placement: str, tmp_path: Path, on_gpu: None
 ) -> None:
     """Contexts are loaded and unloaded; requests have one or none, share steps, and one continues from kept rows."""
@@ -129,16 +129,16 @@ def test_a_gpu_answers_as_the_cpu_does_in_any_company(
         on_cpu = stack.enter_context(CpuEngine(model, num_threads=2, num_slots=3))
         for context_id, artifact in enumerate(artifacts):
             on_cpu.add_context(context_id, artifact)
-        want = {context_id: told(on_cpu, [context_id])[0] for context_id in (0, 1, NO_CONTEXT)}
+        want = {context_id: decode_together(on_cpu, [context_id])[0] for context_id in (0, 1, NO_CONTEXT)}
         engine = stack.enter_context(make_engine(model, placement))
         engine.add_context(0, artifacts[0])
-        assert_close(told(engine, [0]), [want[0]])
+        assert_close(decode_together(engine, [0]), [want[0]])
         engine.add_context(1, artifacts[1])
-        assert_close(told(engine, [1, NO_CONTEXT, 0]), [want[1], want[NO_CONTEXT], want[0]])
+        assert_close(decode_together(engine, [1, NO_CONTEXT, 0]), [want[1], want[NO_CONTEXT], want[0]])
         engine.remove_context(0)
-        assert_close(told(engine, [1]), [want[1]])
+        assert_close(decode_together(engine, [1]), [want[1]])
         engine.add_context(0, artifacts[0])
-        assert_close(told(engine, [NO_CONTEXT, 0]), [want[NO_CONTEXT], want[0]])
+        assert_close(decode_together(engine, [NO_CONTEXT, 0]), [want[NO_CONTEXT], want[0]])
         engine.open(0, 0, CONFIG, "csattn")
         engine.step([StepRow(0, token) for token in QUESTION[:4]])
         engine.open(1, 0, CONFIG, "full")
@@ -149,7 +149,7 @@ def test_a_gpu_answers_as_the_cpu_does_in_any_company(
         )
 
 
-def told(engine: StepEngine, context_ids: list[int]) -> list[np.ndarray]:
+def decode_together(engine: StepEngine, context_ids: list[int]) -> list[np.ndarray]:
     """Feed each request its own question, then the same tokens to all, together; return the logits of these tokens."""
     logits: list[list[np.ndarray]] = [[] for _ in context_ids]
     for slot, context_id in enumerate(context_ids):
@@ -177,7 +177,7 @@ def rows_bytes(artifact: Artifact) -> int:
 
 
 @pytest.mark.large_gpu
-def test_a_gpu_plans_memory_for_all_latents_from_the_start(
+def test_planned_latent_memory_equals_the_allocated_and_longer_contexts_are_refused(
     model: LoadedModel, artifact: Artifact, on_gpu: None
 ) -> None:
     """The planned bytes are those allocated; a context that does not fit is refused."""
@@ -194,7 +194,7 @@ def test_a_gpu_plans_memory_for_all_latents_from_the_start(
 
 
 @pytest.mark.large_gpu
-def test_in_bfloat16_it_is_the_model_but_for_rounding(tmp_path) -> None:
+def test_bfloat16_errors_are_comparable_to_those_of_transformers(tmp_path) -> None:
     """The KL to the same weights in float32 is less than 1.5 times that of transformers in bfloat16."""
     plain = make_model("deepseek_v32", initializer_range=0.1, moe_intermediate_size=32).bfloat16()
     for layer in plain.model.layers:
@@ -214,7 +214,7 @@ def test_in_bfloat16_it_is_the_model_but_for_rounding(tmp_path) -> None:
 
 
 @pytest.mark.large_gpu
-def test_latents_in_host_memory_take_a_cache_and_their_index_keys(
+def test_latents_in_host_memory_need_a_slot_cache_and_index_keys_on_the_device(
     model: LoadedModel, artifact: Artifact, on_gpu: None
 ) -> None:
     """The planned bytes are those allocated, and the cache has a slot for every row that a step may choose."""
@@ -233,7 +233,7 @@ def test_latents_in_host_memory_take_a_cache_and_their_index_keys(
 
 
 @pytest.mark.large_gpu
-def test_rows_without_slots_at_once_are_steps_of_their_own(
+def test_a_step_is_split_if_its_rows_need_more_slots_than_the_cache_has(
     model: LoadedModel, artifact: Artifact, on_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The context has slots for the choice of one row only; rows without a context need no slots."""
@@ -263,13 +263,13 @@ def test_rows_without_slots_at_once_are_steps_of_their_own(
 
 
 @pytest.mark.large_gpu
-def test_latents_that_the_cpu_would_choose_are_refused_by_a_sentence(model: LoadedModel, artifact: Artifact) -> None:
+def test_latents_with_placement_host_are_refused_with_the_reason(model: LoadedModel, artifact: Artifact) -> None:
     with pytest.raises(ConfigError, match=r"its own indexer chooses 29 .* choose placement hybrid, device, or cpu"):
         open_engine(model, artifact, CONFIG, placement="host")
 
 
 @pytest.mark.large_gpu
-def test_what_a_gpu_does_not_do_is_refused_before_a_weight_is_read(tmp_path) -> None:
+def test_latent_models_a_gpu_does_not_support_are_refused_before_weights_are_read(tmp_path) -> None:
     tiny_config("deepseek_v3").save_pretrained(tmp_path)
     for placement in ("hybrid", "host"):
         with pytest.raises(ConfigError, match=f"attends to all of them; placement {placement} would bring all"):
@@ -290,7 +290,7 @@ def test_what_a_gpu_does_not_do_is_refused_before_a_weight_is_read(tmp_path) -> 
         ({"host_budget_bytes": 1 << 20}, "a host budget works on keys and values"),
     ],
 )
-def test_what_is_not_for_a_request_to_say_is_refused(
+def test_options_without_effect_on_latent_models_are_refused(
     model: LoadedModel, artifact: Artifact, options: dict[str, object], sentence: str, placement: str, on_gpu: None
 ) -> None:
     if placement == "device":  # a GPU refuses these options for every model, with its own message
@@ -302,7 +302,7 @@ def test_what_is_not_for_a_request_to_say_is_refused(
 
 
 @pytest.mark.large_gpu
-def test_nobody_looks_on(model: LoadedModel, on_gpu: None) -> None:
+def test_watching_or_observing_a_latent_model_is_refused(model: LoadedModel, on_gpu: None) -> None:
     with make_engine(model) as engine:
         engine.open(0, NO_CONTEXT, CONFIG, "csattn")
         with pytest.raises(ConfigError, match="a record of what is attended to"):

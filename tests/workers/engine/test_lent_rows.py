@@ -38,7 +38,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
         yield made
 
 
-def said(artifact: Artifact, selector: str = "csattn", **options: object) -> tuple[np.ndarray, int]:
+def decode(artifact: Artifact, selector: str = "csattn", **options: object) -> tuple[np.ndarray, int]:
     """Return the logits of an answer, and the bytes of KV that the engine holds."""
     with CpuEngine(loaded(FAMILY), num_threads=2, **options) as engine:  # type: ignore[arg-type]
         engine.add_context(0, artifact)
@@ -46,7 +46,7 @@ def said(artifact: Artifact, selector: str = "csattn", **options: object) -> tup
         return np.stack(alone(engine, talk).logits), engine.counts().kv_bytes
 
 
-def test_rows_are_there_once(artifact: Artifact) -> None:
+def test_shared_rows_are_stored_once_on_disk_and_in_memory(artifact: Artifact) -> None:
     model = artifact.spec.model
     assert [model.kv_source(layer_idx) for layer_idx in range(7)] == [0, 1, 2, 3, 2, 3, 3]
     stored = [model.num_stored(layer_idx, CONTEXT_LEN) for layer_idx in range(7)]
@@ -54,13 +54,13 @@ def test_rows_are_there_once(artifact: Artifact) -> None:
     assert artifact.layer_kv(5).data_ptr() == artifact.layer_kv(3).data_ptr()
     row_bytes = [2 * 4 * heads * width for heads, width in map(model.row_sizes, range(7))]
     wanted = sum(num * of_row for num, of_row in zip(stored, row_bytes, strict=True))
-    logits, kv_bytes = said(artifact)
+    logits, kv_bytes = decode(artifact)
     assert kv_bytes == wanted and np.isfinite(logits).all()
     assert wanted <= context_bytes(artifact.spec)[0] < wanted + 7 * 3 * 4096, "but for headers and pages"
 
 
 @pytest.mark.parametrize(("placement", "codec"), [("device", None), ("device", "float16"), ("hybrid", None)])
-def test_a_device_has_them_once(
+def test_shared_rows_are_on_a_device_once_and_give_the_logits_of_the_cpu(
     artifact: Artifact, placement: str, codec: str | None, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulate(emulator, monkeypatch)
@@ -73,26 +73,28 @@ def test_a_device_has_them_once(
         far = engine._placing.ready().far
         if isinstance(far, DeviceRows):
             assert len({layer.data_ptr() for layer in far.layers(0)}) == 2
-    np.testing.assert_allclose(got, said(artifact)[0][: len(got)], rtol=0, atol=1e-3 if codec is None else 0.05)
+    np.testing.assert_allclose(got, decode(artifact)[0][: len(got)], rtol=0, atol=1e-3 if codec is None else 0.05)
 
 
-def test_they_are_coded_once(artifact: Artifact) -> None:
-    plain, kv_bytes = said(artifact)
-    logits, coded_bytes = said(artifact, kv_format=KvFormat.parse("float16"))
+def test_shared_rows_are_coded_once(artifact: Artifact) -> None:
+    plain, kv_bytes = decode(artifact)
+    logits, coded_bytes = decode(artifact, kv_format=KvFormat.parse("float16"))
     np.testing.assert_allclose(logits, plain, rtol=0, atol=0.05)
     of_indexed = 2 * CONTEXT_LEN * 4 * 2 * 48 * 4  # two layers of four heads
     assert coded_bytes == kv_bytes - of_indexed // 2
 
 
 @pytest.mark.parametrize("selector", ["csattn", "full"])
-def test_within_a_host_budget_the_bits_are_those_of_memory(artifact: Artifact, selector: str) -> None:
+def test_shared_rows_within_a_host_budget_give_the_same_logits(artifact: Artifact, selector: str) -> None:
     budget = HostBudget(5_000_000, CONFIG, selector)
     np.testing.assert_allclose(
-        said(artifact, selector, host_budget=budget)[0], said(artifact, selector)[0], rtol=1e-4, atol=1e-4
+        decode(artifact, selector, host_budget=budget)[0], decode(artifact, selector)[0], rtol=1e-4, atol=1e-4
     )
 
 
-def test_a_build_that_is_cut_behind_them_gives_the_same_bytes(artifact: Artifact, tmp_path: Path) -> None:
+def test_a_build_interrupted_after_the_shared_rows_resumes_to_the_same_bytes(
+    artifact: Artifact, tmp_path: Path
+) -> None:
     """The resumed build runs all layers again from the first one whose rows others attend to."""
 
     class Cut(Exception):
@@ -117,7 +119,7 @@ def test_a_build_that_is_cut_behind_them_gives_the_same_bytes(artifact: Artifact
     assert verify_artifact(again.path).files == artifact.manifest.files
 
 
-def test_where_all_layers_see_everything(tmp_path: Path) -> None:
+def test_keep_1_equals_transformers_if_all_layers_have_full_attention(tmp_path: Path) -> None:
     types = {"layer_types": 7 * ["full_attention"], "num_hidden_layers": 7}
     model = wrap_model(make_model(FAMILY, **types), byte_tokenizer(), "all")
     tokens, question = token_ids(CONTEXT_LEN), token_ids(6, seed=1)
@@ -136,17 +138,17 @@ def test_where_all_layers_see_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("selector", ["quest", "exact", "window"])
-def test_other_selectors_choose_from_them(artifact: Artifact, selector: str) -> None:
-    assert np.isfinite(said(artifact, selector)[0]).all()
+def test_other_selectors_give_finite_logits_over_shared_rows(artifact: Artifact, selector: str) -> None:
+    assert np.isfinite(decode(artifact, selector)[0]).all()
 
 
-def test_what_tokens_attended_to_is_not_told(artifact: Artifact) -> None:
+def test_h2o_over_shared_rows_is_refused(artifact: Artifact) -> None:
     with pytest.raises(ConfigError, match="some of whose layers share the rows of others"):
-        said(artifact, "h2o")
+        decode(artifact, "h2o")
 
 
 @pytest.mark.parametrize("rows_of", [(0, 1), (0, 2, 2), (0, 0, 1), (0, 1, -1), (0, 0, 2)])
-def test_a_geometry_that_makes_no_sense(rows_of: tuple[int, ...]) -> None:
+def test_a_geometry_with_invalid_row_sources_is_refused(rows_of: tuple[int, ...]) -> None:
     sizes = dict.fromkeys(("num_layers", "num_q_heads", "num_kv_heads"), 3) | {"head_dim": 8}
     sizes |= dict.fromkeys(("hidden_size", "vocab_size", "max_positions"), 9)
     with pytest.raises(ConfigError, match="rows of earlier layers"):

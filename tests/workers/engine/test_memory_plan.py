@@ -42,7 +42,7 @@ def make_shape(config: IndexConfig, search: SearchConfig, max_context_len: int =
     )
 
 
-class Asked(TorchDispatchMode):
+class AllocationCounter(TorchDispatchMode):
     """Counts the bytes of all tensors allocated while it is active."""
 
     def __init__(self) -> None:
@@ -75,12 +75,12 @@ def bytes_of_choices(shape: EngineShape) -> int:
 @pytest.mark.parametrize("max_context_len", [1, 9000, 250_000])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", ["default", "lists", "paper"])
-def test_what_is_asked_for_is_what_is_planned(name: str, placement: Placement, max_context_len: int) -> None:
+def test_planned_search_bytes_equal_the_allocated_bytes(name: str, placement: Placement, max_context_len: int) -> None:
     """Longer contexts use other kernels, with other workspace."""
     config = preset(name)
     for search in (SearchConfig(), SearchConfig(lookahead=1), SearchConfig(search_period=4), SearchConfig(rest="none")):
         shape = make_shape(config, search, max_context_len)
-        with Asked() as asked:
+        with AllocationCounter() as asked:
             made = make_all(shape, config, placement, DEVICE)
         assert search_bytes(shape, config, placement) == asked.num_bytes + bytes_of_choices(shape)
         assert bool(made) == (asked.num_bytes > 0)
@@ -89,7 +89,7 @@ def test_what_is_asked_for_is_what_is_planned(name: str, placement: Placement, m
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_device_gives_what_is_planned(placement: Placement) -> None:
+def test_planned_search_bytes_equal_those_requested_from_a_device(placement: Placement) -> None:
     config = preset("default")
     shape = make_shape(config, SearchConfig(lookahead=1), 100_000)
     before = requested_bytes()

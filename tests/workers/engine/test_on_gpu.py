@@ -75,7 +75,7 @@ def feed(engine: GpuEngine, token_ids: dict[int, list[int]]) -> tuple[list[int],
 @pytest.mark.gpu
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reading_everything_generates_what_transformers_does(store, family, placement) -> None:
+def test_decoding_with_keep_1_generates_what_transformers_does(store, family, placement) -> None:
     model = loaded(family)
     with open_artifact(artifact_path(store, family)) as artifact:
         whole = np.concatenate([artifact.token_ids, QUESTION])
@@ -93,7 +93,7 @@ def test_reading_everything_generates_what_transformers_does(store, family, plac
 @pytest.mark.parametrize("preset_name", ["default", "lists", "paper"])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("rest", [None, "moments"])
-def test_a_sparse_step_is_as_defined(store, preset_name, lookahead, rest, placement) -> None:
+def test_logits_of_a_sparse_step_equal_the_definition(store, preset_name, lookahead, rest, placement) -> None:
     config = SearchConfig(keep=0.1, window_len=64, lookahead=lookahead, rest=rest)
     path = artifact_path(store, preset_name=preset_name)
     with open_artifact(path) as artifact, ready_engine(artifact, config, placement) as ready:
@@ -128,7 +128,7 @@ def test_all_placements_give_the_same_bits(store, keep, rest, codec, lookahead) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("rest", ["none", "moments", "sketch"])
-def test_requests_of_two_contexts_in_one_batch(store, placement, rest) -> None:
+def test_requests_of_two_contexts_in_one_batch_get_the_tokens_they_get_alone(store, placement, rest) -> None:
     """Each request gets the tokens that it gets alone."""
     config = SearchConfig(keep=0.1, window_len=64, rest=rest)
     paths = [artifact_path(store), artifact_path(store, seed=37)]
@@ -156,7 +156,7 @@ def test_requests_of_two_contexts_in_one_batch(store, placement, rest) -> None:
 
 
 @pytest.mark.gpu
-def test_an_answer_ends_and_says_what_it_read(store) -> None:
+def test_an_answer_reports_its_tokens_and_the_rows_read_per_step(store) -> None:
     config = SearchConfig(keep=0.1, window_len=64, lookahead=1)
     pieces: list[str] = []
     with open_artifact(artifact_path(store)) as artifact, ready_engine(artifact, config, "hybrid") as ready:
@@ -169,7 +169,7 @@ def test_an_answer_ends_and_says_what_it_read(store) -> None:
 
 
 @pytest.mark.gpu
-def test_memory_that_is_not_there_is_named_before_any_work(store, monkeypatch) -> None:
+def test_missing_device_memory_is_reported_before_anything_is_allocated(store, monkeypatch) -> None:
     little = AvailableMemory(device_bytes=1 << 20, host_bytes=0)
     monkeypatch.setattr(step_model, "available_memory", lambda device: little)
     with open_artifact(artifact_path(store)) as artifact:
@@ -185,12 +185,12 @@ def test_an_unknown_placement_is_refused() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_without_a_device_the_engine_says_so() -> None:
+def test_a_gpu_engine_without_a_device_is_refused() -> None:
     with pytest.raises(NoDeviceError, match="no CUDA device"):
         GpuEngine(loaded(), SearchConfig(), "device")
 
 
-def test_weights_of_few_bits_want_bfloat16(tmp_path: Path) -> None:
+def test_quantized_weights_require_bfloat16(tmp_path: Path) -> None:
     config = tiny_config("llama")
     config.save_pretrained(tmp_path)
     with pytest.raises(
@@ -204,7 +204,7 @@ def test_weights_of_few_bits_want_bfloat16(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_without_a_device_nothing_is_loaded_for_one(tmp_path: Path) -> None:
+def test_weights_for_a_missing_device_are_refused_before_loading(tmp_path: Path) -> None:
     tiny_config("llama").save_pretrained(tmp_path)
     with pytest.raises(NoDeviceError, match="no CUDA device"):
         require_weights(str(tmp_path), "float32", None, "device")

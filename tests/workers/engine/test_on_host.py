@@ -71,7 +71,7 @@ def make_query(steps: SearchOnHost) -> torch.Tensor:
     return torch.randn(1, steps.shape.num_q_heads, steps.shape.head_dim, dtype=steps.shape.dtype).to(DEVICE)
 
 
-def test_a_search_that_fails_ends_the_step_with_its_error(artifact: Artifact) -> None:
+def test_a_step_raises_the_error_of_its_failed_search(artifact: Artifact) -> None:
     pool = SearchPool(2)
     steps, rows = make_steps(artifact, StepSearches(pool)), make_rows()
     pool.close()
@@ -81,7 +81,7 @@ def test_a_search_that_fails_ends_the_step_with_its_error(artifact: Artifact) ->
         take_step(steps, rows, make_query(steps))
 
 
-def test_a_step_that_is_never_ended_does_not_hold_up_the_next(artifact: Artifact) -> None:
+def test_an_unfinished_step_does_not_block_the_next(artifact: Artifact) -> None:
     with SearchPool(2) as pool:
         steps, rows = make_steps(artifact, StepSearches(pool)), make_rows()
         q = make_query(steps)
@@ -91,14 +91,14 @@ def test_a_step_that_is_never_ended_does_not_hold_up_the_next(artifact: Artifact
             assert torch.equal(got, wanted)
 
 
-def test_idle_rows_are_searched_for_by_nobody(artifact: Artifact) -> None:
+def test_idle_rows_are_not_searched(artifact: Artifact) -> None:
     with SearchPool(2) as pool:
         steps, rows = make_steps(artifact, StepSearches(pool)), make_step_rows(1, DEVICE)
         take_step(steps, rows, make_query(steps))
         assert steps.chosen(0, rows).valid_len.sum() == 0
 
 
-def test_a_row_chooses_no_more_than_it_asks_for(artifact: Artifact) -> None:
+def test_a_row_chooses_at_most_its_own_top_k(artifact: Artifact) -> None:
     with SearchPool(2) as pool:
         steps, rows = make_steps(artifact, StepSearches(pool)), make_rows()
         q = make_query(steps)
@@ -109,8 +109,7 @@ def test_a_row_chooses_no_more_than_it_asks_for(artifact: Artifact) -> None:
                 assert (steps.chosen(layer_idx, rows).valid_len == chosen).all()
 
 
-def test_a_context_makes_room_for_another(artifact: Artifact) -> None:
-    """The searches of the first are replaced."""
+def test_loading_another_context_replaces_the_searches_of_the_first(artifact: Artifact) -> None:
     with SearchPool(2) as pool:
         searcher = StepSearches(pool)
         steps, rows = make_steps(artifact, searcher), make_rows()

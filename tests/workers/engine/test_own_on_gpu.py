@@ -96,7 +96,7 @@ def cpu_engine(artifact: Artifact, growth: Growth | None) -> CpuEngine:
         for ahead in (0, 1)
     ],
 )
-def test_it_says_what_the_cpu_says(artifact: Artifact, placement: str, lookahead: int, rng) -> None:
+def test_logits_and_own_rows_equal_those_on_the_cpu(artifact: Artifact, placement: str, lookahead: int, rng) -> None:
     """The own rows agree as well, in the tail and on the host."""
     config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead)
     rows = make_rows(2 * GROWTH.segment_len + 16 - 3, rng)
@@ -119,7 +119,7 @@ def test_it_says_what_the_cpu_says(artifact: Artifact, placement: str, lookahead
     "placement",
     [pytest.param(placement, marks=[] if placement == "hybrid" else pytest.mark.gpu) for placement in PLACEMENTS],
 )
-def test_without_a_context_it_grows_alike(artifact: Artifact, placement: str, rng) -> None:
+def test_logits_and_own_rows_without_a_context_equal_those_on_the_cpu(artifact: Artifact, placement: str, rng) -> None:
     config = SearchConfig(keep=0.1, window_len=16)
     rows = make_rows(GROWTH.segment_len + 16 - 3, rng)
     with cpu_engine(artifact, GROWTH) as engine:
@@ -133,7 +133,7 @@ def test_without_a_context_it_grows_alike(artifact: Artifact, placement: str, rn
     np.testing.assert_allclose(got_rows, want_rows, atol=1e-2)
 
 
-def test_own_rows_that_move_to_the_host_leave_the_device(artifact: Artifact) -> None:
+def test_tails_on_the_device_are_shorter_if_own_rows_move_to_the_host(artifact: Artifact) -> None:
     """A tail then has room for one segment, the near rows, and a step; with lookahead, all own rows stay."""
     with gpu_engine(artifact, "hybrid", SearchConfig(window_len=16)) as engine:
         assert engine._placing.ready().shape.tail_capacity == GROWTH.segment_len + 16 + 4
@@ -143,7 +143,7 @@ def test_own_rows_that_move_to_the_host_leave_the_device(artifact: Artifact) -> 
 
 @pytest.mark.gpu  # one step per 16 rows: slow when emulated
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text, inputs"])  # the second has layers that share rows
-def test_layers_with_windows_see_the_same_where_rows_have_left(tmp_path, family: str) -> None:
+def test_window_layers_equal_the_cpu_after_own_rows_moved_to_the_host(tmp_path, family: str) -> None:
     model = wrap_model(make_model(family, max_position_embeddings=4096), byte_tokenizer(), "windows")
     config, growth = SearchConfig(keep=0.1, window_len=16), Growth(segment_len=1024, least_near=64)
     ids = token_ids(GROWTH.segment_len + 200, seed=3).tolist()
@@ -171,14 +171,14 @@ def test_layers_with_windows_see_the_same_where_rows_have_left(tmp_path, family:
     ("device", 0, 99, 2048),
     ("hybrid", 0, 0, 2048),
 ])  # fmt: skip
-def test_requests_have_as_many_rows_as_there_is_memory_for(monkeypatch, placement, device_gb, host_gb, most) -> None:
+def test_the_tail_capacity_depends_on_the_available_memory(monkeypatch, placement, device_gb, host_gb, most) -> None:
     memory = AvailableMemory(device_bytes=device_gb << 30, host_bytes=host_gb << 30)
     monkeypatch.setattr(step_model, "available_memory", lambda device: memory)
     with GpuEngine(loaded(), SearchConfig(), placement, device=DEVICE) as engine:
         assert engine.tail_capacity == most and not engine.own_on_host  # the host would allow no more
 
 
-def test_rows_of_requests_leave_a_device_that_has_no_room_for_them(monkeypatch) -> None:
+def test_own_rows_move_to_the_host_if_the_device_lacks_memory(monkeypatch) -> None:
     """They take 100 MB: with 64 GB on the device they stay, with 0.7 GB they move to the host."""
     for device_gb, on_host in ((64, False), (0.7, True)):
         memory = AvailableMemory(device_bytes=int(device_gb * 2**30), host_bytes=64 << 30)
@@ -190,6 +190,6 @@ def test_rows_of_requests_leave_a_device_that_has_no_room_for_them(monkeypatch) 
             assert not engine.own_on_host
 
 
-def test_other_segments_are_refused(artifact: Artifact) -> None:
+def test_an_invalid_segment_length_is_refused(artifact: Artifact) -> None:
     with pytest.raises(ConfigError, match="multiples of 1024 rows, got 64"):
         gpu_engine(artifact, "device", SearchConfig(), growth=Growth(segment_len=64))

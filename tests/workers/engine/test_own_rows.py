@@ -42,7 +42,7 @@ def feed(engine: CpuEngine, slot: int, token_ids: list[int], at_a_time: int = 7)
 @pytest.mark.parametrize("selector", ["csattn", "full"])
 @pytest.mark.parametrize("context_id", [0, NO_CONTEXT])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_request_goes_on_from_rows_of_another_to_the_bit(artifact, selector, context_id, lookahead) -> None:
+def test_a_request_continues_bitwise_from_rows_copied_from_another(artifact, selector, context_id, lookahead) -> None:
     """Also if rows have left the window and joined the lists."""
     config = SearchConfig(keep=0.05, window_len=16, lookahead=lookahead)
     with make_engine(artifact) as engine:
@@ -58,7 +58,7 @@ def test_a_request_goes_on_from_rows_of_another_to_the_bit(artifact, selector, c
         np.testing.assert_array_equal(feed(engine, 2, [5, 6]), more)
 
 
-def test_rows_are_copies_and_other_rows_stay_as_they_are(artifact) -> None:
+def test_read_rows_are_copies_and_writing_them_changes_no_other_slot(artifact) -> None:
     with make_engine(artifact) as engine:
         for slot in (0, 1):
             engine.open(slot, 0, SearchConfig(), "csattn")
@@ -72,7 +72,7 @@ def test_rows_are_copies_and_other_rows_stay_as_they_are(artifact) -> None:
         assert torch.equal(engine.read_rows(2, 0, 7)(), kept)
 
 
-def test_only_tokens_that_steps_computed_have_read(artifact) -> None:
+def test_reading_counts_only_computed_tokens_not_written_rows(artifact) -> None:
     with make_engine(artifact) as engine:
         engine.open(0, 0, SearchConfig(), "full")
         feed(engine, 0, TOKENS)
@@ -83,7 +83,7 @@ def test_only_tokens_that_steps_computed_have_read(artifact) -> None:
         assert [engine.reading(slot).rows for slot in (0, 1)] == [500 + 50.5, 500 + 101]
 
 
-def test_more_rows_than_there_is_room_for_are_refused(artifact) -> None:
+def test_rows_beyond_the_tail_capacity_are_refused(artifact) -> None:
     with make_engine(artifact) as engine:
         engine.open(0, 0, SearchConfig(), "csattn")
         feed(engine, 0, TOKENS)
@@ -96,7 +96,7 @@ def test_more_rows_than_there_is_room_for_are_refused(artifact) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4_text"])
-def test_without_a_context_it_says_what_transformers_says(family: str) -> None:
+def test_logits_without_a_context_equal_transformers(family: str) -> None:
     with make_engine(None, family) as engine:
         got = alone(engine, Talk(NO_CONTEXT, SearchConfig(keep=0.02), "csattn", TOKENS[:60], 5))
         with pytest.raises(ConfigError, match="no context 0"):
@@ -108,7 +108,7 @@ def test_without_a_context_it_says_what_transformers_says(family: str) -> None:
     assert got.tokens == want.argmax(-1).tolist()
 
 
-def test_beside_requests_of_contexts_each_says_what_it_says_alone(artifact) -> None:
+def test_requests_with_and_without_a_context_in_one_step_get_the_bits_they_get_alone(artifact) -> None:
     config = SearchConfig(keep=0.05, window_len=16)
     with make_engine(artifact) as engine:
         want = [alone(engine, Talk(context_id, config, "csattn", TOKENS[:20], 6)) for context_id in (NO_CONTEXT, 0)]

@@ -46,7 +46,9 @@ def make_engine(artifacts: list[Artifact], **options: object) -> CpuEngine:
 
 
 @pytest.mark.parametrize(("lookahead", "search_period"), [(0, 1), (1, 1), (1, 3)])
-def test_it_says_what_is_defined(artifacts: list[Artifact], lookahead: int, search_period: int) -> None:
+def test_logits_with_own_segments_equal_the_definition(
+    artifacts: list[Artifact], lookahead: int, search_period: int
+) -> None:
     """The steps have no segment, then one, then two."""
     config = SearchConfig(keep=0.05, window_len=20, lookahead=lookahead, search_period=search_period)
     question = token_ids(142, seed=1).tolist()
@@ -61,7 +63,7 @@ def test_it_says_what_is_defined(artifacts: list[Artifact], lookahead: int, sear
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_requests_that_grow_together_say_what_each_says_alone(
+def test_requests_that_grow_in_shared_steps_get_the_bits_they_get_alone(
     artifacts: list[Artifact], num_threads: int, rng: np.random.Generator
 ) -> None:
     """However their questions are split over steps."""
@@ -78,7 +80,7 @@ def test_requests_that_grow_together_say_what_each_says_alone(
         assert_same(got, wanted)
 
 
-def test_a_context_within_a_host_budget_says_nearly_the_same(artifacts: list[Artifact]) -> None:
+def test_a_context_within_a_host_budget_gives_nearly_the_same_logits(artifacts: list[Artifact]) -> None:
     """The context's rows are gathered; own rows are in memory."""
     talk = Talk(0, CONFIG, "csattn", token_ids(150, seed=2).tolist(), 6)
     with make_engine(artifacts[:1]) as engine:
@@ -89,7 +91,7 @@ def test_a_context_within_a_host_budget_says_nearly_the_same(artifacts: list[Art
     np.testing.assert_allclose(np.stack(got.logits), np.stack(want.logits), atol=2e-2)
 
 
-def test_what_a_token_reads_is_told(artifacts: list[Artifact]) -> None:
+def test_counts_and_fidelity_include_own_segments(artifacts: list[Artifact]) -> None:
     with make_engine(artifacts[:1]) as engine:
         engine.open(0, 0, CONFIG, "csattn")
         ids = token_ids(149, seed=2).tolist()
@@ -105,8 +107,8 @@ def test_what_a_token_reads_is_told(artifacts: list[Artifact]) -> None:
         assert result.fidelity is not None and 0 < result.fidelity.recall < 1
 
 
-def test_rows_that_are_not_finite_leave_no_next_token(artifacts: list[Artifact]) -> None:
-    """The thread that makes segments survives them."""
+def test_a_request_with_nan_rows_gets_no_next_token_and_others_continue(artifacts: list[Artifact]) -> None:
+    """The thread that makes segments does not fail on NaN."""
     embedding = loaded().model.model.embed_tokens.weight.data
     kept = embedding[7].clone()
     with make_engine(artifacts[:1]) as engine:
@@ -122,7 +124,7 @@ def test_rows_that_are_not_finite_leave_no_next_token(artifacts: list[Artifact])
         assert broken == -1 and sound >= 0
 
 
-def test_plans_do_not_hold_on_to_sketches_of_fewer_segments(artifacts: list[Artifact]) -> None:
+def test_a_plan_drops_sketches_of_fewer_segments_as_a_request_grows(artifacts: list[Artifact]) -> None:
     with make_engine(artifacts[:1]) as engine:
         engine.open(0, 0, CONFIG, "csattn")
         for _ in range(64 * 4 + 30):
@@ -131,10 +133,10 @@ def test_plans_do_not_hold_on_to_sketches_of_fewer_segments(artifacts: list[Arti
         assert plan.owns[0].num_rows == 64 * 4
 
 
-def test_a_segment_is_made_once_its_thread_can_be_started(
+def test_a_step_fails_while_the_segment_thread_cannot_start_and_can_be_repeated(
     artifacts: list[Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until a row reads it, nothing fails; and a step that fails changes nothing."""
+    """Steps before the first one that reads the segment succeed, and the failed step changes nothing."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -154,7 +156,7 @@ def test_a_segment_is_made_once_its_thread_can_be_started(
         np.testing.assert_array_equal(engine.step(steps[8], want_logits=True).logits[-1], want.logits[0])
 
 
-def test_a_closed_slot_begins_anew(artifacts: list[Artifact]) -> None:
+def test_a_reopened_slot_has_no_segments_of_its_previous_request(artifacts: list[Artifact]) -> None:
     talk = Talk(0, CONFIG, "csattn", token_ids(90, seed=3).tolist(), 3)
     with make_engine(artifacts[:1]) as engine:
         want = alone(engine, talk)
@@ -162,7 +164,7 @@ def test_a_closed_slot_begins_anew(artifacts: list[Artifact]) -> None:
         assert_same(alone(engine, talk), want)
 
 
-def test_making_a_segment_is_spread_over_the_rows_that_come_before_it_is_read() -> None:
+def test_building_a_segment_is_spread_over_the_rows_before_it_is_read() -> None:
     """No step waits for a whole segment, and requests that grow at the same time take turns."""
     num_layers, made = 6, list[tuple[int, int]]()
     tails = torch.randn(num_layers, 2, 300, 2, 16, generator=torch.Generator().manual_seed(0))
@@ -197,7 +199,7 @@ def test_making_a_segment_is_spread_over_the_rows_that_come_before_it_is_read() 
             np.testing.assert_array_equal(sketch.codes, whole.codes[:, :1])
 
 
-def test_closing_waits_for_the_layer_under_way_and_makes_no_other() -> None:
+def test_close_waits_for_the_layer_being_built_and_builds_no_other() -> None:
     """After that, the rows may be overwritten."""
     under_way, may_go_on, read = threading.Event(), threading.Event(), list[int]()
 
@@ -220,7 +222,7 @@ def test_closing_waits_for_the_layer_under_way_and_makes_no_other() -> None:
         assert read == [0]
 
 
-def test_other_growth_and_larger_steps_are_refused() -> None:
+def test_invalid_growth_and_too_large_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match="multiples of 64 rows, got 100"):
         Growth(segment_len=100)
     with pytest.raises(ConfigError, match="at least one row"):

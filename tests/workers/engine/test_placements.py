@@ -1,5 +1,4 @@
-"""Steps of every placement: what they attend to, and that the rows' place changes nothing. Without a device, kernels
-run on the CPU."""
+"""Steps of every placement equal the definition, wherever rows are stored. Without a device, kernels run on the CPU."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -78,7 +77,7 @@ def make_shape(config: SearchConfig, **others: object) -> EngineShape:
     return replace(shape, **others)
 
 
-def test_moments_take_what_is_planned_and_are_those_of_the_context_at_hand() -> None:
+def test_moments_use_the_planned_bytes_and_equal_those_of_the_loaded_context() -> None:
     shape = make_shape(SearchConfig(rest="moments", sink_len=4, window_len=16))
     resident = ResidentRows(shape, DEVICE)
     held = [resident.moments(layer_idx) for layer_idx in range(shape.num_layers)]
@@ -170,7 +169,7 @@ def defined(artifact: Artifact, config: SearchConfig, tokens: Sequence[int] = ()
     return torch.from_numpy(logits[len(QUESTION) - 1 :])
 
 
-def test_reading_everything_says_what_transformers_says(artifact) -> None:
+def test_decoding_with_keep_1_generates_what_transformers_does(artifact) -> None:
     tokens, _ = decode(make_attention(artifact, SearchConfig(keep=1.0, window_len=16), None))
     whole = torch.from_numpy(np.concatenate([artifact.token_ids, QUESTION])).long()[None]
     want = loaded().model.generate(
@@ -180,7 +179,7 @@ def test_reading_everything_says_what_transformers_says(artifact) -> None:
 
 
 @pytest.mark.parametrize(("num_slots", "rest"), [(7, "none"), (60, "moments"), (60, "sketch")])
-def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots, rest) -> None:
+def test_rows_on_the_device_and_in_the_slot_cache_give_the_same_bits(artifact, num_slots, rest) -> None:
     """Seven slots are too few for a step: it reads most rows straight from host memory."""
     config = SearchConfig(keep=0.1, window_len=16, rest=rest)
     tokens, logits = decode(make_attention(artifact, config, None))
@@ -197,7 +196,7 @@ def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots, rest) -> N
 @pytest.mark.parametrize(
     ("where", "rest"), [("device", "none"), ("hybrid", "moments"), ("hybrid", "sketch"), ("host", "none")]
 )
-def test_coded_rows_are_attended_to_as_what_they_decode_to(artifact, where, rest) -> None:
+def test_attention_to_coded_rows_equals_attention_to_the_decoded_rows(artifact, where, rest) -> None:
     """In every placement. The rest is still estimated from the rows as they were built, not from decoded ones."""
     config, form = SearchConfig(keep=0.1, window_len=16, rest=rest), KvFormat.parse("k=fp8,v=float16")
     codec = KvCodec(form, loaded().geometry.head_dim)
@@ -219,7 +218,7 @@ def test_coded_rows_are_attended_to_as_what_they_decode_to(artifact, where, rest
 
 @pytest.mark.parametrize("rest", ["moments", "sketch"])
 @pytest.mark.parametrize("keep", [0.1, 1.0])
-def test_the_rest_is_attended_to_as_defined(artifact, keep, rest) -> None:
+def test_attention_to_the_rest_equals_the_definition(artifact, keep, rest) -> None:
     """With `keep` 1, the rest is empty and changes nothing."""
     config = SearchConfig(keep=keep, window_len=16, rest=rest)
     _, logits = decode(make_attention(artifact, config, None))
@@ -229,7 +228,7 @@ def test_the_rest_is_attended_to_as_defined(artifact, keep, rest) -> None:
 
 
 @pytest.mark.parametrize(("where", "rest"), [("device", "sketch"), ("hybrid", "moments"), ("host", "none")])
-def test_a_schedule_reads_again_what_was_chosen(artifact, rest, where) -> None:
+def test_rows_between_searches_reuse_the_last_choice(artifact, rest, where) -> None:
     config = SearchConfig(keep=0.1, window_len=16, rest=rest, search_period=3)
     with ExitStack() as stack:
         if where == "host":
@@ -247,7 +246,7 @@ def test_a_schedule_reads_again_what_was_chosen(artifact, rest, where) -> None:
     ("lookahead", "rest", "num_workers"),
     [(0, "none", 0), (0, "sketch", 2), (1, "moments", 0), (1, "sketch", 3)],
 )
-def test_the_search_on_the_host_chooses_the_same_rows(artifact, lookahead, rest, num_workers) -> None:
+def test_search_on_the_host_chooses_the_same_rows_as_on_the_device(artifact, lookahead, rest, num_workers) -> None:
     config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead, rest=rest)
     maps = [artifact.layer_index(layer_idx).next_query for layer_idx in range(artifact.spec.model.num_layers - 1)]
     next_query = torch.from_numpy(np.stack([*maps, maps[0]]))[None] if lookahead else None

@@ -32,19 +32,19 @@ def artifacts(tmp_path_factory) -> Iterator[list[Artifact]]:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("selector", [name for name in SELECTOR_NAMES if name not in ("csattn", "full")])
-def test_they_say_what_is_defined(artifacts, selector, lookahead) -> None:
+def test_logits_of_other_selectors_equal_the_definition(artifacts, selector, lookahead) -> None:
     """The window is so short that rows of the tail leave it."""
     config = SearchConfig(keep=0.05, window_len=7, lookahead=lookahead)
     assert_as_defined(artifacts[0], "llama", config, selector)
 
 
 @pytest.mark.parametrize(("selector", "rest"), [("h2o", None), ("exact", "moments"), ("exact", "sketch")])
-def test_a_schedule_and_the_rest_are_theirs_too(artifacts, selector, rest) -> None:
+def test_other_selectors_with_a_search_period_and_the_rest_equal_the_definition(artifacts, selector, rest) -> None:
     config = SearchConfig(keep=0.05, window_len=7, search_period=3, rest=rest)
     assert_as_defined(artifacts[0], "llama", config, selector)
 
 
-def test_together_they_say_what_each_says_alone(artifacts, rng) -> None:
+def test_requests_of_all_selectors_in_shared_steps_get_the_bits_they_get_alone(artifacts, rng) -> None:
     with make_engine(artifacts) as engine:
         talks = random_talks(rng, 14, SELECTOR_NAMES)
         want = [alone(engine, talk) for talk in talks]
@@ -54,7 +54,7 @@ def test_together_they_say_what_each_says_alone(artifacts, rng) -> None:
         assert_same(got, wanted)
 
 
-def test_lists_with_rows_of_their_own_say_together_what_each_says_alone(tmp_path, rng) -> None:
+def test_requests_over_lists_in_shared_steps_get_the_bits_they_get_alone(tmp_path, rng) -> None:
     with opened(tmp_path, "llama", 0, "lists") as first, opened(tmp_path, "llama", 1, "lists") as second:
         with make_engine([first, second]) as engine:
             talks = random_talks(rng, 10, ("csattn",), rests=(None, "moments"))
@@ -67,7 +67,7 @@ def test_lists_with_rows_of_their_own_say_together_what_each_says_alone(tmp_path
 
 
 @pytest.mark.parametrize(("selector", "preset_name"), [("h2o", "default"), ("quest", "default"), ("csattn", "lists")])
-def test_a_step_that_failed_leaves_nothing_behind(tmp_path, selector, preset_name) -> None:
+def test_a_failed_step_leaves_no_trace_in_selectors_and_lists(tmp_path, selector, preset_name) -> None:
     """H2O adds up each query's attention, and rows that leave the window join pages and lists: only once each."""
     config, question = SearchConfig(keep=0.05, window_len=2, search_period=2), [1, 2, 3, 4, 5, 6]
     with opened(tmp_path, "llama", 0, preset_name) as artifact:
@@ -90,7 +90,7 @@ def test_a_step_that_failed_leaves_nothing_behind(tmp_path, selector, preset_nam
     assert_same(got, want)
 
 
-def test_what_a_selector_makes_of_a_context_is_made_once_and_goes_with_the_context(artifacts) -> None:
+def test_a_selectors_data_of_a_context_is_shared_by_requests_and_freed_with_the_context(artifacts) -> None:
     with make_engine(artifacts) as engine:
         engine.open(0, 0, CONFIG, "quest")
         engine.open(1, 0, SearchConfig(keep=0.1, window_len=32), "quest")
@@ -162,7 +162,7 @@ def test_a_row_attends_to_exactly_the_resident_and_chosen_rows(
     ("selector", "preset_name"),
     [("csattn", "default"), ("csattn", "lists"), ("quest", "default"), ("window", "default")],
 )
-def test_what_is_read_is_counted(tmp_path, selector, preset_name) -> None:
+def test_searches_rows_and_bytes_read_are_counted(tmp_path, selector, preset_name) -> None:
     """15 tokens, a search at every third. From the ninth on, rows leave the tail's window, except with a sketch."""
     config = SearchConfig(keep=0.05, window_len=8, search_period=3, rest="moments" if selector == "csattn" else None)
     with opened(tmp_path, "llama", 0, preset_name) as artifact, make_engine([artifact]) as engine:
@@ -208,14 +208,14 @@ def test_pieces_of_any_size_give_attention_over_all_rows(num_rows, piece_rows) -
         assert torch.equal(attend_pieces([q], cut(rows, piece_rows), 0.25)[0][0], out)
 
 
-def test_without_pieces_there_is_nothing() -> None:
+def test_attention_over_no_pieces_is_zero() -> None:
     ((out, lse),) = attend_pieces([torch.randn(4, 8)], [], 1.0)
     assert not out.any()
     assert (lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_piece_may_be_overwritten_once_the_next_is_asked_for(dtype) -> None:
+def test_a_piece_may_be_overwritten_once_the_next_is_requested(dtype) -> None:
     rows, q = torch.randn(2, 60, 2, 8).to(dtype), torch.randn(4, 8)
     buffer = torch.empty(2, 10, 2, 8, dtype=dtype)
 

@@ -45,7 +45,7 @@ def test_every_row_reads_the_last_search_of_its_request(period: int, rng: np.ran
                 assert (selection.kv_indices[row] == mark).all() and (selection.valid_len[row] == mark).all()
 
 
-def test_a_period_of_one_keeps_nothing() -> None:
+def test_a_search_period_of_one_stores_no_choices() -> None:
     shape = make_shape(SearchConfig(keep=0.1))
     schedule, rows = Schedule(shape, DEVICE), make_step_rows(1, DEVICE)
     schedule.begin_step(rows)

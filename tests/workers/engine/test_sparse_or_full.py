@@ -100,7 +100,7 @@ def test_a_request_reads_some_rows_in_one_step_and_all_in_the_next(half, artifac
         assert chosen is not None and chosen.recall < 1
 
 
-def test_a_reading_is_of_the_tokens_that_were_computed(half, artifact) -> None:
+def test_reading_counts_only_computed_tokens_not_written_rows(half, artifact) -> None:
     with make_engine(half, all_where_faster=True) as engine:
         engine.add_context(0, artifact)
         for slot in (0, 1):
@@ -110,7 +110,7 @@ def test_a_reading_is_of_the_tokens_that_were_computed(half, artifact) -> None:
         assert engine.reading(0).rows == CONTEXT_LEN + 101
 
 
-def test_own_segments_are_read_with_the_others(half, artifact, monkeypatch) -> None:
+def test_own_segments_are_read_in_full_by_a_step_that_reads_all_rows(half, artifact, monkeypatch) -> None:
     growth, rows = Growth(segment_len=1024, least_near=64), torch.randn(3, 2, 1200, 2, 16).bfloat16()
     got = []
     for changes, choosing in (
@@ -130,14 +130,14 @@ def test_own_segments_are_read_with_the_others(half, artifact, monkeypatch) -> N
     assert np.array_equal(got[0], got[2]) and not np.array_equal(got[1], got[2])
 
 
-def test_without_a_context_nothing_is_chosen(half) -> None:
+def test_logits_without_a_context_equal_full_attention(half) -> None:
     with make_engine(half, all_where_faster=True) as engine, make_engine(half, selector="full") as full:
         tokens = [(5,), (7,)]
         assert np.array_equal(logits(engine, tokens, NO_CONTEXT), logits(full, tokens, NO_CONTEXT))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "qwen3_5_text"])
-def test_layers_of_other_kinds_beside(family: str, tmp_path: Path) -> None:
+def test_steps_that_read_all_rows_equal_full_attention_with_other_kinds_of_layers(family: str, tmp_path: Path) -> None:
     """Windows, sink logits, softcapped logits, states of linear attention."""
     wide = {"intermediate_size": 64} if family == "gpt_oss" else {}  # for torch's 16-bit products of experts
     model = wrap_model(make_model(family, **wide).bfloat16(), byte_tokenizer(), family)
@@ -152,7 +152,7 @@ def test_layers_of_other_kinds_beside(family: str, tmp_path: Path) -> None:
     assert np.array_equal(*got)
 
 
-def test_what_is_faster() -> None:
+def test_all_rows_are_read_where_that_reads_fewer_bytes_than_selecting() -> None:
     """Decided by bytes: those of whole contexts, against a constant for selecting plus what each request selects."""
     shape = EngineShape(
         num_layers=1,
@@ -186,7 +186,7 @@ def test_what_is_faster() -> None:
         ({"kv_format": KvFormat.parse("fp8")}, "leave the KV codec out"),
     ],
 )
-def test_what_it_does_not_go_with_is_refused(half, changes, message) -> None:
+def test_all_where_faster_is_refused_with_incompatible_options(half, changes, message) -> None:
     options = {"config": CONFIG, "placement": "device", "device": DEVICE, **changes}
     with pytest.raises(ConfigError, match=message):
         GpuEngine(half, options.pop("config"), options.pop("placement"), all_where_faster=True, **options)
@@ -207,7 +207,7 @@ def test_models_without_a_kernel_are_refused(family: str, changes: dict[str, int
         GpuEngine(loaded, CONFIG, "device", all_where_faster=True)
 
 
-def test_memory_is_planned_for_both(half) -> None:
+def test_memory_is_planned_for_sparse_and_full_steps(half) -> None:
     with make_engine(half, all_where_faster=True) as both, make_engine(half) as one:
         shapes = [each._placing._sizing.shape(preset("default"), 400) for each in (both, one)]
         plans = [plan_memory(0, preset("default"), shape, "device", 0).device_bytes for shape in shapes]

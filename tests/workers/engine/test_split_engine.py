@@ -106,7 +106,7 @@ def close_shared() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def all_closed() -> Iterator[None]:
+def close_shared_after_all_tests() -> Iterator[None]:
     yield
     close_shared()
 
@@ -143,7 +143,7 @@ def talk(
     return said, np.concatenate([logits_of(engine, 0, said[0][3:]), logits_of(engine, 1, said[0][3:])])
 
 
-def test_what_one_device_refuses_all_refuse_and_go_on(artifacts, monkeypatch) -> None:
+def test_a_call_that_one_device_refuses_is_refused_and_all_devices_continue(artifacts, monkeypatch) -> None:
     """Also while the first context is loaded, when memory is planned."""
     engine = shared()
     with pytest.raises(ConfigError, match="no context 0"):
@@ -178,7 +178,7 @@ def test_what_one_device_refuses_all_refuse_and_go_on(artifacts, monkeypatch) ->
         engine.remove_context(context_id)
 
 
-def test_a_watched_step_tells_of_all_heads(artifacts) -> None:
+def test_the_fidelity_of_a_watched_step_covers_the_heads_of_all_devices(artifacts) -> None:
     seen = []
     for engine in (one("hybrid"), shared()):
         engine.add_context(0, artifacts[0])
@@ -191,7 +191,7 @@ def test_a_watched_step_tells_of_all_heads(artifacts) -> None:
 
 
 @pytest.mark.parametrize("placement", ["hybrid", pytest.param("device", marks=pytest.mark.gpu)])
-def test_two_devices_say_what_one_says(artifacts, placement) -> None:
+def test_two_devices_generate_what_one_generates(artifacts, placement) -> None:
     with one(placement) as engine:
         want_said, want = talk(engine, artifacts)
         want_counts = engine.counts()
@@ -223,7 +223,7 @@ def test_two_devices_say_what_one_says(artifacts, placement) -> None:
         pytest.param("device", {"config": replace(CONFIG, search_period=4)}, id="in periods", marks=pytest.mark.gpu),
     ],
 )
-def test_they_say_it_in_every_placement_with_every_selector(artifacts, placement, options) -> None:
+def test_two_devices_equal_one_with_other_placements_selectors_and_codecs(artifacts, placement, options) -> None:
     config, selector = options.get("config", CONFIG), options.get("selector", "csattn")
     of_one = of_two = None
     for make in (one, two):
@@ -234,7 +234,7 @@ def test_they_say_it_in_every_placement_with_every_selector(artifacts, placement
     np.testing.assert_allclose(of_two[1], of_one[1], rtol=CLOSE, atol=CLOSE)
 
 
-def test_they_read_all_rows_where_that_is_faster(tmp_path) -> None:
+def test_two_devices_read_all_rows_where_that_is_faster(tmp_path) -> None:
     half = wrap_model(make_model("llama").bfloat16(), byte_tokenizer(), "half")
     said = []
     with open_artifact(build_artifact(half, token_ids(300), preset("default"), tmp_path).path) as artifact:
@@ -254,14 +254,14 @@ def tidy(engine: SplitEngine) -> None:
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen2_moe", marks=pytest.mark.gpu), "glm4_moe", "gpt_oss"])
-def test_experts_are_shared_out(tmp_path, family) -> None:
+def test_experts_split_over_two_devices_equal_one_device(tmp_path, family) -> None:
     """Routed and shared experts, experts and dense MLPs, biases and sink logits."""
-    (want_said, want), (got_said, got) = (said(make, loaded(family), tmp_path) for make in (one, two))
+    (want_said, want), (got_said, got) = (generate(make, loaded(family), tmp_path) for make in (one, two))
     assert got_said == want_said
     np.testing.assert_allclose(got, want, rtol=CLOSE, atol=CLOSE)
 
 
-def test_groups_of_heads_over_compressed_rows_are_shared_out(tmp_path) -> None:
+def test_compressed_attention_split_over_two_devices_equals_one_device(tmp_path) -> None:
     model = loaded("deepseek_v4")
     built = [build_artifact(model, token_ids(n, seed=n), preset("default"), tmp_path) for n in CONTEXT_LENS]
     given = []
@@ -280,29 +280,29 @@ def test_groups_of_heads_over_compressed_rows_are_shared_out(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("rounding", [pytest.param("fp8", marks=pytest.mark.gpu), "int4"])
-def test_weights_of_few_bits_are_shared_out(tmp_path, rounding) -> None:
+def test_quantized_weights_split_over_two_devices_equal_one_device(tmp_path, rounding) -> None:
     """In float32, which steps of many rows may use; steps of few rows use bfloat16, as in the next test."""
     whole = make_model("llama", **OF_FEW_BITS, intermediate_size=256)
     for _, linear in linears_of_layers(whole):
         linear.quantized = QuantizedWeight.rounded(linear.weight.data, rounding)
         linear.weight.data = linear.quantized.decoded(torch.float32)
     model = wrap_model(whole, byte_tokenizer(), rounding)
-    (want_said, want), (got_said, got) = (said(make, model, tmp_path, (16,)) for make in (one, two))
+    (want_said, want), (got_said, got) = (generate(make, model, tmp_path, (16,)) for make in (one, two))
     assert got_said == want_said
     np.testing.assert_allclose(got, want, rtol=CLOSE, atol=CLOSE)
 
 
-def test_experts_of_few_bits_are_shared_out(tmp_path) -> None:
+def test_quantized_experts_split_over_two_devices_equal_one_device(tmp_path) -> None:
     """In bfloat16, where another order of summation makes larger differences."""
     whole = make_model("qwen3_moe", **OF_FEW_BITS, moe_intermediate_size=256, dtype=torch.bfloat16)
     round_weights(whole, "int4")
     model = wrap_model(whole, byte_tokenizer(), "rounded")
-    (want_said, want), (got_said, got) = (said(make, model, tmp_path) for make in (one, two))
+    (want_said, want), (got_said, got) = (generate(make, model, tmp_path) for make in (one, two))
     assert got_said == want_said
     np.testing.assert_allclose(got, want, rtol=0, atol=0.1 * want.std())
 
 
-def said(
+def generate(
     make: Callable[..., StepEngine], model: LoadedModel, store: Path, batch_sizes: tuple[int, ...] = (4,)
 ) -> tuple[list[int], np.ndarray]:
     """Return the tokens of an answer, and the logits that they come from."""
@@ -316,7 +316,7 @@ def said(
     return [int(x.argmax()) for x in logits], np.stack(logits)
 
 
-def test_segments_of_a_request_are_shared_out_too(tmp_path, rng) -> None:
+def test_own_segments_split_over_two_devices_equal_one_device(tmp_path, rng) -> None:
     """Each device makes the segments of its own heads, here from rows that were written."""
     model = wrap_model(make_model("gemma3_text", max_position_embeddings=4096), byte_tokenizer(), "long")
     config, growth = replace(CONFIG, lookahead=1), Growth(least_near=8)
@@ -334,7 +334,7 @@ def test_segments_of_a_request_are_shared_out_too(tmp_path, rng) -> None:
     np.testing.assert_allclose(logits[1], logits[0], rtol=CLOSE, atol=CLOSE)
 
 
-def test_requests_without_a_context_come_first_and_another_kind_of_index_is_planned_for_then(artifacts) -> None:
+def test_requests_without_a_context_may_precede_a_context_with_another_index(artifacts) -> None:
     said, lists = [], preset("lists")
     for make in (one, two):
         with make("hybrid", max_context_len=None, index_config=lists, batch_sizes=(1,)) as engine:
@@ -350,7 +350,7 @@ def test_requests_without_a_context_come_first_and_another_kind_of_index_is_plan
     np.testing.assert_allclose(said[3], said[1], rtol=CLOSE, atol=CLOSE)
 
 
-def test_what_cannot_be_shared_out_is_a_sentence() -> None:
+def test_engines_that_cannot_be_split_are_refused_with_the_reason() -> None:
     rounded = wrap_model(make_model("llama"), byte_tokenizer(), "rounded")
     linear = rounded.model.model.layers[0].self_attn.o_proj
     linear.quantized = QuantizedWeight.rounded(linear.weight.data, "fp8")
@@ -368,14 +368,14 @@ def test_what_cannot_be_shared_out_is_a_sentence() -> None:
         SplitEngine(loaded(), CONFIG, "hybrid", 2, module="tests.no_such_module", **OPTIONS)
 
 
-def test_a_process_that_loses_the_other_ends(artifacts, tmp_path: Path) -> None:
+def test_the_first_process_exits_and_cleans_up_if_the_other_is_killed(artifacts, tmp_path: Path) -> None:
     """While steps are running. Nothing is left of their rendezvous directory."""
     command = [sys.executable, "-m", "tests.workers.engine.split_process", str(artifacts[0].path)]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment) as child:
         assert child.stdout is not None and child.stderr is not None
         other = int(child.stdout.readline())
-        next(tmp_path.glob("csattn-devices-*/meeting")).unlink()  # as a group that ends also does at some time
+        next(tmp_path.glob("csattn-devices-*/meeting")).unlink()  # as also happens while a group ends
         os.kill(other, signal.SIGKILL)
         status, said = child.wait(60), child.stderr.read()
     assert status == 1
@@ -383,8 +383,8 @@ def test_a_process_that_loses_the_other_ends(artifacts, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("csattn-devices-*"))
 
 
-def test_a_process_whose_first_one_is_gone_ends() -> None:
-    """Whatever it waits for: here its first message, which never comes, on a socket that stays open."""
+def test_a_follower_process_exits_if_the_first_process_is_killed() -> None:
+    """The follower waits for its first message, which never comes, on a socket that stays open."""
     ours, theirs = socket.socketpair()
     start = f"import os, subprocess, sys, time; p = subprocess.Popen([{sys.executable!r}, '-P', '-m', {MODULE!r}, "
     start += f"'{theirs.fileno()}', str(os.getpid())], pass_fds=[{theirs.fileno()}]); "

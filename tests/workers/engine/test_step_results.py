@@ -11,7 +11,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_logits_of_rows_that_ask_are_those_of_the_step(device) -> None:
+def test_logits_are_copied_for_rows_that_want_a_token(device) -> None:
     on_host = LogitsOnHost(max_rows=5)
     for asking in ([True] * 5, [False, True, False], [True]):
         logits = torch.randn(5, 33, device=device)
@@ -20,7 +20,7 @@ def test_logits_of_rows_that_ask_are_those_of_the_step(device) -> None:
         np.testing.assert_array_equal(got[asking], logits.cpu().numpy()[: len(asking)][asking])
 
 
-def test_what_is_kept_outlives_the_next_step() -> None:
+def test_kept_results_survive_logits_overwritten_by_the_next_step() -> None:
     logits = np.ones((2, 3), np.float32)
     first = kept(StepResult(np.array([1, 2]), logits))
     logits[:] = 7

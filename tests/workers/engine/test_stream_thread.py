@@ -17,7 +17,7 @@ def thread() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def test_steps_go_on_beside_it(thread: ThreadPoolExecutor) -> None:
+def test_steps_continue_while_the_thread_works(thread: ThreadPoolExecutor) -> None:
     stepped, steps = Event(), []
 
     def work() -> int:
@@ -31,7 +31,7 @@ def test_steps_go_on_beside_it(thread: ThreadPoolExecutor) -> None:
     assert run_in_thread(thread, work, step) == 7 and steps
 
 
-def test_what_it_raises_is_raised(thread: ThreadPoolExecutor) -> None:
+def test_an_error_in_the_thread_is_raised_to_the_caller(thread: ThreadPoolExecutor) -> None:
     def work() -> None:
         raise ValueError("no room")
 
@@ -39,7 +39,7 @@ def test_what_it_raises_is_raised(thread: ThreadPoolExecutor) -> None:
         run_in_thread(thread, work, lambda: None)
 
 
-def test_a_step_that_fails_waits_for_it(thread: ThreadPoolExecutor) -> None:
+def test_a_failed_step_is_raised_only_after_the_thread_has_finished(thread: ThreadPoolExecutor) -> None:
     failing, ended = Event(), []
 
     def work() -> None:

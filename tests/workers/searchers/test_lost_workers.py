@@ -44,7 +44,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return make_artifact(tmp_path_factory.mktemp("store"), 20_000, num_kv_heads=4)
 
 
-def test_workers_are_killed_at_random_times(artifact: Artifact, children: Children) -> None:
+def test_selections_are_correct_while_workers_are_killed_at_random_times(
+    artifact: Artifact, children: Children
+) -> None:
     """Another thread kills them, at any point of a search, of their start and of a load."""
     random_ = random.Random(1)
     stop = threading.Event()
@@ -87,7 +89,7 @@ def test_workers_are_killed_at_random_times(artifact: Artifact, children: Childr
         search_layer(searcher, [make_step(artifact, 3, 900)], {0: artifact}, 0)
 
 
-def test_a_death_is_noticed_at_once_and_the_worker_comes_back(
+def test_a_killed_worker_is_noticed_without_a_timeout_and_replaced(
     artifact: Artifact, children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_searcher, "HUNG_S", 60.0)  # so that the death is noticed, not a timeout
@@ -138,7 +140,7 @@ def test_a_worker_that_hangs_is_replaced(
         assert searcher.health().num_searched_here == searched_here
 
 
-def test_a_worker_that_has_searched_but_does_not_say_so_is_replaced(
+def test_a_worker_that_searches_but_does_not_answer_is_replaced(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_searcher, "HUNG_S", 0.3)
@@ -155,7 +157,7 @@ def test_a_worker_that_has_searched_but_does_not_say_so_is_replaced(
         assert searcher.health().num_searched_here == 1
 
 
-def test_a_worker_is_ended_where_more_than_a_thousand_files_are_open(
+def test_a_worker_can_be_ended_through_a_descriptor_above_1023(
     children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -182,8 +184,10 @@ def test_a_worker_is_ended_where_more_than_a_thousand_files_are_open(
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_worker_that_fails_is_asked_again(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not replaced: its share is searched in this process, and its error is reported."""
+def test_a_worker_whose_search_raises_an_error_is_not_replaced(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its share is searched in this process, its error is reported, and it takes part in the next search."""
     make_series = StepSearches._make_series
 
     def fail(self, *asked):
@@ -220,7 +224,7 @@ def test_a_worker_that_cannot_map_new_memory_is_replaced(artifact: Artifact, mon
         assert searcher.health().num_searched_here == before
 
 
-def test_a_worker_that_was_asked_for_a_step_that_is_given_up_writes_into_no_later_one(
+def test_a_late_worker_of_an_abandoned_step_does_not_write_into_later_steps(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first worker is a thread, which cannot be killed; the request to the second one fails."""
@@ -257,7 +261,9 @@ def test_a_worker_that_was_asked_for_a_step_that_is_given_up_writes_into_no_late
         search_layer(searcher, [make_step(artifact, 3, 50, seed=1)], {0: artifact}, 1)
 
 
-def test_where_nobody_can_search_the_search_is_lost(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_also_fails_in_this_process_raises_search_lost_error(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(self, *asked) -> None:
         raise MemoryError("not a byte left")
 
@@ -351,9 +357,7 @@ def test_a_worker_is_replaced_though_the_memory_of_steps_is_closed(artifact: Art
         assert searcher.health().num_searched_here == 0
 
 
-def test_a_number_that_serves_another_context_is_not_searched_in_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reused_context_id_is_searched_in_the_new_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when this process searches in the worker's place, and the contexts have the same shapes."""
     first, second = make_artifact(tmp_path), make_artifact(tmp_path, fingerprint="model-b")
     monkeypatch.setattr(SearchWorker, "_execute", lambda self, mail: 1 / 0 if mail.words[KIND] == STEP else None)

@@ -8,7 +8,7 @@ from workers.searchers.shares import shares_of
 
 
 @given(num_workers=st.integers(1, 9), num_rows=st.integers(0, 20), num_heads=st.integers(1, 9))
-def test_every_row_and_head_is_searched_once_and_evenly(num_workers: int, num_rows: int, num_heads: int) -> None:
+def test_shares_cover_every_row_and_head_once_and_evenly(num_workers: int, num_rows: int, num_heads: int) -> None:
     times = np.zeros((num_rows, num_heads), int)
     for worker in range(num_workers):
         shares = shares_of(worker, num_workers, num_rows, num_heads)
@@ -24,7 +24,9 @@ def test_every_row_and_head_is_searched_once_and_evenly(num_workers: int, num_ro
 
 
 @given(num_workers=st.integers(1, 4), heads_each=st.integers(1, 4), num_rows=st.integers(1, 20))
-def test_workers_keep_to_their_heads(num_workers: int, heads_each: int, num_rows: int) -> None:
+def test_a_worker_searches_only_its_own_heads_if_they_divide_evenly(
+    num_workers: int, heads_each: int, num_rows: int
+) -> None:
     """If heads can be divided evenly, a worker only ever searches its own."""
     for worker in range(num_workers):
         (share,) = shares_of(worker, num_workers, num_rows, num_workers * heads_each)

@@ -31,7 +31,7 @@ def load(searcher: WorkerSearcher | StepSearches, device: Device) -> None:
         searcher.load(context_id, artifact)
 
 
-def test_threads_of_the_process(artifacts: list[Artifact]) -> None:
+def test_threads_of_this_process_choose_as_one_thread(artifacts: list[Artifact]) -> None:
     device = Device(artifacts, [1, 0, 1], 90)
     with SearchPool(2) as pool:
         searches = StepSearches(pool)
@@ -52,7 +52,7 @@ def test_workers_choose_as_one_thread(artifacts: list[Artifact], num_workers: in
         assert searcher.health().num_searched_here == 0
 
 
-def test_lists_are_searched_as_well(tmp_path: Path) -> None:
+def test_workers_choose_as_one_thread_over_lists(tmp_path: Path) -> None:
     artifact = make_artifact(tmp_path, 500, "lists")
     device = Device([artifact], [0, 0], 40)
     with WorkerSearcher(2, launch=Threads()) as searcher:
@@ -60,7 +60,7 @@ def test_lists_are_searched_as_well(tmp_path: Path) -> None:
         device.take_step(searcher.run_step, 1)
 
 
-def test_plans_take_turns(artifacts: list[Artifact]) -> None:
+def test_alternating_plans_and_replaced_contexts_choose_as_one_thread(artifacts: list[Artifact]) -> None:
     """Steps of two plans alternate; then another context is loaded under the same id."""
     device = Device(artifacts, [0, 1], 90)
     with WorkerSearcher(2, launch=Threads()) as searcher:
@@ -77,7 +77,7 @@ def test_plans_take_turns(artifacts: list[Artifact]) -> None:
         device.take_step(searcher.run_step, 4)
 
 
-def test_a_worker_is_killed_at_any_layer(artifacts: list[Artifact], children: Children) -> None:
+def test_choices_are_correct_if_a_worker_is_killed_at_any_layer(artifacts: list[Artifact], children: Children) -> None:
     device = Device(artifacts, [0, 1], 90)
     with WorkerSearcher(2, launch=children) as searcher:
         load(searcher, device)
@@ -99,7 +99,7 @@ def test_a_worker_is_killed_at_any_layer(artifacts: list[Artifact], children: Ch
         assert searcher.health().num_searched_here == before
 
 
-def test_all_workers_are_killed(artifacts: list[Artifact], children: Children) -> None:
+def test_choices_are_correct_if_all_workers_are_killed(artifacts: list[Artifact], children: Children) -> None:
     device = Device(artifacts, [1], 90)
     with WorkerSearcher(2, launch=children) as searcher:
         load(searcher, device)
@@ -131,7 +131,7 @@ def test_a_worker_that_hangs_is_ended_before_its_share_is_searched(
         wait_until(lambda: children.latest[1].pid != stopped)
 
 
-def test_a_device_that_computes_for_long_is_waited_for(
+def test_a_step_waits_for_a_slow_device(
     artifacts: list[Artifact], children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_searcher, "HUNG_S", 0.05)
@@ -143,7 +143,9 @@ def test_a_device_that_computes_for_long_is_waited_for(
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_step_that_is_given_up_ends(artifacts: list[Artifact], children: Children, killed: bool) -> None:
+def test_a_step_that_is_given_up_ends_and_the_next_one_succeeds(
+    artifacts: list[Artifact], children: Children, killed: bool
+) -> None:
     device = Device(artifacts, [0], 90)
     with WorkerSearcher(2, launch=children) as searcher:
         load(searcher, device)
@@ -162,7 +164,7 @@ def test_a_step_that_is_given_up_ends(artifacts: list[Artifact], children: Child
         device.take_step(searcher.run_step, 1)
 
 
-def test_what_not_even_this_process_can_search_is_an_error(
+def test_a_step_that_also_fails_in_this_process_raises_search_lost_error(
     artifacts: list[Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:

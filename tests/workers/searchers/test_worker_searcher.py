@@ -1,4 +1,4 @@
-"""Workers choose what one thread chooses, however the work is divided; nothing piles up or is left behind."""
+"""Workers choose what one thread chooses, however the work is divided; kept plans and memory stay bounded."""
 
 import gc
 import os
@@ -30,7 +30,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
-def test_any_split_chooses_the_same(num_workers: int, store: Path) -> None:
+def test_any_number_of_workers_chooses_what_one_thread_chooses(num_workers: int, store: Path) -> None:
     sketch, lists = make_artifact(store), make_artifact(store, 1500, "lists", num_kv_heads=2)
     alone = make_artifact(store, 700, "lists", share_group=False)
     artifacts = {3: sketch, 0: lists, 7: alone}
@@ -64,7 +64,7 @@ def test_any_split_chooses_the_same(num_workers: int, store: Path) -> None:
         assert searcher.health().num_losses == 0
 
 
-def test_a_second_worker_process_chooses_the_same(store: Path) -> None:
+def test_two_worker_processes_choose_what_one_thread_chooses(store: Path) -> None:
     artifacts = {0: make_artifact(store)}
     with WorkerSearcher(2) as searcher:
         searcher.load(0, artifacts[0])
@@ -75,7 +75,7 @@ def test_a_second_worker_process_chooses_the_same(store: Path) -> None:
         assert searcher.health().num_searched_here == 0
 
 
-def test_memory_grows_for_steps_that_need_more(store: Path) -> None:
+def test_shared_memory_grows_for_larger_steps(store: Path) -> None:
     artifact = make_artifact(store, 4000)
     launch = Threads()
     with WorkerSearcher(2, launch=launch) as searcher:
@@ -105,7 +105,7 @@ def test_no_kernel_is_compiled_again_for_mapped_arrays(store: Path) -> None:
         assert compiled_address.cache_info().currsize == stages
 
 
-def test_a_step_that_comes_again_costs_no_new_searches(store: Path) -> None:
+def test_a_repeated_step_reuses_the_searches_of_the_worker(store: Path) -> None:
     """Queries change, addresses do not: the worker recognises the plan, whatever steps came in between."""
     artifact = make_artifact(store)
     launch = Threads()
@@ -118,7 +118,9 @@ def test_a_step_that_comes_again_costs_no_new_searches(store: Path) -> None:
         assert set(launch.started[0].worker._searches._series) == kept and len(kept) == 6
 
 
-def test_more_kinds_of_steps_come_than_are_kept(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_keep_at_most_max_plans_and_still_choose_correctly(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (channel, step_searches, worker_searcher):
         monkeypatch.setattr(module, "MAX_PLANS", 2)
     artifact = make_artifact(store)
@@ -133,7 +135,7 @@ def test_more_kinds_of_steps_come_than_are_kept(store: Path, monkeypatch: pytest
         assert searcher.health().num_searched_here == 0
 
 
-def test_contexts_come_and_go(store: Path) -> None:
+def test_contexts_can_be_loaded_replaced_and_unloaded(store: Path) -> None:
     short, long = make_artifact(store), make_artifact(store, 700)
     launch = Threads()
     with WorkerSearcher(2, launch=launch) as searcher:
@@ -162,7 +164,7 @@ def test_a_context_that_workers_cannot_open_is_refused(store: Path, tmp_path: Pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of files are texts on other systems")
-def test_a_store_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+def test_a_store_path_need_not_be_valid_utf8(tmp_path: Path) -> None:
     artifact = make_artifact(tmp_path / os.fsdecode(b"caf\xe9"))
     with WorkerSearcher(1, launch=Threads()) as searcher:
         searcher.load(0, artifact)
@@ -170,7 +172,7 @@ def test_a_store_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
         assert searcher.health().num_searched_here == 0
 
 
-def test_a_search_that_is_not_finished_does_not_answer_the_next(store: Path) -> None:
+def test_an_unfinished_search_does_not_affect_the_next(store: Path) -> None:
     artifact = make_artifact(store)
     with WorkerSearcher(2, launch=Threads()) as searcher:
         searcher.load(0, artifact)
@@ -179,7 +181,7 @@ def test_a_search_that_is_not_finished_does_not_answer_the_next(store: Path) -> 
             search_layer(searcher, [make_step(artifact, 3, 30, 100 + turn)], {0: artifact}, (turn + 1) % 3)
 
 
-def test_spinning_and_sleeping_choose_the_same(store: Path) -> None:
+def test_spinning_and_sleeping_workers_choose_the_same(store: Path) -> None:
     artifact = make_artifact(store)
     for spin_us in (0.0, 5.0, 3000.0):
         with WorkerSearcher(2, spin_us=spin_us, launch=Threads()) as searcher:
@@ -193,19 +195,21 @@ def test_spinning_and_sleeping_choose_the_same(store: Path) -> None:
     ("num_cpus", "num_threads", "client_spins", "workers_spin"),
     [(1, 1, False, False), (2, 1, True, True), (2, 2, False, False), (16, 8, True, True), (16, 9, True, False)],
 )
-def test_nobody_spins_where_cores_are_few(num_cpus, num_threads, client_spins, workers_spin) -> None:
+def test_client_and_workers_spin_only_where_there_are_enough_cpus(
+    num_cpus, num_threads, client_spins, workers_spin
+) -> None:
     client_us, worker_us = choose_spins(num_cpus, num_threads)
     assert (client_us > 0, worker_us > 0) == (client_spins, workers_spin)
 
 
-def test_wrong_sizes_are_refused() -> None:
+def test_invalid_numbers_of_workers_or_cpus_are_refused() -> None:
     with pytest.raises(ConfigError, match="0 search workers of 1 threads cannot search"):
         WorkerSearcher(0, launch=Threads())
     with pytest.raises(ConfigError, match="got 1 CPUs for 2 search workers of 2 threads"):
         WorkerSearcher(2, threads_per_worker=2, cpus=[0], launch=Threads())
 
 
-def test_where_addresses_are_files_a_long_temporary_directory_does_no_harm(monkeypatch, tmp_path: Path) -> None:
+def test_socket_files_have_short_paths_despite_a_long_temporary_directory(monkeypatch, tmp_path: Path) -> None:
     """As on macOS, where a socket's path has at most 103 bytes."""
     (long := tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -216,7 +220,7 @@ def test_where_addresses_are_files_a_long_temporary_directory_does_no_harm(monke
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not let threads keep to CPUs")
-def test_workers_keep_to_their_cpus(store: Path) -> None:
+def test_worker_threads_run_only_on_their_cpus(store: Path) -> None:
     cpu = min(os.sched_getaffinity(0))
     artifact, launch = make_artifact(store), Threads()
     with WorkerSearcher(1, threads_per_worker=2, cpus=[cpu, cpu], launch=launch) as searcher:
@@ -227,7 +231,7 @@ def test_workers_keep_to_their_cpus(store: Path) -> None:
     assert choose_cpus(10**6) is None
 
 
-def test_launchers_that_fail_are_told_of() -> None:
+def test_an_error_of_the_launcher_is_reported() -> None:
     def launch(spec):
         raise RuntimeError("no room on this node")
 
@@ -235,13 +239,13 @@ def test_launchers_that_fail_are_told_of() -> None:
         WorkerSearcher(2, launch=launch)
 
 
-def test_workers_that_end_before_they_come_up_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_exits_while_starting_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(SearchLostError, match="has ended with exit status 1"):
         WorkerSearcher(1)
 
 
-def test_workers_end_if_others_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_started_workers_are_ended_if_another_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def supervise(*arguments: object) -> Supervisor:
         if supervisors:
             raise RuntimeError("can't start new thread")
@@ -256,7 +260,7 @@ def test_workers_end_if_others_cannot_be_started(monkeypatch: pytest.MonkeyPatch
     assert not supervisors[0]._thread.is_alive()
 
 
-def test_closing_ends_workers_and_closing_twice_is_fine(store: Path) -> None:
+def test_close_ends_the_workers_and_may_be_called_twice(store: Path) -> None:
     launch = Threads()
     searcher = WorkerSearcher(2, launch=launch)
     searcher.start(0, [])

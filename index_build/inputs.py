@@ -2,7 +2,6 @@
 
 import json
 import sys
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from dataclasses import fields, replace
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -15,21 +14,9 @@ from numpy.typing import NDArray
 from csattn.checks import require_text
 from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ConfigError, ContextError
+from csattn.plain_text import how_to_convert, why_not_plain
 
 DEVICES = ("auto", "cpu", "cuda")
-# magic bytes of files that are not text, and what to do with them
-_DOCUMENTS = {
-    b"%PDF-": "it is a PDF: extract its text, for example with pdftotext",
-    b"PK\x03\x04": "it is a ZIP archive, as DOCX, ODT and EPUB are: save it as plain text in UTF-8",
-    b"\xd0\xcf\x11\xe0": "it is a document of an older version of Office: save it as plain text in UTF-8",
-    b"{\\rtf": "it is RTF: save it as plain text in UTF-8",
-    b"\x89PNG": "it is an image: write its text into a file in UTF-8",
-    b"\xff\xd8\xff": "it is an image: write its text into a file in UTF-8",
-    b"\x1f\x8b": "it is compressed by gzip: decompress it by gunzip",
-    b"GGUF\x02\0": "it is a model, as --model takes it: give a text file in UTF-8",
-    b"GGUF\x03\0": "it is a model, as --model takes it: give a text file in UTF-8",
-}
-_TO_KANJI = b"\x1b$B", b"\x1b$@"  # of ISO-2022-JP, all of whose bytes are ASCII
 
 
 def read_text(context: str) -> str:
@@ -45,37 +32,13 @@ def read_text(context: str) -> str:
         raise ContextError(f"cannot read {name}: {error.strerror}; give a text file, or - for stdin") from error
     except UnicodeDecodeError as error:
         raise ContextError(
-            f"{name} is not UTF-8 text (byte {error.start}); {_conversion(data, is_utf8=False)}, and give the result"
+            f"{name} is not UTF-8 text (byte {error.start}); {how_to_convert(data)}, and give the result"
         ) from error
-    is_document = data.removeprefix(BOM_UTF8).startswith(tuple(_DOCUMENTS))
-    if is_document or "\0" in text or any(mark in data for mark in _TO_KANJI):  # valid UTF-8, but not text
-        raise ContextError(f"{name} is not plain text; {_conversion(data, is_utf8=True)}, and give the result")
+    if (advice := why_not_plain(data)) is not None:
+        raise ContextError(f"{name} is not plain text; {advice}, and give the result")
     if not text.strip():
         raise ContextError(f"{name} holds no text; give a text that is not empty")
     return text
-
-
-def _conversion(data: bytes, *, is_utf8: bool) -> str:
-    """Return advice on making UTF-8 text of a file. is_utf8: it decodes, but has magic bytes, NULs or escapes."""
-    for begins, way in _DOCUMENTS.items():
-        if data.removeprefix(BOM_UTF8).startswith(begins):
-            return way
-    if (byte_order := _utf16_order(data)) is not None:
-        return f"if it is UTF-16, as Windows writes, convert it: iconv -f UTF-16{byte_order} -t UTF-8 FILE"
-    if is_utf8 and b"\0" not in data:
-        return "it is ISO-2022-JP, as used in mail: convert it: iconv -f ISO-2022-JP -t UTF-8 FILE"
-    if is_utf8:
-        return f"it has a NUL at byte {data.index(0)}; remove it: tr -d '\\0' < FILE"
-    known = "GB18030, BIG5, SHIFT_JIS, EUC-KR, CP1252, ..."
-    return f"convert it from the encoding that it has ({known}): iconv -f ENCODING -t UTF-8 FILE"
-
-
-def _utf16_order(data: bytes) -> str | None:
-    """Return iconv's suffix of UTF-16: "" with a byte-order mark; BE or LE if most even or odd bytes are 0; or None."""
-    if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
-        return ""
-    zeros = [half.count(0) / max(1, len(half)) for half in (data[:4096:2], data[1:4096:2])]
-    return next((order for order, at in (("BE", 0), ("LE", 1)) if zeros[at] > 0.75 and zeros[1 - at] < 0.5), None)
 
 
 def read_tokens(path: Path) -> NDArray[np.int32]:

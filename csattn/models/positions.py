@@ -69,7 +69,13 @@ def _rope_spec(config: Any, parameters: dict[str, Any], family: Family) -> RopeS
         )
     temper = None
     if family.tempered:
-        beta, every = parameters["llama_4_scaling_beta"], parameters["original_max_position_embeddings"]
+        fields = "llama_4_scaling_beta", "original_max_position_embeddings"
+        beta, every = (parameters.get(name) for name in fields)
+        if beta is None or every is None:
+            raise ModelError(
+                f"this model scales queries by their positions, and its rope_parameters lack {' or '.join(fields)}; "
+                "add them to its config"
+            )
         temper = Temper(beta=float(beta), every=every)
     interleaved = family.interleaved
     if isinstance(interleaved, str):

@@ -35,6 +35,11 @@ from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, make_model, 
             {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
             "linear attention of a kind that",
         ),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "lack llama_4_scaling_beta or original_max_position_embeddings; add them",
+        ),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
         ("llama", {"model_type": "olmo"}, "'olmo' is not supported: its norms have no weights"),
         (

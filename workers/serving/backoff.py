@@ -39,7 +39,7 @@ class BuildBackoff:
         return failed if failed and failed.retry_in_s else None
 
     def report(self) -> tuple[FailedBuild, ...]:
-        """The last _MAX_TOLD failures, the newest first."""
+        """The last _MAX_REPORTED failures, the newest first."""
         return tuple(self._now(*known) for known in list(reversed(self._known.values()))[:_MAX_REPORTED])
 
     def _now(self, failed: FailedBuild, until: float) -> FailedBuild:

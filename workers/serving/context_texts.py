@@ -10,6 +10,7 @@ from csattn.config import preset
 from csattn.errors import ContextError, ModelError
 from csattn.models import LoadedModel
 from csattn.models.prompt import Wrapping, choose_wrapping, context_ids, require_indexable
+from csattn.plain_text import why_not_plain
 from workers.serving.messages import BadRequestError
 from workers.settings import BuildSettings
 
@@ -27,8 +28,8 @@ class ContextTexts:
 
     def require(self, text: str) -> None:
         """Raise BadRequestError if the text can never be a context."""
-        if "\0" in text:  # builds take a file with a NUL for a binary one
-            raise BadRequestError(f"the text has a NUL at character {text.index(chr(0))}; remove it", "text")
+        if (advice := why_not_plain(text.encode())) is not None:
+            raise BadRequestError(f"this is not plain text; {advice}, and send the result", "text")
         try:
             ids = self._ids(text, choose_wrapping(self._loaded.tokenizer, self._settings.chat))
             require_indexable(ids, preset(self._settings.preset), self._loaded)

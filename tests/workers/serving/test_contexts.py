@@ -308,7 +308,8 @@ def test_an_empty_text_is_refused(tmp_path: Path) -> None:
     [
         ("Once.", "an index needs at least 256"),
         ("Lamps burn. " * 200, "1024 positions, of which the question needs at least one"),
-        ("Lamps\0burn. " * 40, "has a NUL at character 5; remove it"),
+        ("Lamps\0burn. " * 40, "not plain text; it has a NUL at byte 5; remove it"),
+        ("{\\rtf1 Lamps burn. " * 40, "not plain text; it is RTF: save it as plain text"),
     ],
 )
 def test_a_text_that_cannot_become_a_context_is_refused_at_once(tmp_path: Path, text: str, why: str) -> None:

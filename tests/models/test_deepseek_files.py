@@ -15,9 +15,9 @@ from csattn.errors import ModelError
 from csattn.models import load_model
 from csattn.models.description import describe
 from csattn.models.loader import read_config
+from csattn.models.module_weights import weights_of
 from csattn.models.quantized import read_state
 from csattn.models.weight_sizes import device_bytes, weight_bytes
-from csattn.models.weights import weights_of
 from tests.tiny import ALL_FAMILIES, byte_tokenizer, make_model, save, tiny_config
 
 pytestmark = pytest.mark.skipif("deepseek_v4" not in ALL_FAMILIES, reason="these transformers do not have the family")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from csattn.models import load_model
-from csattn.models.loader import _step, wrap_model
+from csattn.models.identity import _sample_stride
+from csattn.models.loader import wrap_model
 from tests.tiny import byte_tokenizer, loaded, make_model, save
 
 
@@ -48,7 +49,7 @@ def test_a_change_of_one_tensor_changes_the_fingerprint() -> None:
 
 @pytest.mark.parametrize("shape", [(64, 512), (576, 576), (192, 576), (320, 960), (4096, 14336), (8, 128, 96)])
 def test_a_fingerprint_samples_few_values_but_every_input_column(shape: tuple[int, ...]) -> None:
-    at = np.arange(0, prod(shape), _step(shape))
+    at = np.arange(0, prod(shape), _sample_stride(shape))
     assert len({*(at % shape[-1])}) == shape[-1] and len(at) < 1.2 * max(4096, shape[-1])
 
 

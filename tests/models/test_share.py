@@ -12,6 +12,7 @@ from torch.nn.functional import linear as product
 from csattn.batch import make_step_rows
 from csattn.errors import ConfigError
 from csattn.models.description import describe
+from csattn.models.module_weights import weights_of
 from csattn.models.quantized_weight import CODES, RUN, QuantizedExperts, QuantizedWeight, WeightFormat
 from csattn.models.share import (
     require_shares,
@@ -21,7 +22,7 @@ from csattn.models.share import (
     share_of_spec,
 )
 from csattn.models.spec import ExpertsSpec, MlpSpec
-from csattn.models.weights import ExpertWeights, Linear, ModelWeights, by_expert, weights_of
+from csattn.models.weights import ExpertWeights, Linear, ModelWeights, by_expert
 from csattn.share import Share
 from tests.tiny import ALL_FAMILIES, loaded, tiny_config
 from tests.workers.model.quantized import KINDS, KINDS_OF_EXPERTS, make_quantized, make_quantized_experts

@@ -13,7 +13,8 @@ from transformers import MambaConfig
 from csattn.artifact.manifest import FORMAT_VERSION
 from csattn.models import weight_sizes
 from csattn.models.description import describe
-from csattn.models.loader import geometry_of, read_config
+from csattn.models.identity import geometry_of
+from csattn.models.loader import read_config
 from csattn.models.weight_sizes import conversion_bytes, weight_bytes
 from offload.budget import SPARE_BYTES
 from tests.models.test_gguf_file import write_gguf

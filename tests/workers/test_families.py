@@ -19,7 +19,7 @@ from csattn.models import LoadedModel
 from csattn.models.description import describe
 from csattn.models.families import FAMILIES
 from csattn.models.loader import wrap_model
-from csattn.models.weights import weights_of
+from csattn.models.module_weights import weights_of
 from index_build.board import BuildProgress
 from index_build.pipeline import build_artifact
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator

@@ -7,7 +7,8 @@ import torch
 from csattn.artifact import ModelGeometry
 from csattn.errors import ConfigError
 from csattn.models.description import describe
-from csattn.models.loader import geometry_of, has_low_bit_weights, is_to_be_converted, read_config
+from csattn.models.identity import geometry_of
+from csattn.models.loader import has_low_bit_weights, is_to_be_converted, read_config
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import WeightBytes, conversion_bytes, weight_bytes
 from offload.budget import SPARE_BYTES

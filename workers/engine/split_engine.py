@@ -21,8 +21,8 @@ from csattn.config import SearchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, DevicesError
 from csattn.models import LoadedModel
+from csattn.models.module_weights import weights_of
 from csattn.models.share import require_shares, require_shares_of_quantized
-from csattn.models.weights import weights_of
 from csattn.share import Share
 from workers.engine.follower import EXPECTED, FollowerSpec
 from workers.engine.followers import GRACE_S, MODULE, STEP_S, Followers

@@ -11,10 +11,11 @@ from csattn.artifact.manifest import ModelGeometry
 from csattn.artifact.share import ArtifactShare
 from csattn.models import LoadedModel
 from csattn.models.description import describe
+from csattn.models.module_weights import weights_of
 from csattn.models.share import padding_bytes, replicated_params, share_of_spec
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import device_bytes
-from csattn.models.weights import ModelWeights, weights_of
+from csattn.models.weights import ModelWeights
 from csattn.share import Share
 from offload.budget import AvailableMemory, available_memory
 from workers.model import take_weights

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from csattn.errors import ModelError
+from csattn.models.module_weights import weights_of
 from csattn.models.quantized_weight import joined
 from csattn.models.share import share_of_head, share_of_layer, share_of_spec
-from csattn.models.weights import ExpertWeights, LayerWeights, Linear, ModelWeights, by_expert, weights_of
+from csattn.models.weights import ExpertWeights, LayerWeights, Linear, ModelWeights, by_expert
 from csattn.share import Share
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -23,7 +23,8 @@ from csattn.errors import ArtifactCorruptError
 from csattn.lightning.compressed import CompressedAttention, CompressedWeights
 from csattn.models.description import describe
 from csattn.models.loader import load_model, wrap_model
-from csattn.models.weights import CompressedStepWeights, Linear, weights_of
+from csattn.models.module_weights import weights_of
+from csattn.models.weights import CompressedStepWeights, Linear
 from index_build.pipeline import build_artifact
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import byte_tokenizer, make_model, save, token_ids

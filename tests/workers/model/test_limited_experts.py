@@ -15,10 +15,11 @@ from csattn.cpu.team import Team
 from csattn.errors import ModelError
 from csattn.models.description import describe
 from csattn.models.families import FAMILIES
+from csattn.models.module_weights import _linear, _routed
 from csattn.models.quantized_model import drop_stale_quantized, round_weights
 from csattn.models.quantized_weight import Rounding
 from csattn.models.spec import Activation, ExpertsSpec
-from csattn.models.weights import ExpertWeights, Linear, _linear, _routed, by_expert
+from csattn.models.weights import ExpertWeights, Linear, by_expert
 from tests.tiny import make_model
 from tests.workers.model.quantized import make_quantized
 from tests.workers.model.step_ops import DEVICE, EXPERTS, make_choice, make_expert_buffers, randn, rows_of_tokens

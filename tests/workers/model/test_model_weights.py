@@ -12,9 +12,9 @@ from bench.shapes import shape_named
 from csattn.errors import ModelError
 from csattn.models import load_model
 from csattn.models.description import describe
+from csattn.models.module_weights import weights_of
 from csattn.models.quantized_weight import QuantizedWeight
 from csattn.models.spec import ModelSpec
-from csattn.models.weights import weights_of
 from tests.tiny import ALL_FAMILIES, FAMILIES, loaded, make_model, save
 from workers.model import take_weights
 

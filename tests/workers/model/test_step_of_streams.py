@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from bench.random_weights import random_weights
 from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.team import Team
+from csattn.models.module_weights import stream_weights, weights_of
 from csattn.models.weight_sizes import weight_bytes
-from csattn.models.weights import ModelWeights, stream_weights, weights_of
+from csattn.models.weights import ModelWeights
 from tests.tiny import make_model
 from tests.workers.model.step_ops import DEVICE
 from tests.workers.model.test_model_weights import sizes_of

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection, DeepseekV4HyperHead
 
 from csattn.cpu.team import Team
+from csattn.models.module_weights import stream_weights
 from csattn.models.spec import StreamsSpec
 from csattn.models.streams import mixture_of
-from csattn.models.weights import stream_weights
 from tests.workers.model.step_ops import DEVICE, DTYPES, EPS, make_stream, randn, tolerance
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.ops import Readers, Stream, StreamsBuffers

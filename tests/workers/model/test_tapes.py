@@ -9,10 +9,11 @@ from csattn.cpu.addresses import KindStage
 from csattn.cpu.team import Team
 from csattn.errors import ModelError
 from csattn.models.latent import LatentQueries
+from csattn.models.module_weights import weights_of
 from csattn.models.quantized_model import round_weights
 from csattn.models.quantized_weight import Rounding
 from csattn.models.spec import ExpertsSpec
-from csattn.models.weights import Linear, weights_of
+from csattn.models.weights import Linear
 from tests.tiny import ALL_FAMILIES, loaded, make_model
 from tests.workers.model.step_ops import make_choice, rows_of_tokens
 from workers.model.cpu.cpu_model import CpuModel

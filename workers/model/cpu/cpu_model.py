@@ -14,8 +14,9 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
 from csattn.models.latent import LatentQueries
+from csattn.models.module_weights import weights_of
 from csattn.models.spec import CompressedSpec, DeltaSpec, HeadsSpec, Temper
-from csattn.models.weights import CompressedStepWeights, Frequencies, weights_of
+from csattn.models.weights import CompressedStepWeights, Frequencies
 from offload.host_memory import sparse_zeros
 from workers.model.attention import StepAttention
 from workers.model.cpu.stage_recorder import RowTape

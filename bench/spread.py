@@ -31,7 +31,6 @@ import torch
 from bench.faults import processes, spread
 from bench.load import (
     Answers,
-    Watch,
     add_options,
     context_name,
     context_text,
@@ -44,6 +43,7 @@ from bench.load import (
     trace_report,
 )
 from bench.served_model import saved_model
+from bench.service_watch import ServiceWatch
 from bench.timing import end_as_interrupted, gate
 from csattn.artifact import open_artifact
 from csattn.config import preset
@@ -209,7 +209,7 @@ async def run(service: Service, cluster: Any, options: argparse.Namespace, answe
     async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=20, timeout=HUNG_S) as client:
         model = await model_name(client)
         await replay(client, model, first_questions(options), options, answers)
-        watch, chaos = Watch(options), Chaos(service, cluster, options)
+        watch, chaos = ServiceWatch(options), Chaos(service, cluster, options)
         await watch.sample()
         tasks = [asyncio.create_task(watch.run())]
         if options.every_s:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench import load, spread
+from bench.service_watch import ServiceWatch
 from bench.timing import GateError
 
 
@@ -42,7 +43,7 @@ def test_a_trace_replayed_until_enough_kills_counts_every_replay(monkeypatch: py
     watch = SimpleNamespace(sample=nothing, run=nothing, found=lambda _tokens: {})
     for name, value in (("replay", replay), ("model_name", nothing)):
         monkeypatch.setattr(spread, name, value)
-    monkeypatch.setattr(spread, "Watch", lambda _options: watch)
+    monkeypatch.setattr(spread, "ServiceWatch", lambda _options: watch)
     monkeypatch.setattr(spread, "Chaos", lambda *_: chaos)
     result = asyncio.run(spread.run(SimpleNamespace(url="http://127.0.0.1:9"), None, options, {}))  # type: ignore[arg-type]
     once = sum(len(session.questions) for session in load.make_trace(options))
@@ -71,15 +72,15 @@ def test_few_samples_report_a_maximum_instead_of_p99() -> None:
 def test_a_watch_counts_from_its_first_sample_and_raises_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [(90, 10), (97, 11), (2, 1)]  # the last is of a restarted process
 
-    def get(_watch: load.Watch, path: str) -> Any:
+    def get(_watch: ServiceWatch, path: str) -> Any:
         if path == "/v1/status":
             return {"workers": [{"held_bytes": 5, "budget_bytes": 9}]}
         memory, store = counts.pop(0)
         name = "csattn_context_requests_total"
         return f'{name}{{found="memory",worker="a"}} {memory}\n{name}{{found="store",worker="a"}} {store}\n'
 
-    monkeypatch.setattr(load.Watch, "_get", get)
-    watch = load.Watch(argparse.Namespace(pid=None, store=None, url="http://127.0.0.1:9", key="none"))
+    monkeypatch.setattr(ServiceWatch, "_get", get)
+    watch = ServiceWatch(argparse.Namespace(pid=None, store=None, url="http://127.0.0.1:9", key="none"))
     with pytest.raises(GateError, match="never told what it holds"):
         watch.found(1)
     for _ in range(3):

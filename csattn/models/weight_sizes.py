@@ -7,7 +7,7 @@ import torch
 
 from csattn.models import deepseek_files
 from csattn.models.mapped_files import has_disk_space
-from csattn.models.quantized import Quantization
+from csattn.models.quantization import Quantization
 from csattn.models.quantized_model import experts_of_layers, linears_of_layers
 from csattn.models.quantized_weight import QuantizedWeight, WeightFormat, rounding_named
 from csattn.models.text_part import named_as_text

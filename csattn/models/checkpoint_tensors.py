@@ -1,0 +1,69 @@
+"""Reads tensors of a checkpoint's safetensors files, whatever their types."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from csattn.errors import ModelError
+
+SCALES = ("weight_scale_inv", "weight_scale", "scale")  # of FP8 and int8 weights; all are factors, `_inv` too
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Find the files as `transformers` does: others beside them may have the same weights in another layout."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return sorted(folder.glob("*.safetensors"))
+
+
+class CheckpointTensors:
+    """The tensors of a folder's safetensors files, by name."""
+
+    def __init__(self, folder: Path):
+        self._file_of: dict[str, Any] = {}
+        paths = _files_of(folder)
+        if not paths:
+            raise ModelError(f"{folder} has no safetensors files, and quantized weights are read only from these")
+        for path in paths:
+            try:
+                file = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{path} cannot be read as safetensors ({error}); download it again") from error
+            self._file_of |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._file_of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def read(self, name: str) -> Tensor:
+        if name not in self:
+            raise ModelError(f"the checkpoint has no {name}, without which its weights cannot be decoded")
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of a tensor of FP8 or int8; None for other dtypes."""
+        return {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}.get(self._file_of[name].get_slice(name).get_dtype())
+
+    def scale(self, module: str) -> Tensor:
+        """Return the scales of a module's FP8 or int8 weights, as stored."""
+        name = next((x for part in SCALES if (x := f"{module}.{part}") in self), None)
+        if name is None:
+            raise ModelError(
+                f"the checkpoint has no scales of {module}.weight ({', '.join(SCALES)}), without which it cannot be "
+                "decoded; download all of it"
+            )
+        scale = self.read(name)
+        if scale.float().isnan().any():
+            raise ModelError(f"{name} has scales that are NaN; download the checkpoint again")
+        return scale

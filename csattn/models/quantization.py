@@ -1,0 +1,112 @@
+"""How the weights of published checkpoints are quantized.
+
+Supported values of `quant_method` in the `quantization_config`:
+
+* `fp8`: float8_e4m3fn with a scale for each block of weights (DeepSeek-V3, Qwen3-FP8), which may be a power of two;
+  with an `expert_dtype` of fp4, experts are pairs of 4-bit floats in int8, 32 floats to a scale (DeepSeek-V4);
+* `fbgemm_fp8`: float8_e4m3fn with a scale for each output;
+* `compressed-tensors`: float8 or int8 with a scale for each output, group or matrix, or numbers packed into int32;
+* `gptq`: 2, 4 or 8 bits, packed along inputs, groups of which share a scale and a zero point;
+* `awq`: 4 bits, packed along outputs in AWQ's order (version `gemm`);
+* `mxfp4`: pairs of 4-bit floats, 32 of which share a power of two (gpt-oss's experts).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from csattn.errors import ModelError
+from csattn.models.quantized_weight import QuantizedWeight, WeightFormat
+
+METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
+_EXPERT_DTYPES = ("fp8", "fp4")  # of the method `fp8`
+WORD_BITS, FP4_GROUP = 32, 32  # of packed numbers; of floats of 4 bits that share a scale
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a checkpoint's weights are quantized, by its `quantization_config`."""
+
+    method: str
+    num_bits: int
+    group_size: int | None  # inputs that share a scale; None: all
+    block: tuple[int, int] | None  # outputs and inputs that share a scale
+    zero_offset: int  # to add to stored zero points
+    symmetric: bool
+    is_float: bool
+    in_order: bool  # whether groups are of neighbouring inputs (no act-order)
+    fp4_experts: bool  # whether experts are 4-bit floats, as in `mxfp4`
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> "Quantization":
+        """Read a `quantization_config`. Raises ModelError if it is unsupported."""
+        method = str(config.get("quant_method"))
+        if method not in METHODS:
+            raise ModelError(
+                f"its weights are quantized by {method!r}, which csattn cannot read; use a checkpoint in "
+                f"{', '.join(METHODS)}, or in 16 bits"
+            )
+        if config.get("transform_config"):
+            raise ModelError(
+                "its weights are rotated (transform_config), which csattn does not undo; use a checkpoint "
+                "without rotation"
+            )
+        expert_dtype = (method == "fp8" and config.get("expert_dtype")) or "fp8"  # other methods keep DeepSeek's field
+        if expert_dtype not in _EXPERT_DTYPES:
+            raise ModelError(
+                f"its experts are in {expert_dtype!r} (expert_dtype), which csattn cannot read; use a checkpoint with "
+                f"experts in {' or '.join(_EXPERT_DTYPES)}, or in 16 bits"
+            )
+        of_weights = config
+        if method == "compressed-tensors":
+            groups = list((config.get("config_groups") or {}).values())
+            if len({json.dumps(group.get("weights"), sort_keys=True) for group in groups}) != 1:
+                raise ModelError(
+                    "its layers are quantized in several ways, and csattn reads only one; use another checkpoint"
+                )
+            of_weights = groups[0]["weights"] or {}
+        if method == "awq" and str(config.get("version", "gemm")).lower() != "gemm":
+            raise ModelError(
+                f"its AWQ weights are laid out as {config['version']!r}; use a checkpoint of version 'gemm'"
+            )
+        num_bits = int(of_weights.get("num_bits", of_weights.get("bits", 8)))
+        if WORD_BITS % num_bits:
+            raise ModelError(
+                f"its weights have {num_bits} bits, which do not fill a word evenly; use a checkpoint with 2, 4 "
+                "or 8 bits"
+            )
+        if of_weights.get("type") == "float" and num_bits != 8:
+            raise ModelError(
+                f"its weights are floats of {num_bits} bits ({config.get('format')}), which csattn cannot read in "
+                "compressed-tensors; use a checkpoint in FP8 or of integers, or in 16 bits"
+            )
+        group_size = int(of_weights.get("group_size") or -1)
+        block = config.get("weight_block_size") or of_weights.get("block_structure")
+        return cls(
+            method=method,
+            num_bits=num_bits,
+            group_size=group_size if group_size > 0 else None,
+            block=(int(block[0]), int(block[1])) if block else None,
+            zero_offset=int(method == "gptq" and config.get("checkpoint_format", "gptq") != "gptq_v2"),
+            symmetric=bool(of_weights.get("symmetric", of_weights.get("sym", True))),
+            is_float=of_weights.get("type") == "float",
+            in_order=not (config.get("desc_act") or of_weights.get("actorder") == "group"),
+            fp4_experts=method == "mxfp4" or expert_dtype == "fp4",
+        )
+
+    @property
+    def expert_format(self) -> tuple[WeightFormat, int] | None:
+        """Like `linear_format`, for the matrices of experts."""
+        if self.fp4_experts:
+            return "fp4", FP4_GROUP
+        return self.linear_format if self.in_order else None
+
+    @property
+    def linear_format(self) -> tuple[WeightFormat, int] | None:
+        """Format and group size in which products read quantized linear layers; None: only decoded ones are kept."""
+        is_fp8 = self.method in ("fp8", "fbgemm_fp8") or (self.num_bits == 8 and self.is_float)
+        format: WeightFormat = "fp8" if is_fp8 else "int4"
+        group_size = (self.block[1] if self.block else self.group_size) or 0
+        has_codes = is_fp8 or (self.num_bits == 4 and self.method in ("gptq", "awq", "compressed-tensors"))
+        return (format, group_size) if has_codes and QuantizedWeight.can_have(format, group_size) else None

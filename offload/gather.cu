@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_rows(
     const int* __restrict__ to_rows,                // [num_lists, capacity]
     long long num_lists, long long capacity) {
     __shared__ unsigned first[MAX_LISTS + 1];
+    wait_then_let_next_start();
     if (threadIdx.x < 32) sum_up_counts(counts, num_lists, first);
     __syncthreads();
 

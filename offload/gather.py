@@ -53,7 +53,7 @@ class RowGather:
         self.row_bytes = row_bytes
         self._max_lists = max_lists
         defines = {"ROW_BYTES": row_bytes, "MAX_LISTS": max_lists, "THREADS": _THREADS, "IN_FLIGHT": _IN_FLIGHT}
-        self._kernel = cuda_kernel(_SOURCE, "gather_rows", defines)
+        self._kernel = cuda_kernel(_SOURCE, "gather_rows", defines, early_start=True)
 
     def __repr__(self) -> str:
         return f"<RowGather {self.row_bytes}-byte rows of up to {self._max_lists} lists>"

@@ -193,6 +193,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         s.threshold = kAges;
     }
     __syncthreads();
+    wait_then_let_next_start();
     if (context < 0)
         for (int i = at.rank * THREADS + threadIdx.x; i < HEADS_PER_KV * MAX_TOP_K; i += CLUSTER * THREADS)
             ids[list * HEADS_PER_KV * MAX_TOP_K + i] = -1;

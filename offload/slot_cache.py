@@ -259,4 +259,4 @@ def _kernel(shape: SlotCacheShape, batch: int) -> CudaKernel:
         "BATCH": batch,
         "BLOCK_SLOTS": shape.block_slots,
     }
-    return cuda_kernel(_SOURCE, "look_up_rows", defines, _block_bytes(blocks, shape.block_slots))
+    return cuda_kernel(_SOURCE, "look_up_rows", defines, _block_bytes(blocks, shape.block_slots), early_start=True)

@@ -172,8 +172,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const int split = first_item % NUM_SPLITS, expected = units[0].position(units[0].warps_tile(split));
     __syncthreads();
     // If the rest is by codes, the kernel before this one posts it. That kernel lets this one start once all earlier kernels have
-    // ended and all its own blocks have begun. So all input is there, and `collect` waits for the parts.
-    if (ESTIMATE_REST || REST_PARTS == 0) wait_for_earlier_kernels();
+    // ended and all its own blocks have begun. So all input is there, except for rows that are being copied beside it, and
+    // `collect` waits for the parts.
+    if (ESTIMATE_REST || REST_PARTS == 0 || COPIES_BESIDE) wait_for_earlier_kernels();
     int id = (unsigned)expected < max_top_k ? kv_indices[(long long)(first_unit / SHARES) * max_top_k + expected] : 0;
     if (threadIdx.x < MAX_UNITS && (first_unit + threadIdx.x) * NUM_SPLITS < end_item) {
         const int context = context_ids[(first_unit + threadIdx.x) / ROW_UNITS];

@@ -100,6 +100,7 @@ class DeviceAttention:
         reach: Reach | None = None,  # resident rows are contexts' last ones, and rows see those within; None: all
         logit_cap: float | None = None,  # logits are cap * tanh(logit / cap)
         has_sinks: bool = False,
+        copies_beside: bool = False,  # far rows may come by a kernel of another stream, for which the attention waits
     ) -> None:
         require_supported(num_q_heads, num_kv_heads, num_index_heads, head_dim, dtype)
         assert logit_cap is None or rest == "none", "what tells of the rest does not know of the cap"
@@ -137,6 +138,7 @@ class DeviceAttention:
             "LOCAL": int(reach is not None),
             "CAPPED": int(logit_cap is not None),
             "SINKS": int(has_sinks),
+            "COPIES_BESIDE": int(copies_beside),
             "CODED": int(coding is not None),
             "CONTEXT_ROW_BYTES": 2 * head_dim * dtype.itemsize if coding is None else coding.row_bytes,
         }

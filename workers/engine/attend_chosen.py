@@ -35,12 +35,13 @@ class AttendChosen(StepAttention):
         tails: Tensor | None,  # as from `make_tails`; None: makes its own
         own: "OwnOnDevice | None",  # attends to requests' own segments, on another stream
         sinks: Tensor | None,  # [num_layers, num_q_heads] float32: sink logits, if the shape has them
+        copies_beside: bool = False,  # whether `far` copies rows on another stream
     ) -> None:
         self.shape, self.far, self.own = shape, far, own
         self.lookahead = bool(shape.search.lookahead)
         self.tails: Tensor = shape.make_tails(device) if tails is None else tails
         self._resident, self._sinks = ResidentRows(shape, device), sinks
-        self._attention = plan_attention(shape, device)
+        self._attention = plan_attention(shape, device, copies_beside)
         sizes = shape.num_index_heads, shape.max_top_k, device
         self._selections = {
             batch_size: [make_device_selection(batch_size, *sizes) for _ in range(2)]
@@ -88,7 +89,11 @@ class AttendChosen(StepAttention):
         attend(q, near, self.tails[layer_idx], source, fetched, rows, out, spill, moments, other, sinks)
 
 
-def plan_attention(shape: EngineShape, device: torch.device) -> dict[int, DeviceAttention]:
+def plan_attention(
+    shape: EngineShape,
+    device: torch.device,
+    copies_beside: bool = False,
+) -> dict[int, DeviceAttention]:
     """Make the attention kernels of each batch size, with their workspace."""
     return {
         batch_size: DeviceAttention(
@@ -107,6 +112,7 @@ def plan_attention(shape: EngineShape, device: torch.device) -> dict[int, Device
             coding=shape.coding,
             logit_cap=shape.logit_cap,
             has_sinks=shape.has_sinks,
+            copies_beside=copies_beside,
         )
         for batch_size in shape.batch_sizes
     }

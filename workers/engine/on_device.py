@@ -60,7 +60,8 @@ class SearchOnDevice(AttendChosen):
         sinks: Tensor | None = None,
         searches: Mapping[int, StepSearch] | None = None,  # by batch size; None: in the index, or in all keys
     ) -> None:
-        super().__init__(shape, far, device, tails, own, sinks)
+        copies_beside = far.cross_link and device.type == "cuda"  # an emulated device runs everything in order
+        super().__init__(shape, far, device, tails, own, sinks, copies_beside)
         if searches is None and shape.reads_keys:
             searches = make_exact_searches(shape, far, device)
         self._searches = make_searches(shape, index, device) if searches is None else searches
@@ -73,7 +74,7 @@ class SearchOnDevice(AttendChosen):
                 self._passes[size] = search.scores
         # copies rows beside attention to the rest by its codes; None: no rows are copied
         self._copy_stream: torch.cuda.Stream | None = None
-        if far.cross_link and device.type == "cuda":  # an emulated device runs everything in order
+        if copies_beside:
             self._copy_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         # all searches share one workspace, so with lookahead all of them run on this stream, also the first layer's
         self._search_stream: torch.cuda.Stream | None = None

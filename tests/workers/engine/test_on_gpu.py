@@ -12,6 +12,7 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
 from index_build.pipeline import build_artifact
+from offload import gather
 from offload.budget import AvailableMemory
 from offload.codecs.formats import KvFormat
 from offload.errors import MemoryPlanError, NoDeviceError
@@ -123,6 +124,25 @@ def test_all_placements_give_the_same_bits(store, keep, rest, codec, lookahead) 
             torch.testing.assert_close(other_logits, logits, rtol=2e-3, atol=2e-3)
         else:
             assert torch.equal(other_logits, logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rest", ["none", "sketch"])
+def test_attention_waits_for_rows_that_are_still_being_copied(store, rest, tmp_path, monkeypatch) -> None:
+    source = Path(gather.__file__).with_name("gather.cu")
+    let_next_start = "wait_then_let_next_start();"
+    text = source.read_text().replace('#include "..', f'#include "{source.parent.parent}')
+    assert text.count(let_next_start) == 1
+    slow = tmp_path / "gather.cu"
+    slow.write_text(text.replace(let_next_start, let_next_start + " for (int i = 0; i < 200; ++i) __nanosleep(1000);"))
+    config = SearchConfig(keep=0.05, window_len=64, rest=rest)
+    with open_artifact(artifact_path(store)) as artifact:
+        with ready_engine(artifact, config, "device") as ready:
+            _, want = decode(ready, NUM_STEPS)
+        monkeypatch.setattr(gather, "_SOURCE", slow)
+        with ready_engine(artifact, config, "hybrid") as ready:
+            _, got = decode(ready, NUM_STEPS)
+    assert torch.equal(got, want)
 
 
 @pytest.mark.gpu

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from csattn.config import RestKind
-from csattn.selector_names import ABOUT
+from csattn.selector_names import ABOUT, SelectorName
 from workers.api.fields import Fields
 from workers.api.foreign import check_foreign_fields
 from workers.api.names import context_or_own
 from workers.api.tools import read_format, read_tools
 from workers.api.turns import read_continues, read_speaks_next, read_template, read_turns, require_answerable
-from workers.serving.messages import Ask, Sampling, Selector
+from workers.serving.messages import Ask, Sampling
 from workers.settings import LimitSettings
 
 CHAT_TOKENS = 512  # default of a chat; OpenAI's own completions have 16
@@ -111,7 +111,7 @@ def read_extensions(fields: Fields) -> dict[str, Any]:
         "keep": fields.number("keep", 0.0, 1.0, above=True),
         "lookahead": fields.whole("lookahead", 0, 1),
         "rest": cast(RestKind | None, fields.choice("rest", get_args(RestKind))),
-        "selector": cast(Selector | None, fields.choice("selector", tuple(ABOUT))),
+        "selector": cast(SelectorName | None, fields.choice("selector", tuple(ABOUT))),
     }
 
 

@@ -24,11 +24,11 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import CsattnError
+from csattn.selector_names import SelectorName
 from csattn.share import Share
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.step_model import StepModel
 from workers.model.devices import Devices
-from workers.serving.messages import Selector
 from workers.serving.step_engine import EngineCounts, Fidelity, StepRow
 
 SPIN_S = 0.002  # that it polls for the next step before it sleeps: waking up can take longer than a step
@@ -69,7 +69,7 @@ class Follower:
         self._engine.remove_context(context_id)
         self._artifacts.pop(context_id).close()
 
-    def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
+    def open(self, slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         self._engine.open(slot, context_id, config, selector)
 
     def write_rows(self, slot: int, rows: Tensor) -> None:

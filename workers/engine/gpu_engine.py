@@ -23,6 +23,7 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.search import SearchPool
 from csattn.selection import Selection, join_choices
+from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView
 from csattn.sketch.own import Growth, own_top_k
 from offload.codecs.formats import KvFormat
@@ -65,13 +66,12 @@ from workers.model.devices import require_device
 from workers.model.rows import require_tokens
 from workers.model.runner import StepOutput
 from workers.searchers.step_searches import StepSearches
-from workers.serving.messages import Selector
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
 
 BATCH_SIZES = (1, 8)  # for a single request: its decode steps, and its question eight tokens at a time
 MAX_ROWS = 64  # of a step
 _MOST_THREADS = 8  # that compute the eigenvectors for a segment of own rows
-GPU_SELECTORS: tuple[Selector, ...] = ("csattn", "full", "exact")
+GPU_SELECTORS: tuple[SelectorName, ...] = ("csattn", "full", "exact")
 SLOT_SHARE = 0.15  # of a context's rows that have cache slots on the device, where its KV is on the host
 
 
@@ -117,7 +117,7 @@ class GpuEngine:
         max_context_len: int | None = None,  # rows; default: what the model's positions and the memory allow
         index_config: IndexConfig | None = None,  # of contexts; default: the first one's, or preset `default`
         slot_share: float = SLOT_SHARE,
-        selector: Selector = "csattn",  # of all requests: csattn, full, or in placement device exact
+        selector: SelectorName = "csattn",  # of all requests: csattn, full, or in placement device exact
         kv_format: KvFormat | None = None,  # of contexts' rows, on the device and in host memory; None: as built
         num_threads: int | None = None,  # search threads in placement `host`; default: all cores
         searcher: StepSearcher | None = None,  # in placement `host`, instead of threads; closed with the engine
@@ -193,10 +193,10 @@ class GpuEngine:
         self._placing.ready().remove_context(place)
         del self._places[context_id]
 
-    def preparation(self, context_id: int, config: SearchConfig, selector: Selector) -> None:
+    def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         """Return None: a loaded context has all that its requests need."""
 
-    def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
+    def open(self, slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         place = self._place(context_id)
         require_free_slot(slot, self.num_slots, self._requests)
         require_own_choice(self.model.spec, config, selector)
@@ -448,7 +448,7 @@ class GpuEngine:
             return 0
         return int(self._placing.ready().artifacts[self._place(context_id)].spec.context_len)
 
-    def _require_as_captured(self, config: SearchConfig, selector: Selector) -> None:
+    def _require_as_captured(self, config: SearchConfig, selector: SelectorName) -> None:
         if selector != self.selector:
             raise ConfigError(
                 f"selector is {selector!r}, but steps on this GPU are captured with {self.selector}; leave it out"

@@ -6,6 +6,7 @@ from math import prod
 from csattn.config import SEGMENT_STEP, IndexConfig, ListConfig, SearchConfig, SketchConfig, num_index_heads
 from csattn.errors import ConfigError
 from csattn.models.spec import ModelSpec
+from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth, own_top_k
 from offload.budget import AvailableMemory, MemoryPlan
@@ -16,7 +17,6 @@ from workers.engine.own_choice import latents_of, least_slots
 from workers.engine.shape import EngineShape
 from workers.engine.sparse_or_full import require_both, require_model
 from workers.engine.step_model import StepModel
-from workers.serving.messages import Selector
 
 LEAST_OWN_ROWS = 2048
 OWN_PART_OF_DEVICE, OWN_PART_OF_HOST = 8, 4  # own rows take at most 1/8 and 1/4 of the free memory
@@ -29,7 +29,7 @@ class Sizing:
     model: StepModel
     placement: Placement
     search: SearchConfig
-    selector: Selector
+    selector: SelectorName
     batch_sizes: tuple[int, ...]
     num_contexts: int
     max_context_len: int | None

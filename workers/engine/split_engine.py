@@ -23,6 +23,7 @@ from csattn.errors import ConfigError, DevicesError
 from csattn.models import LoadedModel
 from csattn.models.module_weights import weights_of
 from csattn.models.share import require_shares, require_shares_of_quantized
+from csattn.selector_names import SelectorName
 from csattn.share import Share
 from workers.engine.follower import EXPECTED, FollowerSpec
 from workers.engine.followers import GRACE_S, MODULE, STEP_S, Followers
@@ -32,7 +33,6 @@ from workers.engine.slots import require_new_context
 from workers.engine.step_model import first_share, handed_share, step_model
 from workers.model.deadline import ends_within
 from workers.model.devices import Devices, require_device, require_devices
-from workers.serving.messages import Selector
 from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepResult, StepRow
 
 LOAD_S = 1800.0  # more than loading a context takes, or loading the weights and capturing steps
@@ -124,10 +124,10 @@ class SplitEngine:
         self._followers.send("remove_context", context_id)
         self._context_ids.remove(context_id)
 
-    def preparation(self, context_id: int, config: SearchConfig, selector: Selector) -> None:
+    def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         """Return None: a loaded context has all that its requests need."""
 
-    def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
+    def open(self, slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         if self._engine.is_started:
             self._engine.open(slot, context_id, config, selector)
             self._followers.send("open", slot, context_id, config, selector)

@@ -3,7 +3,7 @@
 import logging
 
 from csattn.config import SearchConfig
-from workers.serving.messages import Selector
+from csattn.selector_names import SelectorName
 from workers.serving.request import Request
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 
@@ -21,7 +21,7 @@ class EngineHealth:
         self.contexts: set[int] = set()  # ids of those loaded
         self._engine = engine
         self._config = SearchConfig()
-        self._selector: Selector = "csattn"
+        self._selector: SelectorName = "csattn"
 
     def probe_after(self, error: Exception, request: Request, now: float, free_slot: int) -> None:
         """Probe the engine after a failed step. request: one of the step, whose settings the probe uses."""

@@ -24,16 +24,16 @@ from csattn.artifact import ModelGeometry
 from csattn.artifact.manifest import ALL
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
+from csattn.selector_names import SelectorName
 from offload.block_files import BlockFiles
 from offload.blocks import BlockCounts, BlockName, Blocks, Label
 from offload.budget import host_memory_bytes
 from workers.serving.kept_store import DIRECTORY, DiskBudget
-from workers.serving.messages import Selector
 from workers.settings import Settings
 from workers.words import size
 
 BLOCK_ROWS = 64
-_KEEPABLE: tuple[Selector, ...] = ("csattn", "full")  # other selectors have a state that depends on past queries
+_KEEPABLE: tuple[SelectorName, ...] = ("csattn", "full")  # other selectors have a state that depends on past queries
 new_hash = hashlib.sha256  # blocks are looked up by hash, then compared by label
 _log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def row_identity(
     settings: Settings,
     artifact_id: str | None,
     salt: str,
-    selector: Selector,
+    selector: SelectorName,
     config: SearchConfig,
 ) -> bytes:
     """Everything that a request's rows depend on besides its tokens.
@@ -180,7 +180,7 @@ def open_kept_rows(loaded: LoadedModel, settings: Settings) -> KeptRows:
     return KeptRows(Blocks(memory_bytes, files), loaded.geometry, loaded.dtype)
 
 
-def is_keepable(selector: Selector, config: SearchConfig, geometry: ModelGeometry) -> bool:
+def is_keepable(selector: SelectorName, config: SearchConfig, geometry: ModelGeometry) -> bool:
     """Whether a request can continue from KV rows of full-attention layers alone: its selector keeps no state between
     steps, and no layer keeps another state or only the last rows."""
     return selector in _KEEPABLE and config.search_period == 1 and set(geometry.reaches) <= {0, ALL}

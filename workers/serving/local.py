@@ -19,6 +19,7 @@ from csattn.artifact.lock import StoreUse
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
+from csattn.selector_names import SelectorName
 from workers.serving.answer_parser import answer_parser_for
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import ContextCounts
@@ -35,7 +36,6 @@ from workers.serving.messages import (
     Health,
     Held,
     OverloadedError,
-    Selector,
     ServingError,
     TimedOutError,
     TokenizeAsk,
@@ -317,7 +317,7 @@ class LocalBackend:
             echo=self._echo(ask),
         )
 
-    def _selector(self, ask: Ask) -> Selector:
+    def _selector(self, ask: Ask) -> SelectorName:
         return ask.selector or self._settings.engine.selector
 
     def _echo(self, ask: Ask) -> str | None:

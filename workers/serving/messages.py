@@ -9,7 +9,6 @@ from csattn.config import RestKind
 from csattn.errors import CsattnError
 from csattn.selector_names import SelectorName
 
-Selector = SelectorName
 Finish = Literal["stop", "length", "tool_calls"]
 ContextState = Literal["building", "ready", "failed"]
 CONTEXT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -102,7 +101,7 @@ class Ask(Conversation):
     keep: float | None = None  # None, here and below: the service's setting
     lookahead: int | None = None
     rest: RestKind | None = None
-    selector: Selector | None = None
+    selector: SelectorName | None = None
 
     @property
     def field(self) -> str:

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
+from csattn.selector_names import SelectorName
 from workers.serving.context_build import Builder
 from workers.serving.contexts import Contexts
 from workers.serving.examiner import Examiner
 from workers.serving.kept_rows import OwnRows, is_keepable, open_kept_rows, row_identity
-from workers.serving.messages import Ask, ContextNotReadyError, Selector
+from workers.serving.messages import Ask, ContextNotReadyError
 from workers.serving.own_contexts import Found, OwnContexts, prefix_len
 from workers.serving.prompts import prompt_ids, require_embedded, room_for, whole_ids
 from workers.serving.residency import Residency
@@ -74,7 +75,7 @@ class Prefixes:
         self.own_contexts = OwnContexts(loaded, settings, examiner, residency, builder)
         self.kept = open_kept_rows(loaded, settings)
 
-    async def find(self, ask: Ask, config: SearchConfig, selector: Selector) -> Prefix:
+    async def find(self, ask: Ask, config: SearchConfig, selector: SelectorName) -> Prefix:
         """Return the request's beginning, with its context loaded. Raises a ServingError if that is impossible."""
         whole = None if ask.context else await self._whole_ids(ask)
         without: set[Path] = set()
@@ -117,7 +118,7 @@ class Prefixes:
         self.kept.close()
 
     async def _find(
-        self, ask: Ask, config: SearchConfig, selector: Selector, whole: list[int] | None, without: set[Path]
+        self, ask: Ask, config: SearchConfig, selector: SelectorName, whole: list[int] | None, without: set[Path]
     ) -> Found:
         """Find the longest context that the prompt begins with, or build a longer one.
 
@@ -160,7 +161,9 @@ class Prefixes:
             finding.add_done_callback(_release)
             raise
 
-    def _identity(self, ask: Ask, config: SearchConfig, selector: Selector, artifact_id: str | None) -> bytes | None:
+    def _identity(
+        self, ask: Ask, config: SearchConfig, selector: SelectorName, artifact_id: str | None
+    ) -> bytes | None:
         """`row_identity` of the request; None if its rows are not kept."""
         is_kept = self._settings.kept.memory_bytes and is_keepable(selector, config, self._loaded.geometry)
         if _scores_prompt(ask) or not is_kept:

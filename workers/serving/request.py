@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.config import SearchConfig
+from csattn.selector_names import SelectorName
 from workers.serving.answer_parser import AnswerParser, Parts
 from workers.serving.grammar import Grammar
 from workers.serving.kept_rows import OwnRows
-from workers.serving.messages import Done, Finish, Piece, Sampling, Selector, TokenScore, Usage
+from workers.serving.messages import Done, Finish, Piece, Sampling, TokenScore, Usage
 from workers.serving.outlet import Outlet
 from workers.serving.sampling import TokenCounts, adjust_logits, allowed_without, draw, draw_spec, likelihood_of
 from workers.serving.step_engine import Allowed, DrawSpec, Likelihood
@@ -34,7 +35,7 @@ class Request:
     sampling: Sampling
     max_new_tokens: int
     config: SearchConfig
-    selector: Selector
+    selector: SelectorName
     seed: int
     arrived_at: float  # by the scheduler's clock, like all times here
     deadline: float

@@ -19,6 +19,7 @@ from csattn.artifact import Artifact
 from csattn.artifact.tensor_file import repair_advice
 from csattn.config import SearchConfig
 from csattn.errors import ArtifactError, ArtifactRoomError, ConfigError, CsattnError
+from csattn.selector_names import SelectorName
 from offload.errors import DiskError, MemoryPlanError, is_out_of_memory
 from workers.capacity import context_bytes
 from workers.serving.examiner import Examiner
@@ -28,7 +29,6 @@ from workers.serving.messages import (
     ContextTooLongError,
     Held,
     OverloadedError,
-    Selector,
     ServingError,
     WorkerLostError,
     closing,
@@ -91,7 +91,7 @@ class Residency:
 
     @asynccontextmanager
     async def using(
-        self, path: Path | None, config: SearchConfig, selector: Selector, routing_key: str = ""
+        self, path: Path | None, config: SearchConfig, selector: SelectorName, routing_key: str = ""
     ) -> AsyncIterator[Resident]:
         """Keep the artifact at that path loaded until the block ends, and prepared for such a request.
 
@@ -191,7 +191,7 @@ class Residency:
                 del self._wanted[path]
             self._left.set()
 
-    async def _prepare(self, path: Path, resident: Resident, config: SearchConfig, selector: Selector) -> None:
+    async def _prepare(self, path: Path, resident: Resident, config: SearchConfig, selector: SelectorName) -> None:
         try:
             work = self._engine.preparation(resident.context_id, config, selector)
         except ConfigError as error:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
-from workers.serving.messages import Selector
+from csattn.selector_names import SelectorName
 
 NO_CONTEXT = -1  # context_id of a request without a context
 
@@ -121,7 +121,7 @@ class StepEngine(Protocol):
         """Unload a context. No slot may be open on it."""
         ...
 
-    def preparation(self, context_id: int, config: SearchConfig, selector: Selector) -> Callable[[], None] | None:
+    def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Callable[[], None] | None:
         """Return the work that makes what such a request needs of its context; None if all of it is made already.
 
         It may take as long as a prefill. Call this and run the work on any thread, beside the steps, while the context
@@ -130,7 +130,7 @@ class StepEngine(Protocol):
         """
         ...
 
-    def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
+    def open(self, slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         """Begin a request with an empty tail. If `preparation` has not been run, this does its work, and steps wait.
 
         Raises ConfigError for what this engine cannot do.

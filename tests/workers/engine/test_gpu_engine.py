@@ -14,6 +14,7 @@ import torch
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError, CsattnError
+from csattn.selector_names import SelectorName
 from index_build.pipeline import build_artifact
 from offload.budget import AvailableMemory, MemoryPlan
 from offload.codecs.formats import KvFormat
@@ -30,7 +31,7 @@ from workers.engine.cpu_engine import CpuEngine
 from workers.engine.memory import PLACEMENTS, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.searchers.worker_searcher import WorkerSearcher
-from workers.serving.messages import Sampling, Selector
+from workers.serving.messages import Sampling
 from workers.serving.sampling import adjust_logits, draw, draw_spec, likelihood_of
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 from workers.session import csattn_session
@@ -64,7 +65,7 @@ def make_engine(placement: str, **changes: object) -> GpuEngine:
 
 
 def answer(
-    engine: StepEngine, slot: int, context_id: int, question: list[int], selector: Selector = "csattn"
+    engine: StepEngine, slot: int, context_id: int, question: list[int], selector: SelectorName = "csattn"
 ) -> list[int]:
     """Return the greedy continuation of one request alone."""
     engine.open(slot, context_id, CONFIG, selector)
@@ -120,7 +121,7 @@ def test_answers_equal_the_cpus_while_contexts_are_loaded_and_unloaded(
         ready.close()
 
 
-def run_together(engine: StepEngine, opened: list[tuple[int, int]], selector: Selector) -> list[list[int]]:
+def run_together(engine: StepEngine, opened: list[tuple[int, int]], selector: SelectorName) -> list[list[int]]:
     """Feed both questions, sharing a step where they fit, then the greedy tokens of both, two rows a step."""
     for slot, context_id in opened:
         engine.open(slot, context_id, CONFIG, selector)
@@ -267,7 +268,7 @@ def test_no_part_of_a_refused_step_is_run(artifacts, monkeypatch, token_id, watc
         assert engine.step([StepRow(0, 3), StepRow(0, 4)]).next_ids[1] == want[0]
 
 
-def take_watched_step(engine: StepEngine, selector: Selector):
+def take_watched_step(engine: StepEngine, selector: SelectorName):
     engine.open(0, 0, CONFIG, selector)
     result = engine.step([StepRow(0, token) for token in QUESTIONS[0][:4]], want_logits=True, watch=(2, 1))
     engine.close_slot(0)

@@ -26,6 +26,7 @@ from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
 from csattn.models.quantized_model import linears_of_layers, round_weights
 from csattn.models.quantized_weight import QuantizedWeight
+from csattn.selector_names import SelectorName
 from csattn.share import Share
 from csattn.sketch.own import Growth
 from index_build.pipeline import build_artifact
@@ -40,7 +41,6 @@ from workers.engine import followers, step_model
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.split_engine import SplitEngine
 from workers.model.devices import Devices
-from workers.serving.messages import Selector
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 
 ON_GPUS = torch.cuda.device_count() > 1
@@ -118,7 +118,7 @@ def logits_of(engine: StepEngine, slot: int, tokens: list[int]) -> np.ndarray:
 
 
 def talk(
-    engine: StepEngine, artifacts: list[Artifact], config: SearchConfig = CONFIG, selector: Selector = "csattn"
+    engine: StepEngine, artifacts: list[Artifact], config: SearchConfig = CONFIG, selector: SelectorName = "csattn"
 ) -> tuple[list[list[int]], np.ndarray]:
     """Run two requests over two contexts, sharing steps; then copy the first one's rows to another slot and run both.
 

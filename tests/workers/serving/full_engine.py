@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
-from workers.serving.messages import Selector
+from csattn.selector_names import SelectorName
 from workers.serving.sampling import adjust_logits, draw, likelihood_of
 from workers.serving.step_engine import NO_CONTEXT, DrawSpec, EngineCounts, Fidelity, Likelihood, StepResult, StepRow
 
@@ -19,7 +19,7 @@ from workers.serving.step_engine import NO_CONTEXT, DrawSpec, EngineCounts, Fide
 class Slot:
     context_id: int
     config: SearchConfig
-    selector: Selector
+    selector: SelectorName
     rows: list[list[NDArray[np.float32]]] = field(default_factory=list)  # [num_layers][num_tokens]: [2, heads, dim]
     num_rows: int = 0
 
@@ -58,10 +58,10 @@ class FullEngine:
         assert not any(slot.context_id == context_id for slot in self.slots.values()), "a slot is open on it"
         del self.contexts[context_id]
 
-    def preparation(self, context_id: int, config: SearchConfig, selector: Selector) -> Callable[[], None] | None:
+    def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Callable[[], None] | None:
         return None
 
-    def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
+    def open(self, slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         assert 0 <= slot < self.num_slots and slot not in self.slots
         assert context_id == NO_CONTEXT or context_id in self.contexts
         self.slots[slot] = Slot(context_id, config, selector, [[] for _ in range(self.num_layers)])

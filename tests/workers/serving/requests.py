@@ -5,12 +5,13 @@ from typing import Any
 
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig
+from csattn.selector_names import SelectorName
 from tests.tiny import loaded
 from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.soundness import check
 from workers.serving.context_file import ContextFile
-from workers.serving.messages import Done, Piece, Sampling, Selector, ServingError
+from workers.serving.messages import Done, Piece, Sampling, ServingError
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
 from workers.serving.request import Request, Writer
@@ -47,7 +48,7 @@ def make_request(
     scheduler: Scheduler,
     question: str | list[int] = "who?",
     context_id: int = 0,
-    selector: Selector = "csattn",
+    selector: SelectorName = "csattn",
     timeout_s: float = 1e9,
     **sampling: Any,
 ) -> Request:

@@ -49,7 +49,7 @@ def context_bytes(spec: ArtifactSpec, kv_format: KvFormat | None = None) -> tupl
         if name in coded:
             assert kv_format is not None
             kv += _in_pages(spec.model.num_kv_heads * spec.context_len * kv_format.row_bytes(spec.model.head_dim))
-        elif ".kv." in name or (spec.model.compressed and ".state." in name):
+        elif ".kv." in name or ("compressed" in spec.model.kinds and ".state." in name):
             kv += _in_pages(plan(spec, name).size_bytes)
         else:
             others += _in_pages(plan(spec, name).size_bytes)

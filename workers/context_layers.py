@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from csattn.artifact import Artifact
-from csattn.artifact.manifest import STATE
 from csattn.attention import attend_chunk
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
@@ -45,12 +44,12 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
     from csattn.models.attending_cache import CACHE, AttendingCache
     from csattn.models.attention_hook import attention_implementation
 
-    if STATE in loaded.geometry.reaches:
+    if "state" in loaded.geometry.kinds:
         raise ConfigError(
             f"selector h2o needs the attention of the context's own tokens, which {loaded.name}, a model with linear "
             "attention, does not give; choose another selector"
         )
-    if loaded.geometry.rows_of:
+    if any(layer.rows_of is not None for layer in loaded.geometry.layers):
         raise ConfigError(
             f"selector h2o needs the attention of the context's own tokens, which {loaded.name}, some of whose layers "
             "share the rows of others, does not give; choose another selector"

@@ -6,8 +6,9 @@ context's token ids, and for each layer a file of KV rows (or of a state) and on
 
 from csattn.artifact.durable import require_space
 from csattn.artifact.find import find_artifact, resolve_artifact
+from csattn.artifact.geometry import LayerGeometry, ModelGeometry
 from csattn.artifact.layout import artifact_bytes
-from csattn.artifact.manifest import ArtifactSpec, KvDtype, Manifest, ModelGeometry, hash_token_ids
+from csattn.artifact.manifest import ArtifactSpec, KvDtype, Manifest, hash_token_ids
 from csattn.artifact.places import (
     fetch_artifact,
     is_url,
@@ -36,6 +37,7 @@ __all__ = [
     "ArtifactSummary",
     "ArtifactWriter",
     "KvDtype",
+    "LayerGeometry",
     "Manifest",
     "ModelGeometry",
     "RemoteStore",

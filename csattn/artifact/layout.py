@@ -90,10 +90,10 @@ def kv_tensor(spec: ArtifactSpec, layer_idx: int) -> TensorSpec:
 
 def state_tensors(spec: ArtifactSpec, layer_idx: int) -> list[TensorSpec]:
     """The state that a layer keeps of the context instead of KV rows, for linear or compressed attention."""
-    model = spec.model
-    if not model.compressed:
-        return [TensorSpec("conv", "F32", model.state[:2]), TensorSpec("memory", "F32", model.state[2:])]
-    sizes = model.compressed_sizes(layer_idx, spec.context_len)
+    of = spec.model.layer(layer_idx)
+    if of.keeps == "state":
+        return [TensorSpec("conv", "F32", of.conv), TensorSpec("memory", "F32", of.memory)]
+    sizes = spec.model.compressed_sizes(layer_idx, spec.context_len)
     kv_dtype = KV_DTYPES[spec.kv_dtype]
     return [TensorSpec(name, "F32" if name == "pending" else kv_dtype, shape) for name, shape in sizes.items()]
 

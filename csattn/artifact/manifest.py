@@ -10,164 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord
+from csattn.artifact.geometry import ModelGeometry
 from csattn.config import IndexConfig, index_config_from_json, num_index_heads
 from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigError
 
 FORMAT_NAME = "csattn-artifact"
-FORMAT_VERSION = 5
-STATE, ALL, COMPRESSED = -1, -2, -3  # special values in `ModelGeometry.reaches`
+FORMAT_VERSION = 6
 MAX_CONTEXT_TOKENS = 2**31 - 1  # rows are numbered by int32
 NOT_ROUNDED = "none"  # noted in a manifest as the rounding of weights that were not rounded
 
 _MAX_SHOWN = 200  # characters shown of a fault in a manifest
 
 KvDtype = Literal["float32", "float16", "bfloat16"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelGeometry:
-    """The sizes of a model that determine the shapes in an artifact."""
-
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int  # width of a token's hidden state between layers, all residual streams together
-    vocab_size: int
-    max_positions: int  # the longest sequence that the model's positions allow
-    # For each layer, how many of a context's last rows a token after it may see. 0: all rows. STATE: the layer keeps a
-    # state instead of rows (linear attention). ALL: all rows, without an index (latents: a learned indexer's keys are
-    # in the rows). COMPRESSED: the last rows, and compressed rows of the whole context. Empty: all layers see all rows.
-    reaches: tuple[int, ...] = ()
-    # sizes of a STATE layer's state: the convolution's last inputs (2 numbers), and the memory (3 numbers)
-    state: tuple[int, ...] = ()
-    # num_kv_heads and head_dim of layers that keep only a context's last rows; empty: as in the others
-    local_heads: tuple[int, ...] = ()
-    # for each layer, the layer whose rows it attends to: itself or an earlier one; empty: all layers have their own
-    rows_of: tuple[int, ...] = ()
-    # If all layers are COMPRESSED: the window (uncompressed rows that a token sees, including its own); then for each
-    # layer the tokens that a compressed row stands for (0: none), the tokens it is computed from, its index key's width
-    compressed: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, value in self._sizes.items():
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} of a model must be a positive integer, got {value!r}")
-        has_state = STATE in self.reaches
-        if len(self.state) != 5 * has_state or any(type(x) is not int or x < 1 for x in self.state):
-            raise ConfigError(
-                f"a state of linear attention has five positive sizes, and only where a layer has one, got {self.state}"
-            )
-        if self.reaches and (len(self.reaches) != self.num_layers or not {0, ALL, COMPRESSED} & set(self.reaches)):
-            raise ConfigError(
-                f"at least one of {self.num_layers} layers must attend to the whole context, got {self.reaches}"
-            )
-        if any(type(reach) is not int or reach < COMPRESSED for reach in self.reaches):
-            raise ConfigError(f"a layer attends to some rows or all rows of a context, got {self.reaches}")
-        self._check_compressed()
-        if self.local_heads and (
-            not self.reaches or len(self.local_heads) != 2 or any(type(x) is not int or x < 1 for x in self.local_heads)
-        ):
-            raise ConfigError(
-                "heads of local layers are given by their number and their width, and only where reaches are, got "
-                f"{self.local_heads}"
-            )
-        if self.rows_of and (
-            len(self.rows_of) != self.num_layers
-            or any(type(at) is not int or not 0 <= at <= i for i, at in enumerate(self.rows_of))
-            or any(self.rows_of[at] != at or self._reach(at) != self._reach(i) for i, at in enumerate(self.rows_of))
-        ):
-            raise ConfigError(
-                f"layers may only share rows of earlier layers with the same attention span, got {self.rows_of}"
-            )
-        for num_kv_heads in (self.num_kv_heads, *self.local_heads[:1]):
-            if self.num_q_heads % num_kv_heads:
-                raise ConfigError(
-                    f"{self.num_q_heads} query heads cannot be divided into equal groups over {num_kv_heads} KV heads"
-                )
-
-    def _check_compressed(self) -> None:
-        has_some = COMPRESSED in self.reaches
-        if has_some and set(self.reaches) != {COMPRESSED}:
-            raise ConfigError(f"either all layers have compressed rows or none, got {self.reaches}")
-        wanted = 1 + 3 * self.num_layers if has_some else 0
-        are_sizes = all(type(x) is int and x >= 0 for x in self.compressed) and all(self.compressed[:1])
-        layers = [self.compressed[i : i + 3] for i in range(1, len(self.compressed), 3)]
-        if (
-            len(self.compressed) != wanted
-            or not are_sizes
-            or any(span not in (ratio, 2 * ratio) or (width and not ratio) for ratio, span, width in layers)
-        ):
-            raise ConfigError(f"sizes of compressed rows are a window and three of each layer, got {self.compressed}")
-
-    @property
-    def indexed_layers(self) -> tuple[int, ...]:
-        """Layers with an index: those that see all of a context by KV heads (reach 0)."""
-        return tuple(i for i in range(self.num_layers) if not self.reaches or self.reaches[i] == 0)
-
-    def is_predicted(self, layer_idx: int) -> bool:
-        """Whether its queries are predicted from the previous layer's input: so in all indexed layers but the first."""
-        return layer_idx in self.indexed_layers[1:]
-
-    def has_state(self, layer_idx: int) -> bool:
-        """Whether the layer keeps a state of the context instead of a KV row for each token."""
-        return bool(self.reaches) and self.reaches[layer_idx] in (STATE, COMPRESSED)
-
-    def compressed_sizes(self, layer_idx: int, context_len: int) -> dict[str, tuple[int, int]]:
-        """Return the shapes of what a COMPRESSED layer keeps of a context: see `csattn.lightning.CompressedState`."""
-        window, *others = self.compressed
-        ratio, span, key_width = others[3 * layer_idx :][:3]
-        num_rows, num_left = divmod(context_len, ratio) if ratio else (0, 0)
-        if span > ratio and num_rows:  # overlap: the last row's tokens contribute to the next one as well
-            num_left += ratio
-        series = span // ratio if ratio else 0
-        return {
-            "window": (min(window - 1, context_len), 2 * self.head_dim),
-            "rows": (num_rows, 2 * self.head_dim),
-            "keys": (num_rows if key_width else 0, key_width),
-            "pending": (num_left, 2 * series * (2 * self.head_dim + key_width)),
-        }
-
-    def num_kept(self, layer_idx: int, context_len: int) -> int:
-        """Return how many of a context's last rows that layer keeps; 0 if it has a state."""
-        if self.has_state(layer_idx):
-            return 0
-        reach = self._reach(layer_idx)
-        return context_len if reach in (0, ALL) else min(context_len, reach)
-
-    def kv_source(self, layer_idx: int) -> int:
-        """Return the layer whose rows this layer attends to."""
-        return self.rows_of[layer_idx] if self.rows_of else layer_idx
-
-    def num_stored(self, layer_idx: int, context_len: int) -> int:
-        """Return how many rows of a context are stored for that layer; 0 if it attends to another's."""
-        return self.num_kept(layer_idx, context_len) if self.kv_source(layer_idx) == layer_idx else 0
-
-    def _reach(self, layer_idx: int) -> int:
-        return self.reaches[layer_idx] if self.reaches else 0
-
-    def row_sizes(self, layer_idx: int) -> tuple[int, int]:
-        """Return num_kv_heads and head_dim of that layer."""
-        if not self.local_heads or self.reaches[layer_idx] < 1:
-            return self.num_kv_heads, self.head_dim
-        num_kv_heads, head_dim = self.local_heads
-        return num_kv_heads, head_dim
-
-    def to_json(self) -> dict[str, Any]:
-        lists = {name: list(getattr(self, name)) for name in GEOMETRY_LISTS}
-        return self._sizes | {name: values for name, values in lists.items() if values}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        return cls(**{**data, **{name: tuple(data.get(name, ())) for name in GEOMETRY_LISTS}})
-
-    @property
-    def _sizes(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in GEOMETRY_LISTS}
-
-
-# the fields of ModelGeometry that are lists; empty ones are not written
-GEOMETRY_LISTS = "reaches", "state", "local_heads", "rows_of", "compressed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +42,7 @@ class ArtifactSpec:
             raise ConfigError(f"a context has 1 to {MAX_CONTEXT_TOKENS} tokens, got context_len={self.context_len!r}")
         if self.kv_dtype not in get_args(KvDtype):
             raise ConfigError(f"kv_dtype must be one of {', '.join(get_args(KvDtype))}, got {self.kv_dtype!r}")
-        if not self.model.reaches or 0 in self.model.reaches:  # some have an index; no loop to a forged num_layers
+        if "rows" in self.model.kinds:  # some have an index; no loop to a forged num_layers
             self.index_config.require_head_dim(self.model.head_dim)
 
     @property

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.artifact.find import is_artifact_id, resolve_artifact
+from csattn.artifact.geometry import ModelGeometry
 from csattn.artifact.layout import (
     MANIFEST_FILE,
     MANIFEST_HASH_FILE,
@@ -30,7 +31,7 @@ from csattn.artifact.layout import (
     state_file,
     take_next_query,
 )
-from csattn.artifact.manifest import NOT_ROUNDED, ArtifactSpec, Manifest, ModelGeometry, hash_token_ids
+from csattn.artifact.manifest import NOT_ROUNDED, ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.tensor_file import map_file, open_regular_file, repair_advice
 from csattn.cpus import available_cpus
 from csattn.errors import (

@@ -23,10 +23,10 @@ class ArtifactShare(Artifact):
         self._whole, self._share = whole, share
         model, num_devices = whole.spec.model, share.num_devices
         num_q_heads, num_kv_heads = model.num_q_heads // num_devices, model.num_kv_heads // num_devices
-        if model.compressed:  # rows that all heads see
+        if "compressed" in model.kinds:  # rows that all heads see
             num_kv_heads = model.num_kv_heads
-        local_heads = model.local_heads and (model.local_heads[0] // num_devices, *model.local_heads[1:])
-        model = replace(model, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, local_heads=local_heads)
+        window_heads = model.window_heads and (model.window_heads[0] // num_devices, *model.window_heads[1:])
+        model = replace(model, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, window_heads=window_heads)
         self._spec = replace(whole.spec, model=model)
 
     @property

@@ -28,7 +28,7 @@ class CompressedQueries:
 
 def compressed_states(artifact: Artifact) -> list[CompressedState]:
     """Return the state that a context left in each layer; empty if its model has no compressed attention."""
-    if not artifact.spec.model.compressed:
+    if "compressed" not in artifact.spec.model.kinds:
         return []
     is_bfloat16 = artifact.spec.kv_dtype == "bfloat16"
     return [

@@ -3,13 +3,12 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from math import gcd, prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from csattn.artifact import ModelGeometry
-from csattn.artifact.manifest import ALL, COMPRESSED, GEOMETRY_LISTS, STATE
+from csattn.artifact import LayerGeometry, ModelGeometry
 from csattn.errors import ModelError
 from csattn.models.description import describe
 from csattn.models.families import CHOICE_BIAS, EXPERTS_OF_TOKENS, FAMILIES, LAYER_SCALE
@@ -20,37 +19,32 @@ _SAMPLED_VALUES = 4096
 
 def geometry_of(spec: ModelSpec) -> ModelGeometry:
     """Return the sizes of a model that determine the shapes in its artifacts."""
-    names = [field.name for field in fields(ModelGeometry) if field.name not in GEOMETRY_LISTS]
-    rows_of = tuple(i if x.attention.rows_of is None else x.attention.rows_of for i, x in enumerate(spec.layers))
-    reaches = tuple(_reach(layer) for layer in spec.layers)
-    state = next((layer.delta.state_sizes for layer in spec.layers if layer.delta is not None), ())
-    sizes = {name: getattr(spec, name) for name in names}
-    if spec.streams is not None:
-        sizes["hidden_size"] *= spec.streams.num
+    layers = tuple(map(_layer_geometry, spec.layers))
     return ModelGeometry(
-        **sizes,
-        reaches=reaches if any(reaches) else (),
-        state=state,
-        local_heads=spec.local_heads or (),
-        rows_of=rows_of if spec.kv_sources else (),
-        compressed=_compressed_sizes(spec),
+        num_layers=spec.num_layers,
+        num_q_heads=spec.num_q_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        hidden_size=spec.hidden_size * (1 if spec.streams is None else spec.streams.num),
+        vocab_size=spec.vocab_size,
+        max_positions=spec.max_positions,
+        window_heads=spec.local_heads or (),
+        layers=() if set(layers) == {LayerGeometry()} else layers,
     )
 
 
-def _reach(layer: LayerSpec) -> int:
-    if layer.delta is not None:
-        return STATE
+def _layer_geometry(layer: LayerSpec) -> LayerGeometry:
+    if (delta := layer.delta) is not None:
+        conv, memory = delta.parts
+        return LayerGeometry(keeps="state", conv=conv, memory=memory)
     if layer.latent is not None:
-        return ALL
-    if layer.compressed is not None:
-        return COMPRESSED
-    return 0 if layer.attention.reach is None else layer.attention.reach.num_rows
-
-
-def _compressed_sizes(spec: ModelSpec) -> tuple[int, ...]:
-    """The value of `ModelGeometry.compressed`."""
-    layers = spec.compressed
-    return (layers[0].window, *(x for of in layers for x in (of.ratio, of.span, of.key_dim))) if layers else ()
+        return LayerGeometry(keeps="latents")
+    if (of := layer.compressed) is not None:
+        return LayerGeometry(keeps="compressed", window=of.window, ratio=of.ratio, span=of.span, key_width=of.key_dim)
+    attention = layer.attention
+    if attention.reach is None:
+        return LayerGeometry(rows_of=attention.rows_of)
+    return LayerGeometry(keeps="window", window=attention.reach.num_rows, rows_of=attention.rows_of)
 
 
 def fingerprint_of(model: Any) -> str:
@@ -62,13 +56,8 @@ def fingerprint_of(model: Any) -> str:
     field_values = {name: getattr(model.config, name) for name in FAMILIES[model.config.model_type].config_fields}
     if any(value is not None for value in field_values.values()):
         digest.update(json.dumps(field_values, sort_keys=True).encode())
-    spec = describe(model.config)
-    heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.softmax_scale
-    activations = [layer.mlp and layer.mlp.activation for layer in spec.layers]
-    digest.update(json.dumps([heads, spec.norm_eps, activations]).encode())
-    are_rotated_alike = all(layer.attention.rope == 0 for layer in spec.layers)
-    if geometry_of(spec).reaches or not are_rotated_alike or any(layer.experts for layer in spec.layers):
-        digest.update(repr(replace(spec, max_positions=1)).encode())  # the number of positions may grow
+    spec = replace(describe(model.config), max_positions=1)  # the number of positions may grow
+    digest.update(json.dumps(_without_defaults(spec), sort_keys=True).encode())
     weight_buffers = LAYER_SCALE, CHOICE_BIAS, EXPERTS_OF_TOKENS
     buffers = ((name, x) for name, x in model.named_buffers() if name.endswith(weight_buffers))
     for name, parameter in (*model.named_parameters(), *buffers):
@@ -81,6 +70,14 @@ def fingerprint_of(model: Any) -> str:
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(sample.tobytes())
     return digest.hexdigest()
+
+
+def _without_defaults(value: Any) -> Any:
+    """A spec as JSON, without fields that have their default: a new one changes the fingerprint of no other model."""
+    if is_dataclass(value):
+        values = {of.name: (getattr(value, of.name), of.default) for of in fields(value)}
+        return {name: _without_defaults(x) for name, (x, default) in values.items() if x != default}
+    return [_without_defaults(x) for x in value] if isinstance(value, tuple) else value
 
 
 def _sample_stride(shape: Sequence[int]) -> int:

@@ -65,11 +65,10 @@ class AttentionSpec:
     out_bias: bool = False
     # RMSNorm of q and k before RoPE: over each head, or over the whole projection
     qk_norm: Literal["none", "head", "projection"] = "none"
-    # A repr enters models' fingerprints. These three are not in it: weights imply them.
-    v_norm: bool = field(default=False, repr=False)  # RMSNorm of each head of v, without weights
-    k_is_v: bool = field(default=False, repr=False)  # values are the projected keys before norm and RoPE
+    v_norm: bool = False  # RMSNorm of each head of v, without weights
+    k_is_v: bool = False  # values are the projected keys before norm and RoPE
     # the earlier layer whose rows this one attends to, with the same heads and reach; None: it has its own
-    rows_of: int | None = field(default=None, repr=False)
+    rows_of: int | None = None
     rope: int | None = 0  # index into `ModelSpec.ropes`; None: no RoPE
     reach: Reach | None = None  # None: all rows, and the layer gets an index
     gated: bool = False  # attention's output is multiplied by the sigmoid of a gate projection of its width
@@ -106,12 +105,11 @@ class ExpertsSpec:
     normed: bool = False  # shares are divided by their sum
     scale: float = 1.0  # factor of shares
     on_input: bool = False  # the share multiplies the expert's input, not its output
-    # not in a repr: weights imply them
-    has_scales: bool = field(default=False, repr=False)  # each expert has a factor, applied to its shares last
+    has_scales: bool = False  # each expert has a factor, applied to its shares last
     # Experts and router read the residual stream through norms of their own; the outputs of the experts and of the
     # dense MLP are normed before they are added.
-    has_own_norms: bool = field(default=False, repr=False)
-    by_token: bool = field(default=False, repr=False)  # hash routing: a table gives the experts of each token id
+    has_own_norms: bool = False
+    by_token: bool = False  # hash routing: a table gives the experts of each token id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +139,7 @@ class DeltaSpec:
     @property
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of the convolution's state (the last inputs of each channel) and of the memory."""
-        return self.state_sizes[:2], self.state_sizes[2:]
-
-    @property
-    def state_sizes(self) -> tuple[int, int, int, int, int]:
-        """Both shapes of `parts`, concatenated."""
-        return self.num_channels, self.conv_len - 1, self.num_v_heads, self.k_dim, self.v_dim
+        return (self.num_channels, self.conv_len - 1), (self.num_v_heads, self.k_dim, self.v_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,12 +315,12 @@ class LayerSpec:
     attention: AttentionSpec = AttentionSpec()
     delta: DeltaSpec | None = None
     latent: LatentSpec | None = None
-    compressed: CompressedSpec | None = field(default=None, repr=False)
+    compressed: CompressedSpec | None = None
     pre_norm: bool = True
     post_norm: bool = False
     residual_multiplier: float = 1.0
     # the stream that leaves the layer is multiplied by a learned scalar
-    scaled: bool = field(default=False, repr=False)
+    scaled: bool = False
     parallel: bool = False  # the MLP reads the same normed input as attention
 
 
@@ -349,17 +342,17 @@ class ModelSpec:
     max_positions: int
     norm_eps: float
     # number of KV heads and head_dim of local layers (those with a `reach`); None: as in the others
-    local_heads: tuple[int, int] | None = field(default=None, repr=False)
+    local_heads: tuple[int, int] | None = None
     # width of the per-layer input of each token, beside the stream: see `LayerInputWeights`; 0: none
-    layer_input_width: int = field(default=0, repr=False)
-    streams: StreamsSpec | None = field(default=None, repr=False)
+    layer_input_width: int = 0
+    streams: StreamsSpec | None = None
     ropes: tuple[RopeSpec, ...] = (RopeSpec(),)
     centred: bool = False
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     logit_cap: float | None = None  # logits are cap * tanh(logit / cap)
     tied_embedding: bool = False  # the output head is the embedding
-    head_bias: bool = field(default=False, repr=False)  # weights imply it
+    head_bias: bool = False
 
     @property
     def num_layers(self) -> int:

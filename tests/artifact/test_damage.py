@@ -89,7 +89,7 @@ def test_a_directory_named_after_another_artifact_is_refused(tmp_path: Path) -> 
         open_artifact(one)
 
 
-@pytest.mark.parametrize("version", [2, 3, 4, 6])
+@pytest.mark.parametrize("version", [2, 3, 4, 5, 7])
 def test_another_format_version_is_refused_with_advice_to_build_again(artifact_dir: Path, version: int) -> None:
     """Artifacts from before sketches, too: their index has a layout that no longer exists. Version 3 had no marks;
     version 4 identified a model by its weights alone."""
@@ -99,7 +99,7 @@ def test_another_format_version_is_refused_with_advice_to_build_again(artifact_d
         manifest["index_config"].update(layout="rows", score_bits=4, basis="key_whitened")
 
     reseal(artifact_dir, as_of_then)
-    words = f"has format version {version} and this csattn reads version 5; build it again with `csattn build`"
+    words = f"has format version {version} and this csattn reads version 6; build it again with `csattn build`"
     with pytest.raises(ArtifactMismatchError, match=words) as refusal:
         open_artifact(artifact_dir)
     assert "delete" not in str(refusal.value), "the csattn that made it may read it in the same store"
@@ -154,7 +154,16 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no layers": lambda m: m["model"].update(num_layers=0),
     "more layers than files": lambda m: m["model"].update(num_layers=3),
     "a billion layers": lambda m: m["model"].update(num_layers=10**9),
-    "local heads in no layer": lambda m: m["model"].update(local_heads=[1, 8]),
+    "heads of windows in no layer": lambda m: m["model"].update(window_heads=[1, 8]),
+    "layers are a number": lambda m: m["model"].update(layers=2),
+    "a layer is a list": lambda m: m["model"].update(layers=[["rows"], ["rows"]]),
+    "too few layers": lambda m: m["model"].update(layers=[{"keeps": "rows"}]),
+    "unknown kind of layer": lambda m: m["model"].update(layers=[{"keeps": "rows"}, {"keeps": "all"}]),
+    "kind is a list": lambda m: m["model"].update(layers=[{"keeps": "rows"}, {"keeps": ["rows"]}]),
+    "window of nothing": lambda m: m["model"].update(layers=[{"keeps": "rows"}, {"keeps": "window"}]),
+    "fractional window": lambda m: m["model"].update(layers=[{"keeps": "rows"}, {"keeps": "window", "window": 4.0}]),
+    "rows of itself": lambda m: m["model"].update(layers=[{"keeps": "rows"}, {"keeps": "rows", "rows_of": 1}]),
+    "no rows at all": lambda m: m["model"].update(layers=2 * [{"keeps": "window", "window": 9}]),
     "fractional heads": lambda m: m["model"].update(num_kv_heads=2.0),
     "other head_dim": lambda m: m["model"].update(head_dim=16),
     "head_dim that cannot be split": lambda m: m["model"].update(head_dim=5),

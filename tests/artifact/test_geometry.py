@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from csattn.artifact import ModelGeometry
-from csattn.artifact.manifest import ALL
+from csattn.artifact import LayerGeometry, ModelGeometry
 from csattn.errors import ConfigError
 
 LEAST: dict[str, Any] = dict.fromkeys(
@@ -14,7 +13,8 @@ LEAST: dict[str, Any] = dict.fromkeys(
 
 
 def test_a_sliding_window_layer_keeps_only_the_rows_within_its_reach() -> None:
-    model = ModelGeometry(**(LEAST | {"num_layers": 3}), reaches=(0, 100, ALL))
+    layers = LayerGeometry(), LayerGeometry(keeps="window", window=100), LayerGeometry(keeps="latents")
+    model = ModelGeometry(**(LEAST | {"num_layers": 3}), layers=layers)
     assert [model.num_kept(layer_idx, 70) for layer_idx in range(3)] == [70, 70, 70]
     assert [model.num_kept(layer_idx, 300) for layer_idx in range(3)] == [300, 100, 300]
 

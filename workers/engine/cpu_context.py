@@ -175,20 +175,22 @@ def _windows(compressed: Sequence[CompressedState]) -> list[Tensor]:
 
 def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
     """Return the context of requests without one: it has no rows."""
-    if geometry.compressed:
+    if "compressed" in geometry.kinds:
         none_of = [empty_state(geometry.compressed_sizes(i, 0), dtype) for i in range(geometry.num_layers)]
         return CpuContext(None, [], 0, _windows(none_of), HostStore([]), True, [], [], none_of)
-    num_states = sum(map(geometry.has_state, range(geometry.num_layers)))
-    num_local = geometry.num_layers - len(geometry.indexed_layers) - num_states
 
-    def none(num_kv_heads: int, head_dim: int) -> Tensor:
+    def none(layer_idx: int) -> Tensor:
+        num_kv_heads, head_dim = geometry.row_sizes(layer_idx)
         return torch.zeros(num_kv_heads, 1, 2, head_dim, dtype=dtype)[:, :0].contiguous()
 
-    local = none(*(geometry.local_heads or (geometry.num_kv_heads, geometry.head_dim)))
-    parts = {"conv": geometry.state[:2], "memory": geometry.state[2:]}
-    begin = {name: np.zeros(sizes, np.float32) for name, sizes in parts.items()}
-    kv = [none(geometry.num_kv_heads, geometry.head_dim)] * len(geometry.indexed_layers)
-    return CpuContext(None, kv, 0, [local] * num_local, HostStore(kv), True, [], [begin] * num_states)
+    kv = [none(i) for i in geometry.indexed_layers]
+    others = [i for i in range(geometry.num_layers) if not geometry.has_state(i) and i not in geometry.indexed_layers]
+    states = [
+        {"conv": np.zeros(layer.conv, np.float32), "memory": np.zeros(layer.memory, np.float32)}
+        for layer in geometry.layers
+        if layer.keeps == "state"
+    ]
+    return CpuContext(None, kv, 0, [none(i) for i in others], HostStore(kv), True, [], states)
 
 
 @dataclass(frozen=True, slots=True)

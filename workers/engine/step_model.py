@@ -6,8 +6,7 @@ from functools import partial
 
 import torch
 
-from csattn.artifact import Artifact
-from csattn.artifact.manifest import ModelGeometry
+from csattn.artifact import Artifact, ModelGeometry
 from csattn.artifact.share import ArtifactShare
 from csattn.models import LoadedModel
 from csattn.models.description import describe

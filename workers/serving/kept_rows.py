@@ -21,7 +21,6 @@ from torch import Tensor
 
 from csattn import __version__
 from csattn.artifact import ModelGeometry
-from csattn.artifact.manifest import ALL
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName
@@ -183,4 +182,4 @@ def open_kept_rows(loaded: LoadedModel, settings: Settings) -> KeptRows:
 def is_keepable(selector: SelectorName, config: SearchConfig, geometry: ModelGeometry) -> bool:
     """Whether a request can continue from KV rows of full-attention layers alone: its selector keeps no state between
     steps, and no layer keeps another state or only the last rows."""
-    return selector in _KEEPABLE and config.search_period == 1 and set(geometry.reaches) <= {0, ALL}
+    return selector in _KEEPABLE and config.search_period == 1 and geometry.kinds <= {"rows", "latents"}

@@ -1,13 +1,14 @@
 """Layers that attend to the rows of earlier layers: a context's rows are stored once, on disk and in memory."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from csattn.artifact import Artifact, ModelGeometry, open_artifact, verify_artifact
+from csattn.artifact import Artifact, LayerGeometry, ModelGeometry, open_artifact, verify_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
 from csattn.models.loader import wrap_model
@@ -147,10 +148,12 @@ def test_h2o_over_shared_rows_is_refused(artifact: Artifact) -> None:
         decode(artifact, "h2o")
 
 
-@pytest.mark.parametrize("rows_of", [(0, 1), (0, 2, 2), (0, 0, 1), (0, 1, -1), (0, 0, 2)])
-def test_a_geometry_with_invalid_row_sources_is_refused(rows_of: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("rows_of", [(None, 2, None), (None, 0, 1), (None, None, -1), (None, 0, None), (0, None, 1)])
+def test_a_geometry_with_invalid_row_sources_is_refused(rows_of: tuple[int | None, ...]) -> None:
     sizes = dict.fromkeys(("num_layers", "num_q_heads", "num_kv_heads"), 3) | {"head_dim": 8}
     sizes |= dict.fromkeys(("hidden_size", "vocab_size", "max_positions"), 9)
+    first, window = LayerGeometry(), LayerGeometry(keeps="window", window=4)
+    layers = [replace(of, rows_of=at) for of, at in zip((first, window, window), rows_of, strict=True)]
     with pytest.raises(ConfigError, match="rows of earlier layers"):
-        ModelGeometry(**sizes, reaches=(0, 4, 4), rows_of=rows_of)
-    ModelGeometry(**sizes, reaches=(0, 4, 4), rows_of=(0, 1, 1))
+        ModelGeometry(**sizes, layers=tuple(layers))
+    ModelGeometry(**sizes, layers=(first, window, replace(window, rows_of=1)))

@@ -1,5 +1,6 @@
 """Compiled kernels work whether or not they can be cached."""
 
+import os
 from importlib import import_module
 
 import pytest
@@ -53,3 +54,22 @@ def test_a_kernel_that_cannot_be_cached_still_runs(tmp_path, monkeypatch: pytest
     assert exact_kernel(doubled)(21) == 42
     assert c_function(doubled, types.int64(types.int64)).ctypes(21) == 42
     assert not list(tmp_path.rglob("*.nbc"))
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_a_kernel_whose_cached_files_are_cut_off_is_compiled_and_cached_again(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, suffix: str, num_bytes: int
+) -> None:
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+
+    def run() -> int:
+        kernel = exact_kernel(doubled)
+        assert kernel(21) == 42 and c_function(doubled, types.int64(types.int64)).ctypes(21) == 42
+        return sum(kernel.stats.cache_hits.values())
+
+    assert (run(), run()) == (0, 1)
+    files = list(tmp_path.rglob(f"*.{suffix}"))
+    for file in files:
+        os.truncate(file, num_bytes)
+    assert files and (run(), run()) == (0, 1)

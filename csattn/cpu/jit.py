@@ -104,11 +104,11 @@ def _try_load(load: Callable[..., Any], absent: Callable[[], Any], *key: Any) ->
 
 
 def _try_save(save: Callable[..., None], *compiled: Any) -> None:
-    """Save compiled code to the cache, or go on without.
+    """Save compiled code to the cache, or go on without, for example because the disk is full.
 
     Once, on a busy machine, numba no longer had the object code of a kernel that it had just compiled.
     """
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, OSError):
         save(*compiled)
 
 

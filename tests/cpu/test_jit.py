@@ -1,10 +1,12 @@
 """Compiled kernels work whether or not they can be cached."""
 
+import errno
 import os
 from importlib import import_module
 
 import pytest
 from numba import types
+from numba.core.caching import IndexDataCacheFile
 from numba.core.codegen import CPUCodeLibrary
 
 from csattn.cpu.jit import c_function, exact_kernel
@@ -31,6 +33,10 @@ def refuse(library: CPUCodeLibrary) -> bytes:
     raise RuntimeError(f"no compiled object yet for {library}")
 
 
+def find_no_space(index: IndexDataCacheFile, file: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file)
+
+
 def test_a_kernel_can_be_called_from_python_and_from_kernels(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds in any order of calls, and where both versions come from the cache."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
@@ -48,9 +54,13 @@ def test_a_kernel_can_be_called_from_python_and_from_kernels(tmp_path, monkeypat
     assert hits == [1, 1]
 
 
-def test_a_kernel_that_cannot_be_cached_still_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("of", "name", "fail"),
+    [(CPUCodeLibrary, "_get_compiled_object", refuse), (IndexDataCacheFile, "_open_for_write", find_no_space)],
+)
+def test_a_kernel_that_cannot_be_cached_still_runs(tmp_path, monkeypatch: pytest.MonkeyPatch, of, name, fail) -> None:
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(CPUCodeLibrary, "_get_compiled_object", refuse)
+    monkeypatch.setattr(of, name, fail)
     assert exact_kernel(doubled)(21) == 42
     assert c_function(doubled, types.int64(types.int64)).ctypes(21) == 42
     assert not list(tmp_path.rglob("*.nbc"))

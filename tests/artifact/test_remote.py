@@ -289,6 +289,7 @@ def test_least_recently_used_copies_are_evicted_first_and_open_ones_stay_readabl
     ("url", "words"),
     [
         ("nowhere://x/y", "cannot use the store nowhere://x.*Protocol not known"),
+        ("ftp://127.0.0.1:1/x/y", "cannot connect to the store ftp://127.0.0.1:1/x: .*refused; check the URL"),
         ("file:///absent/store/abc", "there is no artifact 'abc' in file:///absent/store"),
         ("file:///absent/store/0123456789abcdef", "holds no finished artifact"),
     ],

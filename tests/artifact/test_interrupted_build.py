@@ -17,7 +17,7 @@ import pytest
 
 from csattn.artifact import ArtifactWriter, collect_garbage, list_store, require_space, verify_artifact
 from csattn.artifact.durable import unsynced, write_bytes
-from csattn.artifact.lock import BuildLock
+from csattn.artifact.lock import BuildLock, StoreUse
 from csattn.errors import ArtifactError, StoreFullError
 from tests.artifact.builds import SPEC, assert_completes, assert_store_is_sound, write_layers
 from tests.artifact.faults import (
@@ -250,6 +250,16 @@ def test_a_waiter_acquires_the_lock_file_that_other_builders_see(tmp_path: Path)
     first.release()
     assert third.try_acquire()
     third.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_process_leaves_the_locks_of_its_parent_alone(tmp_path: Path) -> None:
+    use = StoreUse(tmp_path)
+    use.begin()
+    with BuildLock(tmp_path / ".lock").acquire() as lock:
+        assert [exit_status(fork(release)) for release in (lock.release, use.end)] == [0, 0]
+        assert not BuildLock(tmp_path / ".lock").try_acquire()
+    use.end()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -107,6 +107,16 @@ def test_a_disk_that_fails_at_any_call_leaves_a_sound_store(
     assert refused >= number - 2  # cleaning up at the end may fail without harm
 
 
+def test_a_store_where_no_more_files_can_be_opened_is_refused_with_that_advice(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(ArtifactError, match=r"Too many open files; .* raise the limit of open files"):
+            BuildLock(tmp_path / ".lock").acquire()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_files_are_flushed_before_and_directories_after_each_rename(tmp_path: Path) -> None:
     with before_call(("write", "open", "fsync", "replace", "rename"), -1, kill_self) as made:
         build(tmp_path, SPEC)

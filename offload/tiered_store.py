@@ -4,7 +4,7 @@ The files are the artifact's own and are never written, so evicting a page only 
 where the file system allows it, so that the budget is all the host memory that the context takes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import SimpleQueue
@@ -109,7 +109,7 @@ class TieredStore:
         pages, _ = self._pages_of(layer_idx, row_numbers(self._shape, kv_indices).reshape(-1).numpy())
         self._ahead.submit(self._read_ahead, layer_idx, np.unique(pages))
 
-    def stream(self, layer_idx: int, rows: slice) -> Iterator[Tensor]:
+    def stream(self, layer_idx: int, rows: slice) -> Generator[Tensor, None, None]:
         """Yield a range of rows piece by piece, reading the next one ahead (double buffering): see `KvStore.stream`.
 
         It evicts nothing: a range that is larger than the budget would evict its own pages before they are used again.

@@ -31,7 +31,10 @@ class DiskFile:
         try:
             self._fd, self.direct = _open(path)
         except OSError as error:
-            raise DiskError(f"cannot open {path}: {_reason(error)}; check the file and its permissions") from error
+            advice = "check the file and its permissions"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                advice = "close other contexts, or raise the limit of open files (`ulimit -n`)"
+            raise DiskError(f"cannot open {path}: {_reason(error)}; {advice}") from error
 
     def __repr__(self) -> str:
         state = "closed" if self._fd < 0 else "direct" if self.direct else "through the page cache"

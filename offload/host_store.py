@@ -1,6 +1,6 @@
 """The context's KV in host memory, and the gather of chosen rows from it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class HostStore:
         rows = kv.view(-1, kv.shape[2:].numel()).index_select(0, row_numbers(kv.shape, kv_indices).flatten())
         return rows.view(*kv_indices.shape, *kv.shape[2:])
 
-    def stream(self, layer_idx: int, rows: slice) -> Iterator[Tensor]:
+    def stream(self, layer_idx: int, rows: slice) -> Generator[Tensor, None, None]:
         """Yield a range of rows piece by piece."""
         if self._stream_rows is None:
             yield self.rows(layer_idx, rows)

@@ -1,6 +1,6 @@
 """The interface between a decode step and the context's KV, wherever it is stored."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Protocol
 
 from torch import Tensor
@@ -23,8 +23,11 @@ class KvStore(Protocol):
         """
         ...
 
-    def stream(self, layer_idx: int, rows: slice) -> Iterator[Tensor]:
-        """Yield a range of rows in pieces [num_kv_heads, num_rows, 2, head_dim], each valid until the next one."""
+    def stream(self, layer_idx: int, rows: slice) -> Generator[Tensor, None, None]:
+        """Yield a range of rows in pieces [num_kv_heads, num_rows, 2, head_dim], each valid until the next one.
+
+        Close it, also after an error: one that is still referenced may block the next.
+        """
         ...
 
     def prefetch(self, layer_idx: int, kv_indices: Tensor) -> None:

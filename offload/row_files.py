@@ -39,7 +39,7 @@ class RowFiles:
             self._files.extend(DiskFile(layer.path) for layer in layers)
             for layer in self._layers:
                 _require_size(layer)
-            self._readers = _start_readers()
+            self._readers = start_threads(_NUM_READERS, "csattn-disk")
         except BaseException:
             self._close_files()
             raise
@@ -105,26 +105,26 @@ class RowFiles:
             file.close()
 
 
-def _start_readers() -> ThreadPoolExecutor:
-    """Start all reader threads now; raise DiskError if the system refuses one.
+def start_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Start all threads of a pool now; raise DiskError if the system refuses one.
 
     If a thread failed to start in the middle of a read, the read would fail while reads submitted before it still wrote
     to scratch memory that others use by then.
     """
-    readers, all_there = ThreadPoolExecutor(_NUM_READERS, "csattn-disk"), Barrier(_NUM_READERS)
+    threads, all_there = ThreadPoolExecutor(num_threads, name), Barrier(num_threads)
     try:
-        for _ in range(_NUM_READERS):
-            readers.submit(all_there.wait)
+        for _ in range(num_threads):
+            threads.submit(all_there.wait)
     except BaseException as error:
         all_there.abort()
-        readers.shutdown()
+        threads.shutdown()
         if not isinstance(error, RuntimeError):
             raise
         raise DiskError(
-            f"the system cannot start more threads, and reading a context from its files needs {_NUM_READERS} "
+            f"the system cannot start more threads, and reading a context from its files needs {num_threads} more "
             f"({error}); end other programs, or raise the limit of threads (`ulimit -u`, or the container's)"
         ) from error
-    return readers
+    return threads
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ The files are the artifact's own and are never written, so evicting a page only 
 where the file system allows it, so that the budget is all the host memory that the context takes.
 """
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Self
@@ -19,7 +19,7 @@ from offload.errors import DiskError, TierError, is_out_of_memory
 from offload.host_store import row_numbers
 from offload.host_tier import HostTier
 from offload.kv_store import STREAM_ROWS, pieces_of
-from offload.row_files import Bytes, FileSpan, Numbers, RowFiles
+from offload.row_files import Bytes, FileSpan, Numbers, RowFiles, start_threads
 from offload.tiered_plan import plan_tiers
 
 
@@ -50,6 +50,7 @@ class TieredStore:
         try:
             self.tier = HostTier(self._files, plan.num_pages, plan.num_slots, plan.page_bytes, plan.scratch_bytes)
             self._buffers.put((aligned_bytes(plan.stream_bytes), aligned_bytes(plan.stream_bytes)))
+            self._ahead = start_threads(1, "csattn-read-ahead")
         except BaseException as error:
             self._files.close()
             if not is_out_of_memory(error):
@@ -57,7 +58,6 @@ class TieredStore:
             raise TierError(
                 f"the system has no memory for a host budget of {budget_bytes:,} bytes ({error}); give a smaller one"
             ) from error
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="csattn-read-ahead")
 
     def __repr__(self) -> str:
         return f"<TieredStore {self.tier!r} over {self._files!r}, {self.held_bytes:,}/{self.budget_bytes:,} bytes>"
@@ -109,7 +109,7 @@ class TieredStore:
         pages, _ = self._pages_of(layer_idx, row_numbers(self._shape, kv_indices).reshape(-1).numpy())
         self._ahead.submit(self._read_ahead, layer_idx, np.unique(pages))
 
-    def stream(self, layer_idx: int, rows: slice) -> Iterator[Tensor]:
+    def stream(self, layer_idx: int, rows: slice) -> Generator[Tensor, None, None]:
         """Yield a range of rows piece by piece, reading the next one ahead (double buffering): see `KvStore.stream`.
 
         It evicts nothing: a range that is larger than the budget would evict its own pages before they are used again.

@@ -170,6 +170,9 @@ def store_errors(action: str, place: Path, needed_bytes: int | None = None) -> I
         yield
     except OSError as error:
         cause = error.strerror or str(error)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            advice = "close other artifacts, or raise the limit of open files (`ulimit -n`)"
+            raise ArtifactError(f"cannot {action}: {cause}; {advice}") from error
         if error.errno not in _FULL:
             raise ArtifactError(f"cannot {action}: {cause}; check the store's permissions and its disk") from error
         available = available_bytes(place)

@@ -23,6 +23,13 @@ def _let_go_after_fork() -> None:
 os.register_at_fork(after_in_child=_let_go_after_fork)
 
 
+def _close(descriptor: int) -> None:
+    """Close the descriptor of a lock, unless a fork has done so in this process: then the lock is the parent's."""
+    if descriptor in _held:
+        _held.remove(descriptor)
+        os.close(descriptor)
+
+
 class BuildLock:
     """An exclusive flock on a file that exists only while a process builds or waits.
 
@@ -73,13 +80,13 @@ class BuildLock:
             os.close(descriptor)
 
     def release(self) -> None:
-        """Release the lock and remove its file."""
+        """Release the lock and remove its file. In a forked process, its parent's locks stay."""
         assert self._descriptor is not None, "released a lock that is not held"
         try:
-            self._path.unlink(missing_ok=True)  # before unlocking: afterwards the file may be another process's
+            if self._descriptor in _held:
+                self._path.unlink(missing_ok=True)  # before unlocking: afterwards the file may be another process's
         finally:
-            _held.remove(self._descriptor)
-            os.close(self._descriptor)
+            _close(self._descriptor)
             self._descriptor = None
 
     def _lock(self, operation: int) -> None:
@@ -126,8 +133,7 @@ class StoreUse:
 
     def end(self) -> None:
         if self._descriptor is not None:
-            _held.remove(self._descriptor)
-            os.close(self._descriptor)
+            _close(self._descriptor)
             self._descriptor = None
 
 
@@ -143,8 +149,7 @@ def alone_in(store: Path) -> Iterator[bool]:
     try:
         yield not _is_refused(descriptor, fcntl.LOCK_EX)
     finally:
-        _held.remove(descriptor)
-        os.close(descriptor)
+        _close(descriptor)
 
 
 def _is_refused(descriptor: int, kind: int) -> bool:

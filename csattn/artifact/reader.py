@@ -48,7 +48,8 @@ Progress = Callable[[int, int], None]  # called with the bytes hashed so far and
 
 _MAX_THREADS = 8  # to hash files
 _MAX_MANIFEST_BYTES = 16 * 2**20
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+ROOM_ADVICE = "close other artifacts, or raise `ulimit -n`, `ulimit -v` or vm.max_map_count"
 
 
 class Artifact:
@@ -242,10 +243,10 @@ def open_artifact(
             path, manifest, {name: map_file(path / name, plan(manifest.spec, name)) for name in manifest.files}
         )
     except OSError as error:
-        if error.errno in _NO_ROOM:
+        if error.errno in NO_ROOM:
             raise ArtifactRoomError(
                 f"the artifact {path} cannot be mapped in addition to what this process has open and mapped: "
-                f"{error.strerror}; close other artifacts, or raise `ulimit -n`, `ulimit -v` or vm.max_map_count"
+                f"{error.strerror}; {ROOM_ADVICE}"
             ) from error
         raise ArtifactError(
             f"cannot read the artifact {path}: {error.strerror or error}; check its permissions and its disk"

@@ -38,10 +38,11 @@ class RemoteStore:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        try:
-            self._fs, self._root = fsspec.core.url_to_fs(self.url)
-        except (ValueError, ImportError) as error:
-            raise ArtifactError(f"cannot use the store {url}: {error}; give a directory or another URL") from error
+        with _remote_errors(f"connect to the store {self.url}"):
+            try:
+                self._fs, self._root = fsspec.core.url_to_fs(self.url)
+            except (ValueError, ImportError) as error:
+                raise ArtifactError(f"cannot use the store {url}: {error}; give a directory or another URL") from error
 
     def artifact_ids(self) -> list[str]:
         """Return the ids of completely uploaded artifacts, ascending."""

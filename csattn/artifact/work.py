@@ -33,9 +33,9 @@ from csattn.artifact.layout import (
     plan,
 )
 from csattn.artifact.manifest import ArtifactSpec, canonical_json
-from csattn.artifact.reader import as_tensor, hash_file
+from csattn.artifact.reader import NO_ROOM, ROOM_ADVICE, as_tensor, hash_file
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
-from csattn.errors import ArtifactError
+from csattn.errors import ArtifactError, ArtifactRoomError
 from csattn.index import LayerIndex, NoIndex
 from csattn.sketch import SketchIndex
 
@@ -132,7 +132,10 @@ def read_record(path: Path) -> dict[str, Any] | None:
         body, _, digest = path.read_bytes().partition(b"\n")
         is_whole = digest == hashlib.sha256(body).hexdigest().encode() + b"\n"
         record = json.loads(body) if is_whole else None
-    except (OSError, ValueError, RecursionError):
+    except OSError as error:
+        _require_room(path, error)
+        return None
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
@@ -191,8 +194,17 @@ def matches_record(path: Path, layout: FileLayout, record: FileRecord | None) ->
     try:
         map_file(path, layout)
         return FileRecord(layout.size_bytes, hash_file(path)) == record
-    except (OSError, ArtifactError):
+    except OSError as error:
+        _require_room(path, error)
         return False
+    except ArtifactError:
+        return False
+
+
+def _require_room(path: Path, error: OSError) -> None:
+    """Raise ArtifactRoomError if a file could not be read for lack of room: it may be intact, and has to stay."""
+    if error.errno in NO_ROOM:
+        raise ArtifactRoomError(f"{path} cannot be checked: {error.strerror}; {ROOM_ADVICE}") from error
 
 
 def _hidden_file(next_layer: int) -> str:

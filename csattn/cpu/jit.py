@@ -90,15 +90,25 @@ def _stamp(compiled: Any, function: Callable[..., Any]) -> None:
     index = compiled._cache._cache_file
     index._version = index._version, source_stamp(function.__module__)
     index._data_name_pattern = index._data_name_pattern.replace(".nbc", f".{_PROCESS}.nbc")
+    index._load_index = partial(_try_load, index._load_index, dict)
+    index.load = partial(_try_load, index.load, lambda: None)
     compiled._cache.save_overload = partial(_try_save, compiled._cache.save_overload)
 
 
+def _try_load(load: Callable[..., Any], absent: Callable[[], Any], *key: Any) -> Any:
+    """Load from the cache. A file that is cut off, as after a power failure, counts as absent, and is written again."""
+    try:
+        return load(*key)
+    except Exception:  # numba reads pickles, which raise anything
+        return absent()
+
+
 def _try_save(save: Callable[..., None], *compiled: Any) -> None:
-    """Save compiled code to the cache, or go on without.
+    """Save compiled code to the cache, or go on without, for example because the disk is full.
 
     Once, on a busy machine, numba no longer had the object code of a kernel that it had just compiled.
     """
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, OSError):
         save(*compiled)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from csattn.errors import ConfigError
 from csattn.rest.moments import Moments
 
 
@@ -30,10 +31,17 @@ def moment_table(moments: Moments, softmax_scale: float, dtype: torch.dtype) -> 
     softmax_scale is included in everything that a query is multiplied with. Covariances in bfloat16 put the log-sum-exp
     off by 0.0015 on average, and the estimate by 0.0006 of its length (SmolLM2). Means without their rounding errors
     would put the log-sum-exp off by 0.017.
+    Raises ConfigError for moments that the dtype cannot hold: attention would be NaN.
     """
     means = torch.stack([softmax_scale * torch.from_numpy(moments.key_mean), torch.from_numpy(moments.value_mean)], 1)
     key_cov, cross_cov = torch.from_numpy(moments.key_cov), torch.from_numpy(moments.cross_cov)
     covs = torch.stack([softmax_scale**2 * key_cov, softmax_scale * cross_cov.transpose(1, 2)], dim=2)
     rounded = means.to(dtype)
     left = (means - rounded.float()).to(dtype)
-    return torch.cat([rounded[:, None], left[:, None], covs.to(dtype)], dim=1)
+    table = torch.cat([rounded[:, None], left[:, None], covs.to(dtype)], dim=1)
+    if not table.isfinite().all():
+        raise ConfigError(
+            f"the moments of this context's keys and values are too large for {dtype}; choose bfloat16, or rest sketch "
+            "or none"
+        )
+    return table

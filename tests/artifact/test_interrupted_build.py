@@ -17,7 +17,7 @@ import pytest
 
 from csattn.artifact import ArtifactWriter, collect_garbage, list_store, require_space, verify_artifact
 from csattn.artifact.durable import unsynced, write_bytes
-from csattn.artifact.lock import BuildLock
+from csattn.artifact.lock import BuildLock, StoreUse
 from csattn.errors import ArtifactError, StoreFullError
 from tests.artifact.builds import SPEC, assert_completes, assert_store_is_sound, write_layers
 from tests.artifact.faults import (
@@ -105,6 +105,16 @@ def test_a_disk_that_fails_at_any_call_leaves_a_sound_store(
         assert_store_is_sound(store)
         assert_completes(store)
     assert refused >= number - 2  # cleaning up at the end may fail without harm
+
+
+def test_a_store_where_no_more_files_can_be_opened_is_refused_with_that_advice(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(ArtifactError, match=r"Too many open files; .* raise the limit of open files"):
+            BuildLock(tmp_path / ".lock").acquire()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_files_are_flushed_before_and_directories_after_each_rename(tmp_path: Path) -> None:
@@ -250,6 +260,16 @@ def test_a_waiter_acquires_the_lock_file_that_other_builders_see(tmp_path: Path)
     first.release()
     assert third.try_acquire()
     third.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_process_leaves_the_locks_of_its_parent_alone(tmp_path: Path) -> None:
+    use = StoreUse(tmp_path)
+    use.begin()
+    with BuildLock(tmp_path / ".lock").acquire() as lock:
+        assert [exit_status(fork(release)) for release in (lock.release, use.end)] == [0, 0]
+        assert not BuildLock(tmp_path / ".lock").try_acquire()
+    use.end()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -68,6 +68,14 @@ def flip(data: bytes) -> bytes:
     return data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
 
 
+def test_copies_are_not_kept_in_the_working_directory_if_the_cache_variable_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_store() == tmp_path / ".cache" / "csattn" / "artifacts"
+
+
 def test_an_uploaded_artifact_is_downloaded_unchanged(uploaded: RemoteStore, cache: Path, tmp_path: Path) -> None:
     assert uploaded.artifact_ids() == [ID]
     with open_artifact(f"{uploaded.url}/{ID[:5]}", verify="full") as artifact:
@@ -289,6 +297,7 @@ def test_least_recently_used_copies_are_evicted_first_and_open_ones_stay_readabl
     ("url", "words"),
     [
         ("nowhere://x/y", "cannot use the store nowhere://x.*Protocol not known"),
+        ("ftp://127.0.0.1:1/x/y", "cannot connect to the store ftp://127.0.0.1:1/x: .*refused; check the URL"),
         ("file:///absent/store/abc", "there is no artifact 'abc' in file:///absent/store"),
         ("file:///absent/store/0123456789abcdef", "holds no finished artifact"),
     ],

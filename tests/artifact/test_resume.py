@@ -21,6 +21,7 @@ from csattn.artifact import (
     open_artifact,
     reader,
     scan_store,
+    work,
 )
 from csattn.artifact.layout import index_file, kv_file
 from csattn.errors import ArtifactRoomError
@@ -186,6 +187,17 @@ def test_an_artifact_that_this_process_lacks_resources_to_map_is_not_replaced(tm
     with pytest.raises(ArtifactRoomError):
         remote.fetch(SPEC.artifact_id)
     assert before == (path.stat().st_ino, *sorted(entry.stat().st_ino for entry in path.iterdir()))
+
+
+@pytest.mark.parametrize(("of", "name"), [(work, "map_file"), (Path, "read_bytes")])
+def test_layers_that_this_process_lacks_resources_to_check_are_kept(tmp_path: Path, monkeypatch, of, name) -> None:
+    write_layers(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(of, name, Mock(side_effect=OSError(errno.ENFILE, "Too many open files in system")))
+        with pytest.raises(ArtifactRoomError, match=r"layer-000.* cannot be checked: Too many open files"):
+            build(tmp_path, SPEC)
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        assert writer.finished_layers == 1
 
 
 def test_replacing_a_broken_artifact_does_not_disturb_its_readers(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """Compiled kernels work whether or not they can be cached."""
 
+import errno
+import os
 from importlib import import_module
 
 import pytest
 from numba import types
+from numba.core.caching import IndexDataCacheFile
 from numba.core.codegen import CPUCodeLibrary
 
 from csattn.cpu.jit import c_function, exact_kernel
@@ -30,6 +33,10 @@ def refuse(library: CPUCodeLibrary) -> bytes:
     raise RuntimeError(f"no compiled object yet for {library}")
 
 
+def find_no_space(index: IndexDataCacheFile, file: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file)
+
+
 def test_a_kernel_can_be_called_from_python_and_from_kernels(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds in any order of calls, and where both versions come from the cache."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
@@ -47,9 +54,32 @@ def test_a_kernel_can_be_called_from_python_and_from_kernels(tmp_path, monkeypat
     assert hits == [1, 1]
 
 
-def test_a_kernel_that_cannot_be_cached_still_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("of", "name", "fail"),
+    [(CPUCodeLibrary, "_get_compiled_object", refuse), (IndexDataCacheFile, "_open_for_write", find_no_space)],
+)
+def test_a_kernel_that_cannot_be_cached_still_runs(tmp_path, monkeypatch: pytest.MonkeyPatch, of, name, fail) -> None:
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(CPUCodeLibrary, "_get_compiled_object", refuse)
+    monkeypatch.setattr(of, name, fail)
     assert exact_kernel(doubled)(21) == 42
     assert c_function(doubled, types.int64(types.int64)).ctypes(21) == 42
     assert not list(tmp_path.rglob("*.nbc"))
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_a_kernel_whose_cached_files_are_cut_off_is_compiled_and_cached_again(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, suffix: str, num_bytes: int
+) -> None:
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+
+    def run() -> int:
+        kernel = exact_kernel(doubled)
+        assert kernel(21) == 42 and c_function(doubled, types.int64(types.int64)).ctypes(21) == 42
+        return sum(kernel.stats.cache_hits.values())
+
+    assert (run(), run()) == (0, 1)
+    files = list(tmp_path.rglob(f"*.{suffix}"))
+    for file in files:
+        os.truncate(file, num_bytes)
+    assert files and (run(), run()) == (0, 1)

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import resource
 from collections import OrderedDict
 
 import numpy as np
@@ -150,3 +151,14 @@ def test_a_disk_error_is_not_mistaken_for_a_lack_of_direct_reads(tmp_path, monke
     with pytest.raises(DiskError, match=r"cannot open .*: Input/output error; check"):
         DiskFile(tmp_path / "file")
     assert os.listdir("/dev/fd") == before
+
+
+def test_a_file_that_cannot_be_opened_because_too_many_are_open_is_refused_with_that_advice(tmp_path) -> None:
+    (tmp_path / "file").write_bytes(bytes(BLOCK_BYTES))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(DiskError, match=r"cannot open .*: Too many open files; .* raise the limit of open"):
+            DiskFile(tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

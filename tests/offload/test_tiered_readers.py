@@ -139,18 +139,19 @@ def test_a_reader_retries_a_page_that_another_failed_to_read(tmp_path, monkeypat
         assert store.tier.num_used == 0  # pages that were not read take no slots
 
 
-def test_a_store_without_enough_threads_is_refused_and_leaks_nothing(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("num_there", [2, 8])
+def test_a_store_without_enough_threads_is_refused_and_leaks_nothing(tmp_path, monkeypatch, num_there) -> None:
     """If the system refuses to start more threads, no store, thread or open file is left."""
     files, start, num_started = Files(tmp_path), threading.Thread.start, count()
     threads, descriptors = threading.active_count(), len(os.listdir("/dev/fd"))
 
-    def start_two(thread: threading.Thread) -> None:
-        if next(num_started) >= 2:
+    def start_some(thread: threading.Thread) -> None:
+        if next(num_started) >= num_there:
             raise RuntimeError("can't start new thread")
         start(thread)
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start_two)
+        patch.setattr(threading.Thread, "start", start_some)
         with pytest.raises(DiskError, match=r"cannot start more threads.*can't start new thread.*raise the limit"):
             files.store()
     assert (threading.active_count(), len(os.listdir("/dev/fd"))) == (threads, descriptors)

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from csattn.errors import ConfigError
 from csattn.rest import Moments, estimate_rest, moments_of, reference
 from csattn.rest.device import moment_table, moments_shape
 
@@ -89,6 +90,14 @@ def test_moment_table_holds_the_moments_in_units_of_logits(dtype, tolerance) -> 
     np.testing.assert_allclose(means[:, 1], moments.value_mean, rtol=tolerance**2, atol=1e-6)
     np.testing.assert_allclose(key_cov, SCALE**2 * moments.key_cov, rtol=tolerance, atol=1e-6)
     np.testing.assert_allclose(cross_cov.transpose(1, 2), SCALE * moments.cross_cov, rtol=tolerance, atol=1e-6)
+
+
+def test_moments_that_a_dtype_cannot_hold_are_refused() -> None:
+    kv = 4000 * normal_rows(300).half()
+    assert kv.isfinite().all()
+    with pytest.raises(ConfigError, match=r"too large for torch\.float16; choose bfloat16"):
+        moment_table(moments_of([kv]), SCALE, torch.float16)
+    moment_table(moments_of([kv]), SCALE, torch.bfloat16)
 
 
 def test_moments_of_one_row_have_no_covariance_and_estimate_that_row() -> None:

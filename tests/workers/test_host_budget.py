@@ -24,6 +24,7 @@ from offload.kv_store import STREAM_ROWS
 from offload.tiered_store import TieredStore
 from tests.offload.soundness import check
 from tests.tiny import loaded, token_ids
+from workers.engine import plain_rows
 from workers.engine.cpu_context import HostBudget, open_context
 from workers.session import csattn_session
 
@@ -139,3 +140,19 @@ def test_a_disk_error_while_decoding_ends_the_answer_with_the_reason(artifact, m
         store._ahead.submit(int).result()
         check(store)
     assert set(threading.enumerate()) <= threads
+
+
+def test_a_step_that_fails_within_a_piece_does_not_block_the_next_one(artifact, monkeypatch) -> None:
+    """The error, which is still referenced here, refers to the stream that the step did not read to its end."""
+
+    def fail(*args, **options):
+        raise MemoryError("no memory for a piece")
+
+    with csattn_session(loaded(), artifact, SearchConfig(), "full", host_budget_bytes=4_000_000) as session:
+        want, store = logits(session), session.engine.context(0).store
+        with monkeypatch.context() as patch:
+            patch.setattr(plain_rows, "_attend", fail)
+            with pytest.raises(MemoryError, match="no memory for a piece") as kept:
+                logits(session)
+        assert store._buffers.qsize() == 1, f"{kept.value} keeps the buffers that the next stream waits for"
+        assert torch.equal(logits(session), want)

@@ -1,6 +1,7 @@
 """What the CPU engine knows of a context and of a request."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -107,7 +108,11 @@ class CpuContext:
 
     def moments_of(self, rows: slice) -> list[Moments]:
         """Compute the moments of these rows, as steps attend to them, per layer."""
-        return [moments_of(self.store.stream(layer_idx, rows)) for layer_idx in range(len(self.kv))]
+        moments = []
+        for layer_idx in range(len(self.kv)):
+            with closing(self.store.stream(layer_idx, rows)) as pieces:
+                moments.append(moments_of(pieces))
+        return moments
 
     @property
     def kv_bytes(self) -> int:

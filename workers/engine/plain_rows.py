@@ -6,6 +6,7 @@ window without becoming segments, and of all requests whose context is gathered 
 
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,9 +138,10 @@ class PlainRows:
         for (_, start, stop), members in together.items():
             store = self._plan.requests[members[0]].context.store
             queries = [torch.from_numpy(self._model.q[row]) for row in members]
-            pieces = store.stream(layer_idx, slice(start, stop)) if stop > start else ()
             cap = self._plan.requests[members[0]].view.logit_cap
-            attended.update(zip(members, attend_pieces(queries, pieces, self._scale, cap), strict=True))
+            with closing(store.stream(layer_idx, slice(start, stop))) as pieces:
+                of_members = attend_pieces(queries, pieces if stop > start else (), self._scale, cap)
+            attended.update(zip(members, of_members, strict=True))
         return attended
 
 

@@ -42,7 +42,12 @@ def rope(
 
 def rope_last(x: Tensor, positions: Tensor, inv_freq: Tensor, *, interleaved: bool) -> Tensor:
     """Apply `rope` to the last 2 * len(inv_freq) channels of x [rows, ..., width], and keep the others."""
-    plain = x.shape[-1] - 2 * len(inv_freq)
+    plain = x.shape[-1] - 2 * len(inv_freq) if x.dim() > 1 else -1
+    if plain < 0 or positions.shape != x.shape[:1] or inv_freq.dim() != 1:
+        raise ArrayError(
+            f"x has shape {list(x.shape)}, positions {list(positions.shape)} and inv_freq {list(inv_freq.shape)}; "
+            "wanted [rows, ..., 2 * pairs or more], [rows] and [pairs]"
+        )
     return torch.cat((x[..., :plain], rope(x[..., plain:], positions, inv_freq, interleaved=interleaved)), dim=-1)
 
 

@@ -15,7 +15,7 @@ from csattn.lightning.operands.quantise import (
     round_to_fp4,
     round_up_to_power_of_two,
 )
-from csattn.lightning.operands.rotations import hadamard, rope, tree_sum
+from csattn.lightning.operands.rotations import hadamard, rope, rope_last, tree_sum
 
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -138,6 +138,12 @@ def test_rope_rotates_pairs_by_their_angle(interleaved: bool, rng: np.random.Gen
     turned = torch.complex(x[..., first], x[..., second]) * torch.exp(1j * positions[:, None, None] * inv_freq)
     np.testing.assert_allclose(got[..., first].numpy(), turned.real.numpy(), atol=1e-5)
     np.testing.assert_allclose(got[..., second].numpy(), turned.imag.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_positions", "num_pairs"), [(1, 2), (4, 2), (3, 5)])
+def test_rope_of_rows_without_a_position_each_or_enough_channels_is_refused(num_positions: int, num_pairs: int) -> None:
+    with pytest.raises(ArrayError, match=r"x has shape \[3, 8\], positions \[\d\] .* wanted \[rows, "):
+        rope_last(torch.ones(3, 8), torch.arange(num_positions), torch.ones(num_pairs), interleaved=True)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 8, 100])

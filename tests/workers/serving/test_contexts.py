@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from csattn.artifact import Artifact
 from csattn.config import preset
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ConfigError, ContextError
 from csattn.models import load_model
@@ -29,6 +30,7 @@ from workers.serving import context_build
 from workers.serving.context_build import Builder, BuildFailedError
 from workers.serving.context_counts import BuildCounts
 from workers.serving.context_file import FILE_NAME, ContextFile, Record
+from workers.serving.context_texts import ContextTexts
 from workers.serving.contexts import TEXTS, Contexts, name_artifact
 from workers.serving.local import LocalBackend
 from workers.serving.messages import (
@@ -267,7 +269,15 @@ def test_artifacts_are_named_and_renaming_conflicts_are_refused(tmp_path: Path) 
         name_artifact(tmp_path, "c", artifact_id, "bfloat16")
 
 
-def test_registering_a_named_artifacts_own_text_finds_that_context(built: Path) -> None:
+def test_registering_a_named_artifacts_own_text_finds_that_context(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared, is_of = list[str](), ContextTexts.is_of
+
+    def count(self: ContextTexts, artifact: Artifact, text: str) -> bool:
+        compared.append(text)
+        return is_of(self, artifact, text)
+
     async def main() -> None:
         model = load_tiny()
         backend = LocalBackend(FullEngine(model), model, Settings(store=StoreSettings(path=built)))
@@ -279,7 +289,9 @@ def test_registering_a_named_artifacts_own_text_finds_that_context(built: Path) 
             await backend.register("heron", text_of("other"))
         await backend.close()
 
+    monkeypatch.setattr(ContextTexts, "is_of", count)
     asyncio.run(main())
+    assert len(compared) == 3, "each text is tokenised once"
 
 
 def load_tiny() -> Any:

@@ -129,13 +129,20 @@ class RemoteStore:
             return False
 
         def put(name: str) -> bool:
-            if is_ours():
-                self._fs.put_file(str(path / name), self._file(path.name, name))
-                arrived[name] = self._fs.info(self._file(path.name, name))
+            if not is_ours():
+                return False
+            place = self._file(path.name, name)
+            try:
+                self._fs.put_file(str(path / name), place)
+                arrived[name] = self._fs.info(place)
                 if (size_bytes := arrived[name]["size"]) != files[name]:
                     raise OSError(f"{size_bytes} of {files[name]} bytes of {name} arrived")
-                return True
-            return False
+            except BaseException:
+                with suppress(Exception):  # half a manifest would pass for that of a whole artifact
+                    if is_ours():
+                        self._fs.rm_file(place)
+                raise
+            return True
 
         # looked up after the claim: so a machine that has just finished cannot remove a claim that is still in use
         if not self.holds(path.name):

@@ -125,6 +125,26 @@ def test_an_incomplete_upload_is_not_listed_or_opened(
     assert verify_artifact(f"{remote.url}/{ID}").spec == SPEC
 
 
+def test_half_a_manifest_does_not_pass_for_an_artifact(
+    remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, put_file = build(tmp_path / "local", SPEC), type(remote._fs).put_file
+
+    def fill(fs: Any, source: str, target: str, **more: object) -> None:
+        put_file(fs, source, target, **more)
+        if target.endswith("manifest.json"):
+            fs.pipe_file(target, b"{")
+            raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(remote._fs), "put_file", fill)
+        with pytest.raises(ArtifactError, match="the disk is full"):
+            remote.upload(local)
+    assert not remote.holds(ID)
+    remote.upload(local)
+    assert verify_artifact(f"{remote.url}/{ID}").spec == SPEC
+
+
 @pytest.mark.parametrize(("at", "ahead"), [(0, 0), (1, 3), (1, 1), (3, 1), (6, 0)])
 def test_files_of_two_machines_that_upload_at_once_do_not_mix(
     remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, ahead: int

@@ -320,6 +320,7 @@ def test_an_empty_text_is_refused(tmp_path: Path) -> None:
     [
         ("Once.", "an index needs at least 256"),
         ("Lamps burn. " * 200, "1024 positions, of which the question needs at least one"),
+        ("Lamps burn. " * 800, "the context has more than 1024 tokens"),  # not all of it is tokenised
         ("Lamps\0burn. " * 40, "not plain text; it has a NUL at byte 5; remove it"),
         ("{\\rtf1 Lamps burn. " * 40, "not plain text; it is RTF: save it as plain text"),
     ],

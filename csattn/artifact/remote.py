@@ -41,6 +41,8 @@ class RemoteStore:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
+        if "://" not in self.url:  # fsspec would take it for a local directory
+            raise ArtifactError(f"the store {url} names no place; give a bucket or a directory after the ://")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url)
         except (ValueError, ImportError) as error:

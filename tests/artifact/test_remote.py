@@ -361,6 +361,7 @@ def test_least_recently_used_copies_are_evicted_first_and_open_ones_stay_readabl
 @pytest.mark.parametrize(
     ("url", "words"),
     [
+        ("s3://abc", "the store s3:/ names no place; give a bucket or a directory after the ://"),
         ("nowhere://x/y", "cannot use the store nowhere://x.*Protocol not known"),
         ("file:///absent/store/abc", "there is no artifact 'abc' in file:///absent/store"),
         ("file:///absent/store/0123456789abcdef", "holds no finished artifact"),
@@ -369,3 +370,12 @@ def test_least_recently_used_copies_are_evicted_first_and_open_ones_stay_readabl
 def test_urls_without_an_artifact_are_refused_with_the_reason(url: str, words: str) -> None:
     with pytest.raises(ArtifactError, match=words):
         open_artifact(url)
+
+
+def test_a_url_without_a_place_is_no_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an unset variable: s3://$BUCKET."""
+    monkeypatch.chdir(tmp_path)
+    for url in ("memory://", "file:///"):
+        with pytest.raises(ArtifactError, match=f"the store {url} names no place"):
+            RemoteStore(url)
+    assert not list(tmp_path.iterdir())

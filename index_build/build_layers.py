@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,12 @@ def make_layers(
     )
     checkpoints = _CheckpointClock(on_gpu)
     layer_bytes = artifact_bytes(spec) // num_layers
-    with ThreadPoolExecutor(num_threads) as threads, make_outbox(loaded.device, layer_bytes) as outbox:
+    # closed, because an error that is kept, as by a notebook, would keep the prefill open, and the model changed
+    with (
+        closing(layers),
+        ThreadPoolExecutor(num_threads) as threads,
+        make_outbox(loaded.device, layer_bytes) as outbox,
+    ):
         while True:
             with times.timed("prefill"):
                 capture, hidden_out = next(layers)

@@ -88,8 +88,9 @@ class _Replayed:
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
         num_tokens = q.shape[1]
         keys, values = self._kv[:, : self.kv_len].unbind(2)
-        grouped = q.reshape(keys.shape[0], -1, q.shape[-1])
-        logits = (grouped @ keys.transpose(1, 2)).view(*q.shape[:2], self.kv_len).float() * softmax_scale
+        # scaled before the product, which may exceed the largest float16
+        grouped = (q * softmax_scale).reshape(keys.shape[0], -1, q.shape[-1])
+        logits = (grouped @ keys.transpose(1, 2)).view(*q.shape[:2], self.kv_len).float()
         if self._cap is not None:
             logits = self._cap * (logits / self._cap).tanh()
         if self._sinks is not None:

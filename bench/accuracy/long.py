@@ -152,7 +152,9 @@ def read_text(name: str, tokenizer: Any, context_len: int, eval_len: int) -> tup
     if len(parts) == 1:
         ids = context[: context_len + eval_len + 1]
     else:
-        ids = np.concatenate([context[:context_len], following[: eval_len + 1]])
+        needed = eval_len + 1
+        gate(len(following) >= needed, f"{parts[1].path} has {len(following)} tokens, and {needed} should follow")
+        ids = np.concatenate([context[:context_len], following[:needed]])
     least = _LEAST_CONTEXT + eval_len + 1
     gate(
         len(ids) >= least,

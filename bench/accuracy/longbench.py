@@ -27,6 +27,7 @@ from bench.timing import finish, gate, machine
 from csattn.config import SearchConfig
 from csattn.errors import ContextError
 from csattn.models import LoadedModel, load_model
+from csattn.models.prompt import text_ids
 
 # Raise it whenever the meaning of a case changes.
 VERSION = 2
@@ -85,7 +86,8 @@ def make_prompt(tokenizer: Any, context: str, question: str, max_length: int, ch
         turn = [{"role": "user", "content": _PROBE}]
         rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         before, _, after = rendered.partition(_PROBE)
-    first = tokenizer(before + whole[:place], add_special_tokens=not before).input_ids
+    start = before + whole[:place]
+    first = tokenizer(start, add_special_tokens=False).input_ids if before else text_ids(tokenizer, start)
     rest = tokenizer(whole[place:] + after, add_special_tokens=False).input_ids
     if not rest:  # a prompt that ends with its context
         first, rest = first[:-1], first[-1:]

@@ -169,9 +169,10 @@ def _ask_all(arguments: argparse.Namespace) -> dict[str, Any]:
     loaded = load_model(arguments.model, device=arguments.device, dtype=arguments.dtype, stretch=arguments.stretch)
     _require_room(loaded, names, depths, arguments.lengths)
     header = {"bench": "tasks", "model": loaded.name, "machine": machine(), "dtype": arguments.dtype}
+    header["depths"] = arguments.depths  # multikey hides a number at each, so with others it is another task
     if loaded.device.type == "cuda":
         header["gpu"] = torch.cuda.get_device_name(loaded.device)
-    records = Records(arguments.json, header, KEY, fixed_fields=("dtype",))
+    records = Records(arguments.json, header, KEY, fixed_fields=("dtype", "depths"))
     for length in arguments.lengths:
         for name in names:
             for sample in range(arguments.samples):

@@ -6,8 +6,10 @@ exist.
 """
 
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from csattn.cache import cache_dir
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 
 _CHUNK_BYTES = 4 * 2**20
+_POLL_S, _PATIENCE_S = 1.0, 600.0  # while another machine uploads the same artifact
 
 
 def cache_store() -> Path:
@@ -38,6 +41,8 @@ class RemoteStore:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
+        if "://" not in self.url:  # fsspec would take it for a local directory
+            raise ArtifactError(f"the store {url} names no place; give a bucket or a directory after the ://")
         with _remote_errors(f"connect to the store {self.url}"):
             try:
                 self._fs, self._root = fsspec.core.url_to_fs(self.url)
@@ -100,7 +105,11 @@ class RemoteStore:
         return target
 
     def upload(self, path: Path) -> None:
-        """Upload a finished artifact, unless the store has it; the manifest last."""
+        """Upload a finished artifact, unless the store has it; the manifest last.
+
+        Another machine's files for the same id may have other bytes (prefill on a CPU depends on the number of
+        threads), so they must not mix: the machine that began last goes on, and the others wait for it.
+        """
         if self.holds(path.name):
             return
         with open_artifact(path) as artifact:
@@ -108,11 +117,58 @@ class RemoteStore:
         files |= {name: (path / name).stat().st_size for name in (MANIFEST_HASH_FILE, MANIFEST_FILE)}
         with _remote_errors(f"upload {path} to {self.url}"):
             self._fs.makedirs(f"{self._root}/{path.name}", exist_ok=True)
-            for name, size_bytes in files.items():
-                self._fs.put_file(str(path / name), self._file(path.name, name))
-                arrived = self._fs.info(self._file(path.name, name))["size"]
-                if arrived != size_bytes:
-                    raise OSError(f"{arrived} of {size_bytes} bytes of {name} arrived")
+            while not self._put(path, files):
+                self._await_other(path.name)
+
+    def _put(self, path: Path, files: Mapping[str, int]) -> bool:
+        """Upload files of these sizes, the manifest last; false if another machine has begun to upload its own."""
+        claim, claimed = f"{self._root}/.uploading-{path.name}", secrets.token_bytes(8)
+        self._fs.pipe_file(claim, claimed)
+        arrived = dict[str, Any]()
+
+        def is_ours() -> bool:
+            with suppress(FileNotFoundError):
+                return bool(self._fs.cat_file(claim) == claimed)
+            return False
+
+        def put(name: str) -> bool:
+            if not is_ours():
+                return False
+            place = self._file(path.name, name)
+            try:
+                self._fs.put_file(str(path / name), place)
+                arrived[name] = self._fs.info(place)
+                if (size_bytes := arrived[name]["size"]) != files[name]:
+                    raise OSError(f"{size_bytes} of {files[name]} bytes of {name} arrived")
+            except BaseException:
+                with suppress(Exception):  # half a manifest would pass for that of a whole artifact
+                    if is_ours():
+                        self._fs.rm_file(place)
+                raise
+            return True
+
+        # looked up after the claim: so a machine that has just finished cannot remove a claim that is still in use
+        if not self.holds(path.name):
+            parts = [name for name in files if name != MANIFEST_FILE]
+            if not all(map(put, parts)):
+                return False
+            # a file that the other machine was uploading as this one began
+            late = [name for name in parts if self._fs.info(self._file(path.name, name)) != arrived[name]]
+            if not all(map(put, [*late, MANIFEST_FILE])):
+                return False
+        with suppress(Exception):  # left there it does no harm, and who may write may not always delete
+            if is_ours():
+                self._fs.rm_file(claim)
+        return True
+
+    def _await_other(self, artifact_id: str) -> None:
+        """Wait until the store has the artifact, or until nothing has arrived for _PATIENCE_S."""
+        seen, since = None, time.monotonic()
+        while not self.holds(artifact_id) and time.monotonic() - since < _PATIENCE_S:
+            time.sleep(_POLL_S)
+            self._fs.invalidate_cache()
+            if (now := self._fs.ls(f"{self._root}/{artifact_id}", detail=True)) != seen:
+                seen, since = now, time.monotonic()
 
     def _download(self, artifact_id: str, cache: Path, target: Path) -> None:
         manifest, manifest_bytes, hash_line = self._manifest(artifact_id)

@@ -63,7 +63,11 @@ class CheckpointTensors:
                 f"the checkpoint has no scales of {module}.weight ({', '.join(SCALES)}), without which it cannot be "
                 "decoded; download all of it"
             )
-        scale = self.read(name)
-        if scale.float().isnan().any():
+        return self.read_scales(name)
+
+    def read_scales(self, name: str) -> Tensor:
+        """Read a tensor of scales. Raises ModelError if any is NaN."""
+        scales = self.read(name)
+        if scales.float().isnan().any():
             raise ModelError(f"{name} has scales that are NaN; download the checkpoint again")
-        return scale
+        return scales

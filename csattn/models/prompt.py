@@ -216,10 +216,10 @@ def _render_turns(
         messages = [{"role": "system", "content": _PROBE}, *turns]
     else:
         first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), 0)
-        if turns[first]["role"] == "assistant":
+        if any(turn["role"] == "assistant" for turn in turns[: first + 1]):
             raise ArtifactMismatchError(
-                "the context is in the first user message here, and these messages have none; send one before the "
-                "assistant's"
+                "the context is in the first user message here, and these messages have none before the assistant's; "
+                "send one before it"
             )
         opening = _BETWEEN.join([_PROBE, *(turn["content"] for turn in turns[: first + 1])])
         messages = [{"role": "user", "content": opening}, *turns[first + 1 :]]

@@ -95,7 +95,7 @@ def gptq(files: CheckpointTensors, module: str, quantization: Quantization) -> M
     """Read GPTQ: [num_in, num_out], packed along inputs; zero points are packed along outputs."""
     bits = quantization.num_bits
     numbers = _unpack(files.read(f"{module}.qweight"), bits, 0)
-    scales = files.read(f"{module}.scales").float()  # [groups, num_out]
+    scales = files.read_scales(f"{module}.scales").float()  # [groups, num_out]
     stored = _unpack(files.read(f"{module}.qzeros"), bits, 1)[:, : scales.shape[1]]
     zeros = (stored + quantization.zero_offset) & ((1 << bits) - 1)  # 0 is stored as the largest value
     groups = _groups_of(files, f"{module}.g_idx", len(numbers), len(scales), quantization)
@@ -106,7 +106,7 @@ def awq(files: CheckpointTensors, module: str, quantization: Quantization) -> Ma
     """Read AWQ: [num_in, num_out], packed along outputs."""
     if quantization.num_bits != 4:
         raise ModelError(f"its AWQ weights have {quantization.num_bits} bits; use a checkpoint with 4 bits")
-    scales = files.read(f"{module}.scales").float()  # [groups, num_out]
+    scales = files.read_scales(f"{module}.scales").float()  # [groups, num_out]
     numbers, zeros = (_unpack_awq(files.read(f"{module}.{part}")) for part in ("qweight", "qzeros"))
     groups = _groups_of(files, f"{module}.g_idx", len(numbers), len(scales), quantization)
     return _checked(module, numbers.T, 4, scales.T, zeros.T, groups)

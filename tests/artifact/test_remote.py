@@ -30,6 +30,7 @@ from csattn.artifact import (
 from csattn.artifact.layout import index_file, kv_file
 from csattn.artifact.work import used_at
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, StoreFullError
+from tests.artifact import synthetic
 from tests.artifact.faults import SYSTEM_CALLS, before_call, exit_status, fork, kill_self
 from tests.artifact.synthetic import build, make_layer, make_spec
 
@@ -130,6 +131,78 @@ def test_an_incomplete_upload_is_not_listed_or_opened(
             open_artifact(f"{remote.url}/{ID}")
     remote.upload(local)
     assert verify_artifact(f"{remote.url}/{ID}").spec == SPEC
+
+
+def test_half_a_manifest_does_not_pass_for_an_artifact(
+    remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, put_file = build(tmp_path / "local", SPEC), type(remote._fs).put_file
+
+    def fill(fs: Any, source: str, target: str, **more: object) -> None:
+        put_file(fs, source, target, **more)
+        if target.endswith("manifest.json"):
+            fs.pipe_file(target, b"{")
+            raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(remote._fs), "put_file", fill)
+        with pytest.raises(ArtifactError, match="the disk is full"):
+            remote.upload(local)
+    assert not remote.holds(ID)
+    remote.upload(local)
+    assert verify_artifact(f"{remote.url}/{ID}").spec == SPEC
+
+
+@pytest.mark.parametrize(("at", "ahead"), [(0, 0), (1, 3), (1, 1), (3, 1), (6, 0)])
+def test_files_of_two_machines_that_upload_at_once_do_not_mix(
+    remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, ahead: int
+) -> None:
+    """The other begins while a file is under way, which arrives after the other has uploaded `ahead` of its own."""
+    local = build(tmp_path / "local", SPEC)
+    monkeypatch.setattr(synthetic, "make_layer", lambda spec, i: (2 * make_layer(spec, i)[0], make_layer(spec, i)[1]))
+    other = build(tmp_path / "other", SPEC)
+    assert (local / kv_file(0)).read_bytes() != (other / kv_file(0)).read_bytes()
+    put_file, num_put = type(remote._fs).put_file, {local: 0, other: 0}
+    is_ahead, has_arrived = threading.Event(), threading.Event()
+    machine = threading.Thread(target=RemoteStore(remote.url).upload, args=(other,))
+
+    def put(fs: object, source: str, target: str, **more: object) -> None:
+        path = Path(source).parent
+        is_late, is_other = path == local and num_put[local] == at, path == other
+        if is_late:
+            machine.start()
+            assert is_ahead.wait(60)
+        if is_other and num_put[other] == ahead:
+            is_ahead.set()
+            assert has_arrived.wait(60)
+        num_put[path] += 1
+        put_file(fs, source, target, **more)
+        if is_late:
+            has_arrived.set()
+
+    monkeypatch.setattr(type(remote._fs), "put_file", put)
+    monkeypatch.setattr("csattn.artifact.remote._POLL_S", 0.01)
+    remote.upload(local)
+    machine.join()
+    assert verify_artifact(f"{remote.url}/{ID}").files == read_manifest(other).files
+    assert len(remote._fs.ls(remote._root)) == 1, "nothing but the artifact is left"
+
+
+def test_an_upload_goes_on_after_another_machine_began_one_and_died(
+    remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, put_file, others = build(tmp_path / "local", SPEC), type(remote._fs).put_file, [b"claim"]
+
+    def put(fs: Any, source: str, target: str, **more: object) -> None:
+        put_file(fs, source, target, **more)
+        if others:
+            fs.pipe_file(f"{remote._root}/.uploading-{ID}", others.pop())
+
+    monkeypatch.setattr(type(remote._fs), "put_file", put)
+    monkeypatch.setattr("csattn.artifact.remote._POLL_S", 0.01)
+    monkeypatch.setattr("csattn.artifact.remote._PATIENCE_S", 0.05)
+    remote.upload(local)
+    assert not others and verify_artifact(f"{remote.url}/{ID}").spec == SPEC
 
 
 @pytest.mark.parametrize("name", ["tokens.safetensors", kv_file(0), index_file(1), "manifest.json", "manifest.sha256"])
@@ -296,6 +369,7 @@ def test_least_recently_used_copies_are_evicted_first_and_open_ones_stay_readabl
 @pytest.mark.parametrize(
     ("url", "words"),
     [
+        ("s3://abc", "the store s3:/ names no place; give a bucket or a directory after the ://"),
         ("nowhere://x/y", "cannot use the store nowhere://x.*Protocol not known"),
         ("ftp://127.0.0.1:1/x/y", "cannot connect to the store ftp://127.0.0.1:1/x: .*refused; check the URL"),
         ("file:///absent/store/abc", "there is no artifact 'abc' in file:///absent/store"),
@@ -305,3 +379,12 @@ def test_least_recently_used_copies_are_evicted_first_and_open_ones_stay_readabl
 def test_urls_without_an_artifact_are_refused_with_the_reason(url: str, words: str) -> None:
     with pytest.raises(ArtifactError, match=words):
         open_artifact(url)
+
+
+def test_a_url_without_a_place_is_no_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an unset variable: s3://$BUCKET."""
+    monkeypatch.chdir(tmp_path)
+    for url in ("memory://", "file:///"):
+        with pytest.raises(ArtifactError, match=f"the store {url} names no place"):
+            RemoteStore(url)
+    assert not list(tmp_path.iterdir())

@@ -281,6 +281,8 @@ def test_unknown_contenders_and_short_texts_are_refused(tmp_path):
     short.write_text("too short")
     with pytest.raises(GateError, match="no long context"):
         long.read_text(str(short), byte_tokenizer(), 5000, 16)
+    with pytest.raises(GateError, match="has 9 tokens, and 17 should follow"):
+        long.read_text(f"novel+{short}", byte_tokenizer(), 1200, 16)
 
 
 def test_a_context_is_at_most_as_long_as_its_text(tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import processors
 
 from bench.accuracy import longbench
 from bench.accuracy.answering import FULL
@@ -168,6 +169,16 @@ def test_prompts_are_split_where_the_context_ends(tmp_path):
     assert decode(chat.question) == question + "\n[assistant]"
     easy = plain.set_up("dense")
     assert len(easy.question) == 1 and decode(easy.context) + decode(easy.question) == context + question
+
+
+def test_an_end_token_that_the_tokenizer_adds_is_not_in_a_prompt():
+    tokenizer = byte_tokenizer(None)
+    tokenizer.eos_token = "#"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A #", special_tokens=[("#", tokenizer.eos_token_id)]
+    )
+    prompt = make_prompt(tokenizer, "the context", " and its question", 99, chat=False)
+    assert [tokenizer.decode(ids) for ids in (prompt.context, prompt.question)] == ["the context", " and its question"]
 
 
 def test_a_prompt_without_a_question_uses_its_last_token_as_question():

@@ -1,5 +1,6 @@
 """The measurements on a small scale: what they measure, and that cases in a file are not measured again."""
 
+import argparse
 import json
 import struct
 from dataclasses import replace
@@ -22,7 +23,7 @@ from bench.records import RESULTS, Records, load_cases
 from bench.selector_cases import VERSION, selector_cases
 from bench.timing import GateError
 from csattn.selector_names import SELECTOR_NAMES
-from tests.tiny import byte_tokenizer, loaded
+from tests.tiny import byte_tokenizer, loaded, save
 
 KEEP = 0.1
 CONTEXT_LEN, EVAL_LEN = 320, 6
@@ -132,6 +133,18 @@ def test_tasks_are_answered_once(tmp_path, monkeypatch, task, question):
     assert {case["depth"] for case in records.cases} == set(depths)
     assert all(case["score"] in (0, 1) for case in records.cases)
     assert f"| {task}, 700 |" in table(records.cases)
+
+
+def test_answers_for_another_number_of_depths_are_not_mixed(tmp_path):
+    (tmp_path / "answers.json").write_text(json.dumps({"depths": 5, "cases": []}))
+    parser = argparse.ArgumentParser()
+    tasks.add_arguments(parser)
+    given = ["--tasks", "multikey", "--lengths", "700", "--depths", "3", "--samples", "1", "--selectors", "window"]
+    arguments = parser.parse_args(
+        [*given, "--model", str(save(tmp_path / "model")), "--json", str(tmp_path / "answers.json")]
+    )
+    with pytest.raises(GateError, match="was measured with depths 5, not 3; name another file"):
+        tasks._ask_all(arguments)
 
 
 def test_tasks_that_do_not_fit_the_model_are_refused_in_advance():

@@ -131,6 +131,17 @@ def test_an_interrupted_build_resumes_at_the_layer_where_it_stopped(tmp_path: Pa
         assert file.read_bytes() == (resumed.path / file.name).read_bytes(), file.name
 
 
+def test_the_models_attention_is_restored_although_the_error_of_a_build_is_kept(tmp_path: Path) -> None:
+    def stop(progress: BuildProgress) -> None:
+        if progress.phase == "index":
+            raise Stop
+
+    before = loaded().model.config._attn_implementation
+    with pytest.raises(Stop) as kept:
+        build(tmp_path, on_progress=stop)
+    assert loaded().model.config._attn_implementation == before, kept
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "match"), [(0, "0 tokens"), (1, "at least 256"), (255, "256"), (MAX_POSITIONS, "positions")]
 )

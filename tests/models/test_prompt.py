@@ -80,6 +80,9 @@ def test_a_conversation_that_begins_with_an_answer_is_refused_for_user_wrapping(
     prefix, ending = context_ids(tokenizer, TEXT, "user"), {"continue_final_message": True}
     with pytest.raises(ArtifactMismatchError, match="these messages have none"):
         conversation_ids(tokenizer, prefix, [{"role": "assistant", "content": "It"}], "user", None, ending)
+    turns = [{"role": "assistant", "content": "Ask me."}, {"role": "user", "content": "Who?"}]
+    with pytest.raises(ArtifactMismatchError, match="these messages have none before the assistant's; send one"):
+        conversation_ids(tokenizer, prefix, turns, "user")
 
 
 def test_a_context_that_tokenises_differently_before_a_question_is_refused() -> None:

@@ -7,8 +7,9 @@ import torch
 
 from csattn.artifact import open_artifact
 from csattn.config import preset
+from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
-from tests.tiny import FAMILIES, loaded, token_ids
+from tests.tiny import FAMILIES, byte_tokenizer, loaded, make_model, token_ids
 from workers.context_layers import context_layers
 
 CONTEXT_LEN = 300  # more than twice the tokens that pass through the model at a time
@@ -54,3 +55,15 @@ def test_attention_received_runs_the_model_once_and_only_on_demand(store) -> Non
     finally:
         hook.remove()
     assert sum(num_tokens) == CONTEXT_LEN
+
+
+def test_attention_received_is_finite_where_products_exceed_float16(store) -> None:
+    model = make_model("qwen2").half()
+    for layer in model.model.layers:
+        torch.nn.init.constant_(layer.self_attn.q_proj.bias, 100.0)
+        torch.nn.init.constant_(layer.self_attn.k_proj.bias, 100.0)
+    half = wrap_model(model, byte_tokenizer(), "half")
+    with open_artifact(build_artifact(half, token_ids(CONTEXT_LEN), preset("default"), store).path) as artifact:
+        for layer in context_layers(half, artifact):
+            received = layer.attention_received()
+            torch.testing.assert_close(received.sum(1), torch.full((len(received),), float(CONTEXT_LEN)))

@@ -136,15 +136,21 @@ class CachedRows(FarRows):
 def context_layers(shape: EngineShape, layers: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield a context's layers on the host as steps read them: [num_kv_heads, context_len, 2, head_dim], or coded.
 
-    layers: as they were built. They are coded one by one, each on memory pages of its own. Raises CodecError if the
-    format cannot keep them.
+    layers: as they were built. They are coded one by one, each on memory pages of its own, and rows that several layers
+    attend to only once. Raises CodecError if the format cannot keep them.
     """
-    for layer in layers:
+    kv_sources, shared = shape.kv_sources or range(shape.num_layers), dict[int, Tensor]()
+    for number, (layer, kv_source) in enumerate(zip(layers, kv_sources, strict=False)):
         if shape.kv_format is None:
             yield layer
-            continue
-        (room,) = allocate_rows(1, (*layer.shape[:2], shape.context_row_bytes), torch.uint8)
-        yield encode_layer(layer, KvCodec(shape.kv_format, shape.head_dim), room)
+        elif kv_source in shared:
+            yield shared[kv_source]
+        else:
+            (room,) = allocate_rows(1, (*layer.shape[:2], shape.context_row_bytes), torch.uint8)
+            coded = encode_layer(layer, KvCodec(shape.kv_format, shape.head_dim), room)
+            if kv_sources.count(number) > 1:
+                shared[number] = coded
+            yield coded
 
 
 def cache_shape(shape: EngineShape, num_slots: int) -> SlotCacheShape:

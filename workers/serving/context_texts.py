@@ -9,7 +9,13 @@ from csattn.artifact import Artifact, hash_token_ids
 from csattn.config import preset
 from csattn.errors import ContextError, ModelError
 from csattn.models import LoadedModel
-from csattn.models.prompt import Wrapping, choose_wrapping, context_ids, require_indexable
+from csattn.models.prompt import (
+    Wrapping,
+    choose_wrapping,
+    context_ids,
+    require_indexable,
+    require_not_far_too_long,
+)
 from csattn.plain_text import why_not_plain
 from workers.serving.messages import BadRequestError
 from workers.settings import BuildSettings
@@ -31,6 +37,7 @@ class ContextTexts:
         if (advice := why_not_plain(text.encode())) is not None:
             raise BadRequestError(f"this is not plain text; {advice}, and send the result", "text")
         try:
+            require_not_far_too_long(text, self._loaded)
             ids = self._ids(text, choose_wrapping(self._loaded.tokenizer, self._settings.chat))
             require_indexable(ids, preset(self._settings.preset), self._loaded)
         except (ContextError, ModelError) as error:

@@ -98,9 +98,10 @@ class HeavyRows(StreamRows):
         to_heavy, to_window = (
             self._places.rotate(q, places).reshape(num_kv_heads, -1, q.shape[2]) for places in (own_place, slots)
         )
-        heavy_scores = to_heavy @ self._heavy_k[:, heavy].transpose(1, 2)
-        window_scores = to_window @ self._window.k[:, window].transpose(1, 2)
-        scores = torch.cat([heavy_scores, window_scores], dim=2).float()
+        # in float32: products of queries and keys may exceed the largest float16
+        heavy_scores = to_heavy.float() @ self._heavy_k[:, heavy].float().transpose(1, 2)
+        window_scores = to_window.float() @ self._window.k[:, window].float().transpose(1, 2)
+        scores = torch.cat([heavy_scores, window_scores], dim=2)
         if num_tokens > 1:  # only while the window fills, so that there are no heavy rows
             tokens = torch.arange(end, device=q.device)
             unseen = tokens > tokens[slots, None]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from csattn.checks import require_at_least
+from csattn.models.prompt import text_ids
 from workers.serving.text import TextStream
 from workers.streaming.session import StreamSession
 
@@ -42,7 +43,7 @@ def stream_text(
     """
     require_at_least("max_new_tokens", max_new_tokens, 1)
     loaded, cache = session.loaded, session.cache()
-    token_ids = np.asarray(loaded.tokenizer(prompt).input_ids, dtype=np.int32)
+    token_ids = np.asarray(text_ids(loaded.tokenizer, prompt), dtype=np.int32)
     text = TextStream(loaded.tokenizer)
     started = time.perf_counter()
     stream, num_new, stopped = session.tokens(token_ids, cache), 0, False

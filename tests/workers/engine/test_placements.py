@@ -22,6 +22,7 @@ from offload import gather, slot_cache, step_mail
 from offload.codecs.codec import KvCodec
 from offload.codecs.formats import KvFormat
 from offload.host_memory import copy_rows
+from offload.host_store import distinct
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
@@ -97,6 +98,14 @@ def test_moments_use_the_planned_bytes_and_equal_those_of_the_loaded_context() -
 def context_kv(artifact: Artifact, shape: EngineShape) -> list[torch.Tensor]:
     """Copy the KV to pages of its own: pinning takes whole pages, and copies from partly pinned memory are refused."""
     return copy_rows(list(context_layers(shape, built_kv(artifact))))
+
+
+def test_coded_rows_that_layers_share_take_the_planned_bytes() -> None:
+    shape = make_shape(SearchConfig(), kv_format=KvFormat.parse("fp8"), kv_sources=(0, 1, 0))
+    kv = [torch.randn(shape.num_kv_heads, CONTEXT_LEN, 2, shape.head_dim) for _ in range(2)]
+    layers = list(context_layers(shape, [*kv, kv[0]]))
+    assert sum(layer.nbytes for layer in distinct(layers)) == shape.kv_bytes(CONTEXT_LEN)
+    assert [layer.data_ptr() == layers[0].data_ptr() for layer in layers] == [True, False, True]
 
 
 def built_kv(artifact: Artifact) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from csattn.artifact import Artifact
 from csattn.config import preset
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ConfigError, ContextError
 from csattn.models import load_model
@@ -29,6 +30,7 @@ from workers.serving import context_build
 from workers.serving.context_build import Builder, BuildFailedError
 from workers.serving.context_counts import BuildCounts
 from workers.serving.context_file import FILE_NAME, ContextFile, Record
+from workers.serving.context_texts import ContextTexts
 from workers.serving.contexts import TEXTS, Contexts, name_artifact
 from workers.serving.local import LocalBackend
 from workers.serving.messages import (
@@ -267,7 +269,15 @@ def test_artifacts_are_named_and_renaming_conflicts_are_refused(tmp_path: Path) 
         name_artifact(tmp_path, "c", artifact_id, "bfloat16")
 
 
-def test_registering_a_named_artifacts_own_text_finds_that_context(built: Path) -> None:
+def test_registering_a_named_artifacts_own_text_finds_that_context(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared, is_of = list[str](), ContextTexts.is_of
+
+    def count(self: ContextTexts, artifact: Artifact, text: str) -> bool:
+        compared.append(text)
+        return is_of(self, artifact, text)
+
     async def main() -> None:
         model = load_tiny()
         backend = LocalBackend(FullEngine(model), model, Settings(store=StoreSettings(path=built)))
@@ -279,7 +289,9 @@ def test_registering_a_named_artifacts_own_text_finds_that_context(built: Path) 
             await backend.register("heron", text_of("other"))
         await backend.close()
 
+    monkeypatch.setattr(ContextTexts, "is_of", count)
     asyncio.run(main())
+    assert len(compared) == 3, "each text is tokenised once"
 
 
 def load_tiny() -> Any:
@@ -308,6 +320,7 @@ def test_an_empty_text_is_refused(tmp_path: Path) -> None:
     [
         ("Once.", "an index needs at least 256"),
         ("Lamps burn. " * 200, "1024 positions, of which the question needs at least one"),
+        ("Lamps burn. " * 800, "the context has more than 1024 tokens"),  # not all of it is tokenised
         ("Lamps\0burn. " * 40, "not plain text; it has a NUL at byte 5; remove it"),
         ("{\\rtf1 Lamps burn. " * 40, "not plain text; it is RTF: save it as plain text"),
     ],

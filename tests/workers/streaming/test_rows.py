@@ -149,6 +149,13 @@ def test_half_precision_rows_are_close_to_the_reference(dtype, policy) -> None:
 
 
 @pytest.mark.parametrize("policy", ["window", "heavy"])
+def test_products_of_queries_and_keys_may_exceed_float16(policy) -> None:
+    q, k, v = make_rows(50, spread=200.0, dtype=torch.float16)
+    rows = window_rows(4, 12, 16, k) if policy == "window" else heavy_rows(5, 12, k)
+    assert attend_in_parts(rows, q, k, v, [40, 10]).isfinite().all()
+
+
+@pytest.mark.parametrize("policy", ["window", "heavy"])
 def test_memory_and_positions_stay_bounded(policy) -> None:
     """The table has as many places as rows are kept; a place beyond it would be an IndexError."""
     q, k, v = make_rows(1500, 1, 1)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -273,6 +274,18 @@ def test_bad_input_is_refused_with_the_reason() -> None:
         padded = torch.tensor([[0, 1, 1]])
         with pytest.raises(ConfigError, match="without padding"):
             loaded().model(torch.zeros(1, 3, dtype=torch.long), attention_mask=padded, **{CACHE: session.cache()})
+
+
+def test_an_end_token_that_the_tokenizer_adds_to_a_prompt_is_left_out() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "</s>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", tokenizer.eos_token_id)]
+    )
+    assert len(tokenizer("the tide").input_ids) == 9
+    model = wrap_model(make_model(vocab_size=len(tokenizer)), tokenizer, "tiny-ending")
+    with StreamSession(model, StreamConfig(window_len=60)) as session:
+        assert stream_text(session, "the tide", 1).prompt_len == 8
 
 
 @pytest.mark.parametrize(("value", "of_ids"), [(torch.nan, [7]), (torch.inf, [7]), (-torch.inf, slice(None))])

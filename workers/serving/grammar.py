@@ -302,6 +302,8 @@ def _schemas_of(ask: Ask) -> list[tuple[str, dict[str, Any] | bool]]:
 
 
 def _json(schema: dict[str, Any] | bool) -> str:
+    if schema is True:  # allows what {} does, which can take the library's options
+        schema = {}
     extended = {**_with_uris(schema), "x-guidance": _ONE_LINE} if isinstance(schema, dict) else schema
     return f"%json {json.dumps(extended)}"
 

@@ -95,6 +95,16 @@ def test_every_answer_fits_its_schema(schema: Any) -> None:
         assert not calls and "\n" not in text
 
 
+@pytest.mark.parametrize("schema", [True, {}, {"type": ["array", "object"]}])
+def test_an_answer_to_any_schema_is_on_one_line(schema: Any) -> None:
+    model = loaded()
+    grammar = Grammars(model).make_now(ask(schema=schema), ChatForm(model.tokenizer))
+    for token_id in model.tokenizer("{").input_ids:
+        grammar.accept(token_id)
+    follow = {model.tokenizer.decode([token_id]) for token_id in np.flatnonzero(grammar.allowed(256))}
+    assert '"' in follow and not follow & set(" \t\r\n")
+
+
 @pytest.mark.parametrize("own_tokens", [True, False])
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_required_tool_calls_have_the_templates_form_and_fit_their_schemas(kind: str, own_tokens: bool) -> None:

@@ -291,6 +291,14 @@ def test_an_empty_path_is_refused_and_not_the_current_directory(capsys, asked: t
     assert refused.returncode == 2 and "the path is empty; give one" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    "asked", [("eval", "--text", "x", "--store"), ("doctor", "--store"), ("demo", "--out"), ("serve", "--store")]
+)
+def test_a_url_is_refused_where_a_directory_is_wanted(capsys, asked: tuple[str, ...]) -> None:
+    refused = in_process(*asked, "s3://bucket/x", capsys=capsys)
+    assert refused.returncode == 2 and "wanted a directory of this machine, got the URL s3://bucket/x" in refused.stderr
+
+
 def test_eval_stretches_the_model_to_longer_texts(capsys, place: Path) -> None:
     text = place / "longer.txt"
     text.write_text(" ".join((place / "text.txt").read_text().split()[:20] * 200))

@@ -385,6 +385,9 @@ def test_a_models_memory_needs_and_limitations_are_reported(tmp_path: Path) -> N
     assert 0 <= kv - (32_768 + 2 * 37) * 2 * 2 * 24 * 2 < 3 * 8192 and 0 < sketch < kv
     left = machine().probes["memory"]["available_bytes"] - weight_bytes(read_config(str(tmp_path)), 2).decoded
     assert f"Room for contexts (this machine): {left // (kv + sketch)} of 32,768." in found[0].text
+    left -= weight_bytes(read_config(str(tmp_path)), 2).decoded
+    kv, sketch = context_bytes(spec_of(geometry, 32_768, "float32"))
+    assert f"In float32, the default: {left // (kv + sketch)} of 32,768." in found[0].text
     assert "1 layers with full attention and 2 without" in found[0].text
     assert "multiples of 16" in found[1].text and "capped" in found[2].text
     small = machine(probed={"memory": {"available_bytes": 1000, "total_bytes": 1000, "locked_limit_bytes": 0}})

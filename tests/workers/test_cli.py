@@ -386,6 +386,8 @@ def test_verify_checks_a_whole_store_and_reports_every_fault(capsys, artifact: P
     assert "1 of 2 artifacts in" in done.stdout
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["artifacts"] == [artifact.name] and list(found["broken"]) == [broken.name] and not found["intact"]
+    listed = in_process("ls", "--store", tmp_path, "--json", capsys=capsys)
+    assert listed.returncode == 0 and list(last_line(listed)["broken"]) == [broken.name]
     reseal(broken, lambda manifest: manifest.update(format_version=1))
     done = in_process("verify", tmp_path, "--json", capsys=capsys)
     assert done.returncode == 1 and "not intact" not in done.stderr and "not readable here: " in done.stderr

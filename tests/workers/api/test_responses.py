@@ -53,8 +53,9 @@ def test_a_response_has_text_status_usage_and_metadata(client: openai.OpenAI) ->
     assert cut.incomplete_details.reason == "max_output_tokens" and cut.output_text == "The answer "
 
 
-def test_errors_about_messages_name_the_input_field() -> None:
+def test_errors_of_the_decoding_side_name_fields_of_the_responses_api() -> None:
     assert read().field == read(input=[{"role": "user", "content": "?"}]).field == "input"
+    assert (read().schema_field, read().effort_field) == ("text.format", "reasoning.effort")
 
 
 def test_a_streamed_response_equals_the_unstreamed_one(service: Running, client: openai.OpenAI) -> None:

@@ -295,6 +295,13 @@ def test_unsupported_schemas_are_refused_with_the_reason(schema: Any, words: str
         assert refused.value.param == "tools: bad"
 
 
+def test_a_refused_schema_of_a_response_is_named_as_its_field_there() -> None:
+    asked = ask(schema={"uniqueItems": True}, schema_field="text.format")
+    with pytest.raises(BadRequestError, match=r"the schema in text\.format") as refused:
+        Grammars(loaded()).make_now(asked, ChatForm(loaded().tokenizer))
+    assert refused.value.param == "text.format"
+
+
 @pytest.mark.parametrize(("keyword", "most"), [("maxItems", 10_000), ("multipleOf", 100_000)])
 def test_too_costly_keywords_are_refused_only_above_the_reported_maximum(keyword: str, most: int) -> None:
     _require_moderate([("x", {keyword: most, "title": "日" * 60_000})])

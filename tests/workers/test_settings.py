@@ -140,6 +140,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         ("[server]\nallowed_origins = ['a.org']", ["server.allowed_origins has 'a.org', wanted * or", "line 2"]),
         ("[server]\nallowed_origins = ['https://a.org/']", ["without a path"]),
         ("[store]\npath = 5", ["store.path", "is 5, wanted a path"]),
+        ('[store]\npath = "a\\u0000b"', ["store.path", "wanted a path"]),
         ("[build]\nchat = 'yes'", ["build.chat", "wanted true or false"]),
         ("[model]\nname = '" + "x" * 500 + "'\ndtype = 1", ["no setting model.dtype", "did you mean build.dtype?"]),
         ("[build]\ndtype = '" + "x" * 500 + "'", ["xxx...", "wanted one of float32"]),

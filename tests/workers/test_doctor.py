@@ -162,6 +162,10 @@ SICK = {"pinned": False, "how": "the driver refused to page-lock 1048576 bytes o
             machine(probed={"store": {**STORE, "broken": {"0123": "it is of format 1, not 2"}}}),
             "store", "problem", "0123 is not usable: it is of format 1, not 2.", "rm -r store/0123",
         ),
+        (
+            machine(probed={"store": {**STORE, "broken": {"0123": "it is broken"}}}, store=Path("my store")),
+            "store", "problem", "0123 is not usable", "rm -r 'my store/0123'",
+        ),
     ],
 )  # fmt: skip
 def test_each_problem_is_reported_with_its_remedy(

@@ -98,6 +98,11 @@ def test_responses_logprobs_cover_every_token_when_included(service: Running, cl
     assert item.type == "message" and item.content[0].type == "output_text"
     told = [score.logprob for score in item.content[0].logprobs or []]
     assert told == [-0.1, -0.2, -0.3], "of every token, also where it ends no character"
+    thought = Piece("", (TokenScore(1, "Hm", -0.1),), reasoning="Hm")
+    service.backend.scripts = {"?": Script((thought, Piece("A", (TokenScore(2, "A", -0.2),))))}
+    item = client.responses.create(model=MODEL, input="?", include=["message.output_text.logprobs"]).output[1]
+    assert item.type == "message" and item.content[0].type == "output_text"
+    assert [score.logprob for score in item.content[0].logprobs or []] == [-0.2], "not of a thought"
 
 
 def test_an_empty_answer_is_an_empty_message(service: Running, client: openai.OpenAI) -> None:

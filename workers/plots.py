@@ -78,8 +78,9 @@ def _draw_profile(
     for height, side, weight, text in texts:
         folded = "\n".join(textwrap.wrap(text, _TITLE_WIDTH, max_lines=2, placeholder=" …"))
         axes.annotate(
-            folded, (0, height), xycoords="axes fraction", fontsize=12, va=side, weight=weight, linespacing=1.35
-        )
+            folded, (0, height), xycoords="axes fraction", fontsize=12, va=side, weight=weight, linespacing=1.35,
+            parse_math=False,  # dollars in an answer are no formula
+        )  # fmt: skip
     middles = (np.arange(len(compared)) + 0.5) * context_len / len(compared)
     axes.fill_between(middles, 1, compared, where=compared >= 1, color=_RED, interpolate=True, linewidth=0)
     axes.fill_between(middles, 1, compared, where=compared <= 1, color="#bdbdbd", interpolate=True, linewidth=0)

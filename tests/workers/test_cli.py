@@ -291,6 +291,14 @@ def test_an_empty_path_is_refused_and_not_the_current_directory(capsys, asked: t
     assert refused.returncode == 2 and "the path is empty; give one" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    "asked", [("eval", "--text", "x", "--store"), ("doctor", "--store"), ("demo", "--out"), ("serve", "--store")]
+)
+def test_a_url_is_refused_where_a_directory_is_wanted(capsys, asked: tuple[str, ...]) -> None:
+    refused = in_process(*asked, "s3://bucket/x", capsys=capsys)
+    assert refused.returncode == 2 and "wanted a directory of this machine, got the URL s3://bucket/x" in refused.stderr
+
+
 def test_eval_stretches_the_model_to_longer_texts(capsys, place: Path) -> None:
     text = place / "longer.txt"
     text.write_text(" ".join((place / "text.txt").read_text().split()[:20] * 200))
@@ -378,6 +386,8 @@ def test_verify_checks_a_whole_store_and_reports_every_fault(capsys, artifact: P
     assert "1 of 2 artifacts in" in done.stdout
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["artifacts"] == [artifact.name] and list(found["broken"]) == [broken.name] and not found["intact"]
+    listed = in_process("ls", "--store", tmp_path, "--json", capsys=capsys)
+    assert listed.returncode == 0 and list(last_line(listed)["broken"]) == [broken.name]
     reseal(broken, lambda manifest: manifest.update(format_version=1))
     done = in_process("verify", tmp_path, "--json", capsys=capsys)
     assert done.returncode == 1 and "not intact" not in done.stderr and "not readable here: " in done.stderr
@@ -537,7 +547,11 @@ def test_a_missing_store_is_refused_and_not_treated_as_empty(capsys, place: Path
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model"], 1, "longer text"),
         (["verify", "{place}"], 1, "artifact"),
         (["ls", "--store", "s3:/bucket"], 2, "a URL has two slashes after its colon, got s3:/bucket"),
-        (["frobnicate"], 2, "No such command"),
+        (["ls", "--store", ""], 2, "Invalid value for '--store': the path is empty; give one, or leave the option out"),
+        (["frobnicate"], 2, "No such command 'frobnicate'; `csattn --help` shows what to give"),
+        (["generate", "{artifact}"], 2, "Missing option '--prompt'; `csattn generate --help` shows what to give"),
+        (["verify", "{artifact}", "--json=3"], 2, "Option '--json' does not take a value; `--help` shows what to give"),
+        (["generate", "{artifact}", "--prompt", "x", "--max-new-tokens", "0"], 2, " 1; `csattn generate --help` shows"),
         (["build", "--keep", "3"], 2, "--keep belongs to generate, eval and serve; `csattn build --help` lists"),
         (["verify", "{artifact}", "--set", "a=b"], 2, "--set belongs to serve and config show; `csattn verify --help`"),
         (["ls", "--ray", "auto"], 2, "--ray belongs to build; `csattn ls --help` lists"),

@@ -162,6 +162,10 @@ SICK = {"pinned": False, "how": "the driver refused to page-lock 1048576 bytes o
             machine(probed={"store": {**STORE, "broken": {"0123": "it is of format 1, not 2"}}}),
             "store", "problem", "0123 is not usable: it is of format 1, not 2.", "rm -r store/0123",
         ),
+        (
+            machine(probed={"store": {**STORE, "broken": {"0123": "it is broken"}}}, store=Path("my store")),
+            "store", "problem", "0123 is not usable", "rm -r 'my store/0123'",
+        ),
     ],
 )  # fmt: skip
 def test_each_problem_is_reported_with_its_remedy(
@@ -385,6 +389,9 @@ def test_a_models_memory_needs_and_limitations_are_reported(tmp_path: Path) -> N
     assert 0 <= kv - (32_768 + 2 * 37) * 2 * 2 * 24 * 2 < 3 * 8192 and 0 < sketch < kv
     left = machine().probes["memory"]["available_bytes"] - weight_bytes(read_config(str(tmp_path)), 2).decoded
     assert f"Room for contexts (this machine): {left // (kv + sketch)} of 32,768." in found[0].text
+    left -= weight_bytes(read_config(str(tmp_path)), 2).decoded
+    kv, sketch = context_bytes(spec_of(geometry, 32_768, "float32"))
+    assert f"In float32, the default: {left // (kv + sketch)} of 32,768." in found[0].text
     assert "1 layers with full attention and 2 without" in found[0].text
     assert "multiples of 16" in found[1].text and "capped" in found[2].text
     small = machine(probed={"memory": {"available_bytes": 1000, "total_bytes": 1000, "locked_limit_bytes": 0}})

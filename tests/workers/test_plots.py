@@ -38,6 +38,11 @@ def test_a_picture_without_reads_can_be_drawn(tmp_path):
     assert draw(tmp_path / "map.png", [nothing, nothing])
 
 
+@pytest.mark.parametrize("answer", ["It costs $x_{1 and $6.", r"a $\foo$ b"])
+def test_dollars_in_an_answer_are_no_formula(tmp_path, answer):
+    assert draw(tmp_path / "map.png", [AttentionPicture("?", answer, 0, np.zeros((2, 2, 128)), np.zeros((2, 2)))])
+
+
 def test_the_picture_depends_on_reads_recall_and_answer_position(tmp_path):
     values = {"answer_at": 500, "reads": np.full((2, 2, 128), 0.1), "recall": np.full((2, 2), 0.5)}
     other = {"answer_at": 200, "reads": np.full((2, 2, 128), 0.2), "recall": np.full((2, 2), 0.9)}

@@ -72,6 +72,8 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
         turns=turns,
         turns_field="input",
         reasoning_effort=effort,
+        effort_field="reasoning.effort",
+        schema_field="text.format",
         sampling=sampling,
         **form,
         **tools,

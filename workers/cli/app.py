@@ -265,7 +265,8 @@ def verify(artifact: ArtifactPath, json: Json = False) -> None:
 
 @app.command()
 def ls(store: Store = Path("store"), json: Json = False) -> None:
-    """List the finished artifacts of a store."""
+    """List the finished artifacts of a store. Exits with 0 even if one is not usable (--json lists these in `broken`);
+    `csattn verify STORE` exits with 1 then."""
     from workers.cli import store_commands, terminal
 
     terminal.end(store_commands.listing(store), json)

@@ -12,11 +12,15 @@ ClickError: Any = typer.BadParameter.__mro__[2]
 
 
 def sentence_of(error: Any, app: typer.Typer) -> str:
-    """Return a ClickError's message; for an option of other commands, name these. Empty if the help was printed."""
+    """Return a ClickError's message, and what to do; for an option of other commands, name these. Empty if the help
+    was printed."""
     verbs = _verbs_with(app, error.option_name) if type(error).__name__ == "NoSuchOption" else []
     if not verbs:
         told: str = error.format_message()
-        return told
+        if not told or "; " in told:  # our own messages, which say what to do, after typer's name for them
+            return told.replace("Value error, ", "")
+        asked = f"`{error.ctx.command_path} --help`" if getattr(error, "ctx", None) else "`--help`"
+        return f"{told.rstrip('.')}{'' if told.endswith('?') else ';'} {asked} shows what to give"
     *others, last = verbs
     whose = f"{', '.join(others)} and {last}" if others else last
     return f"{error.option_name} belongs to {whose}; `{error.ctx.command_path} --help` lists the options that it takes"

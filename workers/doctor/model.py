@@ -100,6 +100,11 @@ def _needs(
     if not devices and 2 * size.decoded > memory:
         remedy = "Use --dtype bfloat16, for a service --set build.dtype=bfloat16: in float32 the model does not fit."
         return [Finding("model", "warning", text, remedy)]
+    if not devices:
+        wide_specs = [spec_of(geometry, spec.context_len, "float32") for spec in specs]
+        wide_room = partial(room, host_bytes=memory - 2 * size.decoded)
+        rooms = [f"{wide_room(spec)} of {spec.context_len:,}" for spec in wide_specs]
+        text += f" In float32, the default: {', '.join(rooms)}."
     return [Finding("model", "ok", text)]
 
 

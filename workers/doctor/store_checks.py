@@ -1,5 +1,6 @@
 """Checks of a store, and of what services keep in it."""
 
+import shlex
 from collections.abc import Sequence
 
 from workers.doctor.facts import Facts
@@ -29,7 +30,7 @@ def check_store(facts: Facts) -> Sequence[Finding]:
             "store",
             "problem",
             f"Artifact {name} is not usable: {sentence(why)}",
-            f"Remove it and build it again: rm -r {path / name}",
+            f"Remove it and build it again: rm -r {shlex.quote(str(path / name))}",
         )
         for name, why in store["broken"].items()
     ]

@@ -61,7 +61,7 @@ class Grammars:
         _require_moderate(schemas)
         for name, schema in schemas:  # one by one, to name the one at fault
             self._matcher(f"start: {_json(schema)}", name)
-        matcher = self._matcher(grammar_text(ask, form), "tools" if ask.schema is None else "response_format")
+        matcher = self._matcher(grammar_text(ask, form), "tools" if ask.schema is None else ask.schema_field)
         return Grammar(matcher, self._tokenizer.vocab_size, self._loaded.stop_ids, self._pool)
 
     def close(self) -> None:
@@ -297,11 +297,13 @@ def _schemas_of(ask: Ask) -> list[tuple[str, dict[str, Any] | bool]]:
     """The schemas that the answer is held to, with the request's fields that they came in."""
     named: list[tuple[str, dict[str, Any] | bool]] = []
     if ask.schema is not None and not ask.must_call:
-        named.append(("response_format", ask.schema))
+        named.append((ask.schema_field, ask.schema))
     return named + [(f"tools: {tool.name}", tool.parameters) for tool in _constrained_tools(ask)]
 
 
 def _json(schema: dict[str, Any] | bool) -> str:
+    if schema is True:  # allows what {} does, which can take the library's options
+        schema = {}
     extended = {**_with_uris(schema), "x-guidance": _ONE_LINE} if isinstance(schema, dict) else schema
     return f"%json {json.dumps(extended)}"
 

@@ -75,6 +75,7 @@ class Conversation:
     turns_field: str = "messages"  # name of the request's field that holds the turns
     template_options: dict[str, Any] = field(default_factory=dict)  # further variables for the chat template
     reasoning_effort: str | None = None  # set by the template's own switch; None: the template's default
+    effort_field: str = "reasoning_effort"  # name of the request's field that holds it
     tools: tuple[Tool, ...] = ()
 
     @property
@@ -96,6 +97,7 @@ class Ask(Conversation):
     must_call: tuple[str, ...] = ()  # the answer has to call one of these tools
     parallel_calls: bool = True  # the answer may have several calls
     schema: dict[str, Any] | bool | None = None  # JSON schema of the answer
+    schema_field: str = "response_format"  # name of the request's field that holds it
     sampling: Sampling
     reports_usage: bool = False  # each piece reports the usage so far
     keep: float | None = None  # None, here and below: the service's setting

@@ -147,9 +147,11 @@ class Scheduler:
         """End requests past their deadline, and those whose reader has stalled."""
         for request in [*self._queue, *self._running.values()]:
             if now >= request.deadline:
-                took = f"{now - request.arrived_at:.1f} s"
-                error = TimedOutError(f"the request took {took}, longer than the time limit; ask for fewer tokens")
-                self._end(request, "timeout", error)
+                took = f"{now - request.arrived_at:.1f} s, longer than the time limit"
+                what = f"the request took {took}; ask for fewer tokens"
+                if request.slot is None:
+                    what = f"the request waited for its turn for {took}; send it again later"
+                self._end(request, "timeout", TimedOutError(what))
             elif not request.outlet.is_full:
                 request.paused_at = None
             elif request.paused_at is not None and now - request.paused_at >= STALL_S:

@@ -58,8 +58,8 @@ class ChatForm:
         if not known and (effort != "none" or self.thinks):
             raise BadRequestError(
                 "the chat template of this service's model has no switch for reasoning effort; leave "
-                "reasoning_effort out",
-                "reasoning_effort",
+                f"{ask.effort_field} out",
+                ask.effort_field,
             )
         return replace(ask, template_options={**known, **ask.template_options}, reasoning_effort=None)
 

@@ -36,7 +36,7 @@ def convert(hint: Any, value: Any, *, is_text: bool) -> Any:
         if value not in choices(hint):
             raise ValueError
         return value
-    if hint is Path and isinstance(value, str | Path) and str(value):
+    if hint is Path and isinstance(value, str | Path) and str(value) and "\0" not in str(value):
         try:
             return Path(value).expanduser()
         except RuntimeError:  # ~ of an unknown user

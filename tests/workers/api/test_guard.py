@@ -102,6 +102,7 @@ def test_without_api_keys_only_loopback_hosts_are_answered() -> None:
     with serving(settings=Settings()) as service:
         for host, status in (
             ("localhost", 200), (f"127.0.0.1:{service.port}", 200), ("[::1]:80", 200), ("evil.example", 403),
+            ("chat.localhost:8000", 200), ("chatlocalhost", 403),
             ("LocalHost", 200), ("LOCALHOST:80", 200),
             ("evil.example:80", 403), ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403),
         ):  # fmt: skip

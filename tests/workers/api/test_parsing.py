@@ -235,6 +235,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"add_generation_prompt": 1}, "add_generation_prompt", "is 1, wanted true or false"),
     ({"messages": [{"role": "user", "content": "x" * 501}]}, "messages[0].content", "501 characters, wanted at most"),
     ({"messages": [{"role": "user", "content": "x" * 300}] * 2}, "messages", "in all, got 600"),
+    ({"messages": [{"role": "assistant", "content": "x" * 300, "reasoning_content": "x" * 300}, *CHAT["messages"]]},
+     "messages", "in all, got 604"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "half a surrogate pair"),
     ({"max_tokens": 0}, "max_tokens", "between 1 and 2147483647, got 0"),
     ({"max_tokens": 2**31}, "max_tokens", "between 1 and 2147483647, got 2147483648"),

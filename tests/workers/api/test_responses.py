@@ -53,8 +53,9 @@ def test_a_response_has_text_status_usage_and_metadata(client: openai.OpenAI) ->
     assert cut.incomplete_details.reason == "max_output_tokens" and cut.output_text == "The answer "
 
 
-def test_errors_about_messages_name_the_input_field() -> None:
+def test_errors_of_the_decoding_side_name_fields_of_the_responses_api() -> None:
     assert read().field == read(input=[{"role": "user", "content": "?"}]).field == "input"
+    assert (read().schema_field, read().effort_field) == ("text.format", "reasoning.effort")
 
 
 def test_a_streamed_response_equals_the_unstreamed_one(service: Running, client: openai.OpenAI) -> None:
@@ -97,6 +98,11 @@ def test_responses_logprobs_cover_every_token_when_included(service: Running, cl
     assert item.type == "message" and item.content[0].type == "output_text"
     told = [score.logprob for score in item.content[0].logprobs or []]
     assert told == [-0.1, -0.2, -0.3], "of every token, also where it ends no character"
+    thought = Piece("", (TokenScore(1, "Hm", -0.1),), reasoning="Hm")
+    service.backend.scripts = {"?": Script((thought, Piece("A", (TokenScore(2, "A", -0.2),))))}
+    item = client.responses.create(model=MODEL, input="?", include=["message.output_text.logprobs"]).output[1]
+    assert item.type == "message" and item.content[0].type == "output_text"
+    assert [score.logprob for score in item.content[0].logprobs or []] == [-0.2], "not of a thought"
 
 
 def test_an_empty_answer_is_an_empty_message(service: Running, client: openai.OpenAI) -> None:

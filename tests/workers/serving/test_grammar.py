@@ -95,6 +95,16 @@ def test_every_answer_fits_its_schema(schema: Any) -> None:
         assert not calls and "\n" not in text
 
 
+@pytest.mark.parametrize("schema", [True, {}, {"type": ["array", "object"]}])
+def test_an_answer_to_any_schema_is_on_one_line(schema: Any) -> None:
+    model = loaded()
+    grammar = Grammars(model).make_now(ask(schema=schema), ChatForm(model.tokenizer))
+    for token_id in model.tokenizer("{").input_ids:
+        grammar.accept(token_id)
+    follow = {model.tokenizer.decode([token_id]) for token_id in np.flatnonzero(grammar.allowed(256))}
+    assert '"' in follow and not follow & set(" \t\r\n")
+
+
 @pytest.mark.parametrize("own_tokens", [True, False])
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_required_tool_calls_have_the_templates_form_and_fit_their_schemas(kind: str, own_tokens: bool) -> None:
@@ -283,6 +293,13 @@ def test_unsupported_schemas_are_refused_with_the_reason(schema: Any, words: str
         with pytest.raises(BadRequestError, match=f"{words}|tools: bad") as refused:
             Grammars(model).make_now(ask(tools=(TOOLS[0], tool), must_call=("bad",)), form)
         assert refused.value.param == "tools: bad"
+
+
+def test_a_refused_schema_of_a_response_is_named_as_its_field_there() -> None:
+    asked = ask(schema={"uniqueItems": True}, schema_field="text.format")
+    with pytest.raises(BadRequestError, match=r"the schema in text\.format") as refused:
+        Grammars(loaded()).make_now(asked, ChatForm(loaded().tokenizer))
+    assert refused.value.param == "text.format"
 
 
 @pytest.mark.parametrize(("keyword", "most"), [("maxItems", 10_000), ("multipleOf", 100_000)])

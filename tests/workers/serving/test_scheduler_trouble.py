@@ -34,10 +34,12 @@ def test_timed_out_requests_are_ended_in_the_queue_and_while_running(built: Path
     scheduler.turn()
     clock.now += 4
     scheduler.turn()
-    assert isinstance(read(queued)[1], TimedOutError) and not running.is_over
+    late = read(queued)[1]
+    assert isinstance(late, TimedOutError) and "waited for its turn for 4.0 s" in str(late) and not running.is_over
     clock.now += 1
     scheduler.turn()
-    assert isinstance(read(running)[1], TimedOutError)
+    late = read(running)[1]
+    assert isinstance(late, TimedOutError) and "took 5.0 s" in str(late) and "fewer tokens" in str(late)
     assert not engine.slots
 
 

@@ -65,6 +65,8 @@ def test_reasoning_effort_is_refused_for_templates_without_a_switch(kind: str) -
         with pytest.raises(BadRequestError, match="no switch for reasoning effort") as refused:
             form.switched(ask(reasoning_effort=effort))
         assert refused.value.param == "reasoning_effort"
+        with pytest.raises(BadRequestError, match=r"leave reasoning\.effort out"):
+            form.switched(ask(reasoning_effort=effort, effort_field="reasoning.effort"))
 
 
 @pytest.mark.parametrize(

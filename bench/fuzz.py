@@ -55,7 +55,7 @@ def build_all(loaded: LoadedModel, store: Path) -> list[Path]:
 
 def ask(loaded: LoadedModel, path: Path, verify: bool) -> list[int]:
     with open_artifact(path, verify="full" if verify else "size") as artifact:
-        engine = open_engine(loaded, artifact, CONFIG, num_slots=1, tail_capacity=64, num_threads=1)
+        engine = open_engine(loaded, artifact, CONFIG, max_requests=1, tail_capacity=64, num_threads=1)
         try:
             return answer(engine, loaded, artifact, CONFIG, QUESTION, NUM_TOKENS).token_ids
         finally:

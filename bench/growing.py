@@ -71,7 +71,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as store:
         path = build_artifact(loaded, context, preset("default"), Path(store)).path
         with open_artifact(path) as artifact:
-            options: dict[str, Any] = {"num_slots": 1, "placement": arguments.placement, "growth": growth}
+            options: dict[str, Any] = {"max_requests": 1, "placement": arguments.placement, "growth": growth}
             if arguments.placement != "cpu":
                 options |= {"batch_sizes": (1, 16)}
                 with open_engine(loaded, artifact, config, **options, tail_capacity=1) as engine:

@@ -53,17 +53,19 @@ def main() -> None:
         with (
             open_artifact(path) as artifact,
             open_engine(
-                loaded, artifact, config, num_slots=arguments.requests, placement=arguments.placement, growth=growth,
+                loaded, artifact, config, max_requests=arguments.requests, placement=arguments.placement, growth=growth,
                 tail_capacity=growth.segment_len + near + STEPS_AROUND, **options,
             ) as engine,
         ):  # fmt: skip
             rows = torch.stack([kv[:, : growth.segment_len - STEPS_AROUND] for kv in artifact.indexed_kv()])
-            for slot in range(arguments.requests):
-                engine.open(slot, 0, config, "csattn")
-                engine.write_rows(slot, rows)
+            for request_slot in range(arguments.requests):
+                engine.open(request_slot, 0, config, "csattn")
+                engine.write_rows(request_slot, rows)
             for _ in range(STEPS_AROUND + near + STEPS_AROUND):
                 started = time.perf_counter()
-                result = engine.step([StepRow(slot, int(ids[slot])) for slot in range(arguments.requests)])
+                result = engine.step(
+                    [StepRow(request_slot, int(ids[request_slot])) for request_slot in range(arguments.requests)]
+                )
                 times_ms.append((time.perf_counter() - started) * 1e3)
                 gate(bool((result.next_ids >= 0).all()), "a row has no next token")
     report = {"bench": "growing_together", "machine": machine(), "model": loaded.name, "placement": arguments.placement}

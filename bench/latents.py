@@ -168,7 +168,7 @@ def measure(
         SearchConfig(),
         placement,
         batch_sizes=(batch_size,),
-        num_slots=batch_size,
+        max_requests=batch_size,
         tail_capacity=TAIL_CAPACITY,
         num_contexts=batch_size,
         max_context_len=contexts[0].spec.context_len,

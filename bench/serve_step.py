@@ -66,9 +66,9 @@ def main() -> None:
         for num_rows in of_questions
         for all_ask in (False, True)
     ]
-    slots, most = sum(setting.num_slots for setting in settings), max(*counts, *of_questions)
+    max_requests, most = sum(setting.max_requests for setting in settings), max(*counts, *of_questions)
     with CpuEngine(
-        loaded, max_rows=most, num_slots=slots, tail_capacity=TAIL_CAPACITY, num_threads=args.threads
+        loaded, max_rows=most, max_requests=max_requests, tail_capacity=TAIL_CAPACITY, num_threads=args.threads
     ) as engine:
         for context_id, artifact in enumerate(artifacts):
             engine.add_context(context_id, artifact)
@@ -119,7 +119,7 @@ def _run(engine: CpuEngine, requests: list[int], num_contexts: int, num_steps: i
     assert result.logits is not None
     logits = {request: result.logits[row].copy() for row, request in enumerate(requests)}
     for request in requests:
-        engine.close_slot(request)
+        engine.close_request(request)
     return {request: (token_ids[request], logits[request]) for request in requests}
 
 
@@ -131,16 +131,16 @@ class _Setting:
     all_ask: bool = True  # whether all rows want a next token, or only the last one
 
     @property
-    def num_slots(self) -> int:
+    def max_requests(self) -> int:
         return 1 if self.is_question else self.num_rows
 
 
 def _measure(engine: CpuEngine, settings: list[_Setting], rounds: int) -> list[dict[str, Any]]:
     """Measure all settings in turns."""
-    steppers, first_slot = [], 0
+    steppers, first_request_slot = [], 0
     for setting in settings:
-        steppers.append(_Stepper(engine, first_slot, setting))
-        first_slot += setting.num_slots
+        steppers.append(_Stepper(engine, first_request_slot, setting))
+        first_request_slot += setting.max_requests
     for number in range(WARM_UP + rounds):
         for stepper in steppers:
             stepper.step(counts=number >= WARM_UP)
@@ -156,12 +156,12 @@ def _measure(engine: CpuEngine, settings: list[_Setting], rounds: int) -> list[d
 class _Stepper:
     """The requests of one setting, and the times of their steps."""
 
-    def __init__(self, engine: CpuEngine, first_slot: int, setting: _Setting) -> None:
+    def __init__(self, engine: CpuEngine, first_request_slot: int, setting: _Setting) -> None:
         self._engine, self._setting = engine, setting
-        self._slots = range(first_slot, first_slot + setting.num_slots)
+        self._request_slots = range(first_request_slot, first_request_slot + setting.max_requests)
         self._rows = [
-            StepRow(slot, 1000 + row, wants_token=setting.all_ask or row + 1 == setting.num_rows)
-            for row, slot in enumerate(islice(cycle(self._slots), setting.num_rows))
+            StepRow(request_slot, 1000 + row, wants_token=setting.all_ask or row + 1 == setting.num_rows)
+            for row, request_slot in enumerate(islice(cycle(self._request_slots), setting.num_rows))
         ]
         self._num_fed = 0  # of each request
         self._times_ms: list[float] = []
@@ -170,14 +170,14 @@ class _Stepper:
         self._open()
 
     def _open(self) -> None:
-        for number, slot in enumerate(self._slots):
-            self._engine.open(slot, number % self._setting.num_contexts, CONFIG, "csattn")
+        for number, request_slot in enumerate(self._request_slots):
+            self._engine.open(request_slot, number % self._setting.num_contexts, CONFIG, "csattn")
 
     def step(self, counts: bool) -> None:
-        more = len(self._rows) // len(self._slots)
+        more = len(self._rows) // len(self._request_slots)
         if self._num_fed + more > TAIL_CAPACITY:
-            for slot in self._slots:
-                self._engine.close_slot(slot)
+            for request_slot in self._request_slots:
+                self._engine.close_request(request_slot)
             self._num_fed = 0
             self._open()
         self._num_fed += more
@@ -186,7 +186,8 @@ class _Stepper:
         ended, cpu_ended, after = time.perf_counter(), time.thread_time(), self._engine.counts()
         if not self._setting.is_question:
             self._rows = [
-                StepRow(row.slot, int(token_id)) for row, token_id in zip(self._rows, result.next_ids, strict=True)
+                StepRow(row.request_slot, int(token_id))
+                for row, token_id in zip(self._rows, result.next_ids, strict=True)
             ]
         if counts:
             self._times_ms.append((ended - started) * 1e3)
@@ -199,7 +200,7 @@ class _Stepper:
         return {
             "contexts": self._setting.num_contexts,
             "rows": len(self._rows),
-            "requests": len(self._slots),
+            "requests": len(self._request_slots),
             "all_ask": self._setting.all_ask,
             **_summary(self._times_ms, self._cpu_ms),
             "tokens_per_s": round(len(self._rows) / p50_ms * 1e3, 1),

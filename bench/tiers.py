@@ -81,7 +81,7 @@ def run_case(name: str, path: Path, budget_bytes: int) -> dict[str, Any]:
         config = SearchConfig(lookahead=1)
         budget = budget_bytes if case.tiered else None
         kept = None if budget is None else HostBudget(budget, config, case.selector)
-        with CpuEngine(loaded, num_slots=1, tail_capacity=FORCED + GREEDY, host_budget=kept) as engine:
+        with CpuEngine(loaded, max_requests=1, tail_capacity=FORCED + GREEDY, host_budget=kept) as engine:
             engine.add_context(0, artifact)
             context = engine.context(0)
             if not case.tiered and not case.in_place:

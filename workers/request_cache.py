@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 class RequestCache(AttendingCache):
     """One request, whose rows are in the engine. It can be neither copied nor cropped."""
 
-    def __init__(self, session: "Session", slot: int, freed_slots: deque[int]) -> None:
-        """freed_slots: receives the slot when the request is garbage-collected."""
-        self.session, self.slot = session, slot
+    def __init__(self, session: "Session", request_slot: int, freed_request_slots: deque[int]) -> None:
+        """freed_request_slots: receives the slot when the request is garbage-collected."""
+        self.session, self.request_slot = session, request_slot
         self.decoded = _DecodedTokens(session.artifact.spec.context_len)
         engine = session.engine
-        on_cpu = engine.request(slot) if isinstance(engine, CpuEngine) else None
+        on_cpu = engine.request(request_slot) if isinstance(engine, CpuEngine) else None
         self._read = None if on_cpu is None else (on_cpu.count, on_cpu.index_bytes)  # also after the session has ended
         super().__init__([self.decoded] * session.loaded.geometry.num_layers)
-        weakref.finalize(self, freed_slots.append, slot)
+        weakref.finalize(self, freed_request_slots.append, request_slot)
 
     def __repr__(self) -> str:
         return f"<RequestCache of {self.decoded.kv_len} tokens, {len(self.decoded.token_ids)} of its own>"

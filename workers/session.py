@@ -54,7 +54,7 @@ def csattn_session(
     host_budget_bytes: memory for these rows, as a number or a size like 64MiB, for contexts larger than memory; None:
     as much as they take. placement: cpu, or where index and KV are for a GPU: device, hybrid or host.
 
-    options: num_slots, the number of concurrent requests; tail_capacity, the most tokens of a request, question and
+    options: max_requests, the number of concurrent requests; tail_capacity, the most tokens of a request, question and
     answer; num_threads; on GPUs also num_devices, which divide the heads, and slot_share, the share of the context's
     rows that the device caches if KV is on the host; and other arguments of `GpuEngine` or, on the CPU, `CpuEngine`.
     """
@@ -80,10 +80,10 @@ class Session:
         self.engine = open_engine(loaded, artifact, config, selector, **options)
         self._weights = Unchanged(loaded.model, loaded.name)
         # copied from the engine, which another thread may close at any time
-        self._num_slots, self._max_rows = self.engine.num_slots, self.engine.max_rows
+        self._max_requests, self._max_rows = self.engine.max_requests, self.engine.max_rows
         self._max_positions, self._tail_capacity = self.engine.max_positions, self.engine.tail_capacity
-        self._unused = deque(range(self._num_slots))
-        self._freed_slots: deque[int] = deque()  # slots of garbage-collected requests; appended by any thread
+        self._unused = deque(range(self._max_requests))
+        self._freed_request_slots: deque[int] = deque()  # of garbage-collected requests; appended by any thread
         self._lock = Lock()  # the engine is used by one thread at a time
         self._has_begun = self._is_open = False
 
@@ -109,8 +109,8 @@ class Session:
         about = f"<Session of {self.loaded.name} over {self.artifact.spec.artifact_id}"
         if not self._is_open:
             return f"{about}, closed>"
-        num_requests = self._num_slots - len(self._unused) - len(self._freed_slots)
-        return f"{about}, {num_requests} of {self._num_slots} requests, open>"
+        num_requests = self._max_requests - len(self._unused) - len(self._freed_request_slots)
+        return f"{about}, {num_requests} of {self._max_requests} requests, open>"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Called by `copy` and `pickle`."""
@@ -166,18 +166,18 @@ class Session:
     def request(self, observer: Observer | None = None) -> RequestCache:
         """Open an empty request: a transformers cache that holds the context and no question yet.
 
-        It occupies a slot of the engine until it is garbage-collected. observer: sees its steps, on the CPU only.
+        It takes one of `max_requests` until it is garbage-collected. observer: sees its steps, on the CPU only.
         """
         with self._lock:
             self._require_open()
-            slot = self._free_slot()
-            self.engine.open(slot, 0, self.config, self.selector)  # type: ignore[arg-type]  # refuses others by name
+            request_slot = self._free_request_slot()
+            self.engine.open(request_slot, 0, self.config, self.selector)  # type: ignore[arg-type]  # refuses others by name
             self._unused.popleft()
-            request = RequestCache(self, slot, self._freed_slots)
+            request = RequestCache(self, request_slot, self._freed_request_slots)
             if observer is not None:
                 if not isinstance(self.engine, CpuEngine):
                     raise ConfigError("steps are shown on the CPU; leave out the observer, or the placement")
-                self.engine.observe(slot, observer)
+                self.engine.observe(request_slot, observer)
         return request
 
     def feed(self, request: RequestCache, token_ids: list[int], first_wanted: int) -> Tensor:
@@ -191,7 +191,7 @@ class Session:
             decoded.has_failed = True  # until all steps have succeeded
             for start in range(0, len(token_ids), size):
                 rows = [
-                    StepRow(request.slot, token_id, wants_token=number >= first_wanted)
+                    StepRow(request.request_slot, token_id, wants_token=number >= first_wanted)
                     for number, token_id in enumerate(token_ids[start : start + size], start)
                 ]
                 with interrupts_wait():
@@ -237,17 +237,17 @@ class Session:
         left = self._max_positions - self.artifact.spec.context_len
         return ", or open the session with more tail_capacity" if self._tail_capacity < left else ""
 
-    def _free_slot(self) -> int:
-        """Return the first free slot; those of garbage-collected requests become free here."""
+    def _free_request_slot(self) -> int:
+        """Return the first free request slot; those of garbage-collected requests become free here."""
         for tidy in (lambda: None, gc.collect):  # a request may be held only by a reference cycle
             tidy()
-            while self._freed_slots:
-                slot = self._freed_slots.popleft()
-                self.engine.close_slot(slot)
-                self._unused.append(slot)
+            while self._freed_request_slots:
+                request_slot = self._freed_request_slots.popleft()
+                self.engine.close_request(request_slot)
+                self._unused.append(request_slot)
             if self._unused:
                 return self._unused[0]
         raise ConfigError(
-            f"this session has {self._num_slots} requests, as many as it has slots; release one (a notebook keeps "
-            "those that a cell has shown, until `%reset -f out`), or open the session with more num_slots"
+            f"this session has {self._max_requests} requests, as many as it may have; release one (a notebook keeps "
+            "those that a cell has shown, until `%reset -f out`), or open the session with more max_requests"
         )

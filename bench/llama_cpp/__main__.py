@@ -83,7 +83,9 @@ def _csattn(name: str, ids: NDArray[np.int32], context_len: int, options: argpar
         started = time.perf_counter()
         built = build_artifact(loaded, ids[:context_len], preset("default"), store)
         prefill_s, artifact = time.perf_counter() - started, open_artifact(built.path)
-        with CpuEngine(loaded, max_rows=1, num_slots=1, tail_capacity=NUM_STEPS, num_threads=options.threads) as engine:
+        with CpuEngine(
+            loaded, max_rows=1, max_requests=1, tail_capacity=NUM_STEPS, num_threads=options.threads
+        ) as engine:
             engine.add_context(0, artifact)
             engine.open(0, 0, config, "csattn")
             for token_id in ids[context_len:].tolist():

@@ -100,7 +100,7 @@ def never_left(store: Path, turns: list[tuple[list[Any], Reply]]) -> list[str]:
     [path] = (store / DIRECTORY).glob("*/*/manifest.json")
     with ExitStack() as stack:
         artifact = stack.enter_context(open_artifact(path.parent))
-        engine = stack.enter_context(CpuEngine(loaded, max_rows=16, num_slots=1, tail_capacity=2048))
+        engine = stack.enter_context(CpuEngine(loaded, max_rows=16, max_requests=1, tail_capacity=2048))
         engine.add_context(0, artifact)
         engine.open(0, 0, SearchConfig(), "csattn")
         has = artifact.token_ids.tolist()

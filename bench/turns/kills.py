@@ -59,7 +59,7 @@ def ask_of(conversation: int, turn: int, answers: list[str], salt: str) -> Ask:
 def make_backend(loaded: LoadedModel, model: str | None, store: Path, keeps: bool) -> LocalBackend:
     kept = KeptSettings(context_tokens=500, **({} if keeps else {"memory_bytes": 0}))
     settings = Settings(store=StoreSettings(path=store), model=ModelSettings(name=model), kept=kept)
-    engine = CpuEngine(loaded, max_rows=16, num_slots=4, tail_capacity=700, num_threads=1)
+    engine = CpuEngine(loaded, max_rows=16, max_requests=4, tail_capacity=700, num_threads=1)
     return LocalBackend(engine, loaded, settings)
 
 

@@ -137,7 +137,7 @@ def read(engine: StepEngine, config: SearchConfig, following: list[int], selecto
         result = engine.step([StepRow(0, token)], want_logits=True)
         assert result.logits is not None
         logits.append(result.logits[0].copy())
-    engine.close_slot(0)
+    engine.close_request(0)
     return logits
 
 
@@ -164,7 +164,7 @@ def test_concurrent_requests_equal_each_alone(family: Family, rng: np.random.Gen
         SearchConfig(keep=keep, window_len=16, lookahead=ahead) for keep, ahead in ((0.1, 1), (0.2, 0), (1.0, 0))
     ]
     talks = [Talk(0, config, "csattn", token_ids(3 + i, seed=i).tolist(), 4) for i, config in enumerate(configs)]
-    with CpuEngine(family.loaded, num_threads=2, num_slots=3, max_rows=6) as engine:
+    with CpuEngine(family.loaded, num_threads=2, max_requests=3, max_rows=6) as engine:
         engine.add_context(0, family.artifact)
         run_together(engine, talks, rng)
         for talk in talks:

@@ -67,17 +67,17 @@ def steps_of(engine: CpuEngine, selector: str) -> np.ndarray:
         result = engine.step([StepRow(0, token_id) for token_id in fed], want_logits=True)
         assert result.logits is not None
         logits.append(result.logits[-1].copy())
-    engine.close_slot(0)
+    engine.close_request(0)
     return np.stack(logits)
 
 
 @pytest.mark.parametrize("selector", ["csattn", "full", "window", "exact"])
 @pytest.mark.parametrize("text", FORMATS)
 def test_steps_attend_to_the_decoded_rows(wide, artifact, text: str, selector: str) -> None:
-    with CpuEngine(wide, num_slots=1, num_threads=2, kv_format=KvFormat.parse(text)) as engine:
+    with CpuEngine(wide, max_requests=1, num_threads=2, kv_format=KvFormat.parse(text)) as engine:
         engine.add_context(0, artifact)
         got = steps_of(engine, selector)
-    with CpuEngine(wide, num_slots=1, num_threads=1) as engine:
+    with CpuEngine(wide, max_requests=1, num_threads=1) as engine:
         engine.add_context(0, artifact)
         as_built = steps_of(engine, selector)
         decoded = decoded_layers(artifact, text)
@@ -92,7 +92,7 @@ def test_steps_attend_to_the_decoded_rows(wide, artifact, text: str, selector: s
 @pytest.mark.parametrize(("text", "share"), [("q8_0", 34 / 64), ("q4_0", 18 / 64), ("k=q8_0,v=q4_0", 26 / 64)])
 def test_kv_bytes_are_those_of_the_format(wide, artifact, text: str, share: float) -> None:
     as_float16 = CONTEXT_LEN * 3 * 2 * HEAD_DIM * 2  # 3 layers, K and V, 2 bytes each
-    with CpuEngine(wide, num_slots=1, num_threads=1, kv_format=KvFormat.parse(text)) as engine:
+    with CpuEngine(wide, max_requests=1, num_threads=1, kv_format=KvFormat.parse(text)) as engine:
         engine.add_context(0, artifact)
         assert engine.counts().kv_bytes == share * as_float16
 
@@ -130,7 +130,7 @@ def test_head_sizes_unsupported_by_the_format_are_refused(tmp_path: Path) -> Non
     with open_artifact(report.path) as artifact:
         with pytest.raises(CodecError, match="head_dim is 16, but q4_0 takes multiples of 32"):
             Session(loaded(), artifact, CONFIG, kv_format=form)
-        with CpuEngine(loaded(), num_slots=1, num_threads=1, kv_format=form) as engine:
+        with CpuEngine(loaded(), max_requests=1, num_threads=1, kv_format=form) as engine:
             with pytest.raises(CodecError, match="head_dim is 16"):
                 engine.add_context(0, artifact)
             assert engine.counts().kv_bytes == 0

@@ -67,7 +67,7 @@ def test_keep_1_gives_full_attentions_tokens_and_logits(demo, token_ids, artifac
     assert torch.equal(got.sequences, want.sequences)
     difference = max(float((a - b).abs().max()) for a, b in zip(got.logits, want.logits, strict=True))
     assert difference <= 1e-3
-    with CpuEngine(demo, num_slots=1, num_threads=2) as engine:
+    with CpuEngine(demo, max_requests=1, num_threads=2) as engine:
         engine.add_context(0, artifact)
         stepped = greedy(engine, [(0, SearchConfig(keep=1.0), token_ids[600:630].tolist())], NUM_TOKENS)[0]
     assert stepped.token_ids == want.sequences[0, -NUM_TOKENS:].tolist()
@@ -76,13 +76,17 @@ def test_keep_1_gives_full_attentions_tokens_and_logits(demo, token_ids, artifac
 
 def test_cpu_engine_equals_a_session_and_batched_equals_alone(demo, token_ids, artifact) -> None:
     requests = [
-        (slot, SearchConfig(keep=0.05, lookahead=slot % 2, window_len=64), token_ids[at : at + 9 + slot].tolist())
-        for slot, at in enumerate((600, 700, 820))
+        (
+            request_slot,
+            SearchConfig(keep=0.05, lookahead=request_slot % 2, window_len=64),
+            token_ids[at : at + 9 + request_slot].tolist(),
+        )
+        for request_slot, at in enumerate((600, 700, 820))
     ]
-    with CpuEngine(demo, max_rows=8, num_slots=3, num_threads=2) as engine:
+    with CpuEngine(demo, max_rows=8, max_requests=3, num_threads=2) as engine:
         engine.add_context(0, artifact)
         together = greedy(engine, requests, 8)
-    with CpuEngine(demo, num_slots=3, num_threads=1) as engine:
+    with CpuEngine(demo, max_requests=3, num_threads=1) as engine:
         engine.add_context(0, artifact)
         alone = [greedy(engine, [request], 8)[0] for request in requests]
     for (_, config, question), one, other in zip(requests, together, alone, strict=True):
@@ -106,13 +110,13 @@ def greedy(engine: CpuEngine, requests: list[tuple[int, SearchConfig, list[int]]
     """Step requests (slot, config, question) together, as many rows at a time as fit; stop tokens are ignored."""
     answers = [Said() for _ in requests]
     feeds = [list(question) for _, _, question in requests]
-    for slot, config, _ in requests:
-        engine.open(slot, 0, config, "csattn")
+    for request_slot, config, _ in requests:
+        engine.open(request_slot, 0, config, "csattn")
     while any(len(said.token_ids) < num_tokens for said in answers):
         rows, owners = [], []
-        for number, ((slot, _, _), said) in enumerate(zip(requests, answers, strict=True)):
+        for number, ((request_slot, _, _), said) in enumerate(zip(requests, answers, strict=True)):
             while feeds[number] and len(rows) < engine.max_rows and len(said.token_ids) < num_tokens:
-                rows.append(StepRow(slot, feeds[number].pop(0)))
+                rows.append(StepRow(request_slot, feeds[number].pop(0)))
                 owners.append(number)
         result = engine.step(rows, want_logits=True)
         assert result.logits is not None
@@ -122,8 +126,8 @@ def greedy(engine: CpuEngine, requests: list[tuple[int, SearchConfig, list[int]]
                 feeds[number] = [int(result.next_ids[row])]
                 answers[number].token_ids += feeds[number]
                 answers[number].logits.append(torch.from_numpy(result.logits[row].copy()))
-    for slot, _, _ in requests:
-        engine.close_slot(slot)
+    for request_slot, _, _ in requests:
+        engine.close_request(request_slot)
     return answers
 
 

@@ -472,7 +472,7 @@ def test_a_request_of_an_ended_session_is_refused(store) -> None:
 
 def test_a_request_keeps_its_slot_until_it_is_freed(store) -> None:
     ids = torch.from_numpy(token_ids(3)).long()[None]
-    with csattn_session(loaded(), artifact_of(store), num_slots=2) as session, torch.inference_mode():
+    with csattn_session(loaded(), artifact_of(store), max_requests=2) as session, torch.inference_mode():
         held = session.request()
         for _ in range(3):
             want = loaded().model(ids, **{CACHE: session.request()}).logits
@@ -481,7 +481,7 @@ def test_a_request_keeps_its_slot_until_it_is_freed(store) -> None:
         del cycle
         assert torch.equal(loaded().model(ids, **{CACHE: held}).logits, want)
         other = session.request()
-        with pytest.raises(ConfigError, match="2 requests, as many as it has slots; release one"):
+        with pytest.raises(ConfigError, match="2 requests, as many as it may have; release one"):
             session.request()
         del other
         assert torch.equal(loaded().model(ids, **{CACHE: session.request()}).logits, want)
@@ -529,8 +529,8 @@ def test_options_unsupported_by_the_placement_are_refused(store, options, senten
         ({"config": {}}, "config is a csattn.config.SearchConfig"),
         ({"kv_format": "q9"}, "'q9' is not a format of keys or values; choose from float32"),
         ({"kv_format": 8}, "a KV format is a name such as q8_0, or k=q8_0,v=q4_0, got 8"),
-        ({"num_slots": 0}, "num_slots must be at least 1, got 0"),
-        ({"num_slots": "2"}, "num_slots must be a whole number, got '2'"),
+        ({"max_requests": 0}, "max_requests must be at least 1, got 0"),
+        ({"max_requests": "2"}, "max_requests must be a whole number, got '2'"),
         ({"tail_capacity": 0}, "tail_capacity must be at least 1, got 0"),
         ({"tail_capacity": 8.5}, "tail_capacity must be a whole number, got 8.5"),
     ],

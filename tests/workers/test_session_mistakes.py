@@ -101,9 +101,10 @@ def test_an_argument_that_is_no_artifact_or_path_is_refused(given) -> None:
         ({"window_len": 64}, r"SearchConfig\(window_len=...\)"),
         ({"host_budget": 1 << 20}, "did you mean host_budget_bytes"),
         ({"threads": 2}, "did you mean num_threads"),
+        ({"num_slots": 2}, "did you mean max_requests"),
         (
             {"wrong": 1},
-            "leave it out; the options are host_budget_bytes, kv_format, num_devices, num_slots, num_threads, "
+            "leave it out; the options are host_budget_bytes, kv_format, max_requests, num_devices, num_threads, "
             "placement",
         ),
         ({"slot_share": 0.1}, "it is for a placement on a GPU, one of device, hybrid, host; leave it out"),

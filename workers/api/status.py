@@ -66,7 +66,7 @@ def _worker_object(name: str, status: WorkerStatus | None) -> dict[str, Any]:
         "name": name,
         "since": status.since if status else None,
         "running": status.num_running if status else 0,
-        "slots": status.num_slots if status else 0,
+        "slots": status.max_requests if status else 0,
         "contexts": len(status.held) if status else 0,
         "held_bytes": status.held_bytes if status else 0,
         "budget_bytes": status.budget_bytes if status else None,

@@ -103,7 +103,7 @@ def show(target: Path, document: str, questions: tuple[Question, ...]) -> dict[s
     with _timed(seconds, "build"):
         path = _build(loaded, document, target / "store")
     with open_artifact(path) as artifact:
-        with open_engine(loaded, artifact, _CONFIG, num_slots=1) as engine:
+        with open_engine(loaded, artifact, _CONFIG, max_requests=1) as engine:
             with _timed(seconds, "answer"):
                 pairs = [_ask_both(engine, loaded, artifact, question) for question in questions]
                 window = _ask_window(engine, loaded, artifact, questions[-1])

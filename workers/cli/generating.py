@@ -119,7 +119,7 @@ def _answer(
             num_devices=options.num_devices,
             kv_format=options.kv_format,
             host_budget_bytes=options.budget_bytes,
-            num_slots=1,
+            max_requests=1,
             tail_capacity=len(ids) + at_most,
             num_threads=options.threads,
             **told,

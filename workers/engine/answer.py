@@ -11,9 +11,9 @@ from csattn.errors import ContextError
 from csattn.models import LoadedModel
 from csattn.models.prompt import question_ids
 from csattn.selector_names import SelectorName
+from workers.engine.checks import require_token
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.fidelity import Observer
-from workers.engine.slots import require_token
 from workers.serving.step_engine import StepEngine, StepRow
 from workers.serving.text import TextStream, decode
 
@@ -103,7 +103,7 @@ def answer(
             search_ms_per_step=search_ms / num_seen if counts.attend_s else None,  # None: not timed separately
         )
     finally:
-        engine.close_slot(0)
+        engine.close_request(0)
 
 
 def _feed(

@@ -23,26 +23,26 @@ class CompressedOnCpu:
     def __init__(self, model: CpuModel) -> None:
         self._layers = [_Layer(model, layer_idx) for layer_idx in range(model.shape.num_layers)]
         self._contexts: Sequence[Sequence[CompressedState]] = ()
-        self._slots = self._context_lens = self._tail_lens = torch.empty(0, dtype=torch.int64)
+        self._request_slots = self._context_lens = self._tail_lens = torch.empty(0, dtype=torch.int64)
 
-    def begin_request(self, slot: int, contexts: Sequence[CompressedState], context_len: int) -> None:
-        """Begin a request in a slot. contexts: its context's state in each layer."""
+    def begin_request(self, request_slot: int, contexts: Sequence[CompressedState], context_len: int) -> None:
+        """Begin a request. contexts: its context's state in each layer."""
         for layer, state in zip(self._layers, contexts, strict=True):
-            layer.begin_request(slot, state, context_len)
+            layer.begin_request(request_slot, state, context_len)
 
     def set_contexts(self, contexts: Sequence[Sequence[CompressedState]]) -> None:
         """Set the contexts of the next steps' rows: for each row, its context's state in each layer."""
         self._contexts = contexts
 
-    def set_lens(self, slots: list[int], context_lens: NDArray[np.int64], tail_lens: NDArray[np.int64]) -> None:
-        """Set slots and lengths of the next step's rows. The rows of a request must be in order."""
-        self._slots = torch.tensor(slots)
+    def set_lens(self, request_slots: list[int], context_lens: NDArray[np.int64], tail_lens: NDArray[np.int64]) -> None:
+        """Set request slots and lengths of the next step's rows. The rows of a request must be in order."""
+        self._request_slots = torch.tensor(request_slots)
         self._context_lens, self._tail_lens = torch.from_numpy(context_lens), torch.from_numpy(tail_lens)
 
     def attend(self, layer_idx: int) -> None:
         """Compute `attended` from `projected` and `inputs` in the layer's `CompressedBuffers`."""
         states = [of_layers[layer_idx] for of_layers in self._contexts]
-        self._layers[layer_idx].attend(states, self._slots, self._context_lens, self._tail_lens)
+        self._layers[layer_idx].attend(states, self._request_slots, self._context_lens, self._tail_lens)
 
 
 class _Layer:
@@ -62,48 +62,52 @@ class _Layer:
         self._rows = _reserved(num_tails, num_rows, spec.head_dim, self._dtype)
         self._keys = _reserved(num_tails, num_rows, spec.key_dim, self._dtype)
 
-    def begin_request(self, slot: int, state: CompressedState, context_len: int) -> None:
+    def begin_request(self, request_slot: int, state: CompressedState, context_len: int) -> None:
         if self._spec.ratio:
             positions = torch.arange(context_len - len(state.pending), context_len)
-            self._pending[slot, positions % self._num_pending] = state.pending
+            self._pending[request_slot, positions % self._num_pending] = state.pending
 
-    def attend(self, states: list[CompressedState], slots: Tensor, context_lens: Tensor, tail_lens: Tensor) -> None:
-        spec, weights, buffers, num_rows = self._spec, self._weights, self._buffers, len(slots)
+    def attend(
+        self, states: list[CompressedState], request_slots: Tensor, context_lens: Tensor, tail_lens: Tensor
+    ) -> None:
+        spec, weights, buffers, num_rows = self._spec, self._weights, self._buffers, len(request_slots)
         inputs, projected = buffers.inputs[:num_rows], buffers.projected[:num_rows]
         positions = context_lens + tail_lens - 1
-        self._own[slots, tail_lens - 1] = own_rows(inputs, weights, positions).to(self._dtype)
+        self._own[request_slots, tail_lens - 1] = own_rows(inputs, weights, positions).to(self._dtype)
         if spec.ratio:
-            self._compress(inputs, slots, positions, context_lens // spec.ratio)
+            self._compress(inputs, request_slots, positions, context_lens // spec.ratio)
         queries = compressed_queries(projected, inputs, weights, spec, positions)
         attended = torch.empty_like(queries.q)
-        for row, (state, slot, tail_len) in enumerate(zip(states, slots.tolist(), tail_lens.tolist(), strict=True)):
+        for row, (state, request_slot, tail_len) in enumerate(
+            zip(states, request_slots.tolist(), tail_lens.tolist(), strict=True)
+        ):
             of_context = max(0, min(len(state.window), spec.window - tail_len))
-            seen = [state.window[len(state.window) - of_context :], self._own[slot, :tail_len][-spec.window :]]
+            seen = [state.window[len(state.window) - of_context :], self._own[request_slot, :tail_len][-spec.window :]]
             if spec.ratio:
                 num_own = (int(positions[row]) + 1) // spec.ratio - len(state.rows)
-                far = state.rows, self._rows[slot, :num_own]
+                far = state.rows, self._rows[request_slot, :num_own]
                 if queries.index_q is not None and queries.index_weights is not None:
-                    keys = state.keys, self._keys[slot, :num_own]
+                    keys = state.keys, self._keys[request_slot, :num_own]
                     far = self._chosen(queries.index_q[row], queries.index_weights[row], keys, far)
                 seen += far
             attended[row] = _attend(queries.q[row], torch.cat(seen).float(), weights.sinks, self._scale)
         buffers.attended[:, :num_rows] = unrotated(attended, weights, spec, positions)
 
-    def _compress(self, inputs: Tensor, slots: Tensor, positions: Tensor, num_of_context: Tensor) -> None:
+    def _compress(self, inputs: Tensor, request_slots: Tensor, positions: Tensor, num_of_context: Tensor) -> None:
         """Store what the rows add to compressed rows, and make the compressed rows that they complete."""
         spec = self._spec
-        self._pending[slots, positions % self._num_pending] = pending_of(inputs, spec)
+        self._pending[request_slots, positions % self._num_pending] = pending_of(inputs, spec)
         ends = ((positions + 1) % spec.ratio == 0).nonzero()[:, 0]
         if not len(ends):
             return
-        slots, last = slots[ends], positions[ends]
+        request_slots, last = request_slots[ends], positions[ends]
         span = last[:, None] + torch.arange(1 - spec.span, 1)
-        pending = self._pending[slots[:, None], span % self._num_pending]
+        pending = self._pending[request_slots[:, None], span % self._num_pending]
         rows, keys = compressed_rows(pending, self._weights, spec, last + 1 - spec.ratio)
         at = (last + 1) // spec.ratio - 1 - num_of_context[ends]
-        self._rows[slots, at] = rows.to(self._dtype)
+        self._rows[request_slots, at] = rows.to(self._dtype)
         if keys is not None:
-            self._keys[slots, at] = keys.to(self._dtype)
+            self._keys[request_slots, at] = keys.to(self._dtype)
 
     def _chosen(
         self, q: Tensor, head_weights: Tensor, keys: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor]

@@ -254,9 +254,9 @@ class StepCount:
 
 @dataclass(slots=True)
 class CpuRequest:
-    """A request in its slot."""
+    """An open request."""
 
-    slot: int
+    request_slot: int
     context_id: int
     context: CpuContext
     view: ContextView

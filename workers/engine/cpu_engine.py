@@ -27,6 +27,17 @@ from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth
 from offload.budget import host_memory_bytes
 from offload.codecs.formats import KvFormat
+from workers.engine.checks import (
+    loaded_context,
+    open_request,
+    require_free_request_slot,
+    require_new_context,
+    require_num_rows,
+    require_room,
+    require_unused,
+    require_watch,
+    seen_lens,
+)
 from workers.engine.cpu_context import CpuContext, CpuRequest, HostBudget, no_context, open_context
 from workers.engine.fidelity import Observer
 from workers.engine.observers import Observers
@@ -37,17 +48,6 @@ from workers.engine.plain_rows import PlainRows
 from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.preparation import Preparation
 from workers.engine.row_plan import RowPlan, RowPlans
-from workers.engine.slots import (
-    loaded_context,
-    open_request,
-    require_free_slot,
-    require_new_context,
-    require_num_rows,
-    require_room,
-    require_unused,
-    require_watch,
-    seen_lens,
-)
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.rows import require_tokens
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -74,7 +74,7 @@ class CpuEngine:
         loaded: LoadedModel,  # on the CPU; its weights are read in place
         *,
         max_rows: int | None = None,  # of a step; default: QUESTION_ROWS, but no more rows than stay near
-        num_slots: int = 16,
+        max_requests: int = 16,
         tail_capacity: int | None = None,  # own rows of a request; default: what positions and memory allow
         growth: Growth | None = None,
         num_threads: int | None = None,  # default: all cores
@@ -84,10 +84,10 @@ class CpuEngine:
     ) -> None:
         self._growth = growth or GROWTH
         max_rows = min(QUESTION_ROWS, self._growth.least_near) if max_rows is None else max_rows
-        if min(max_rows, num_slots, tail_capacity or 1) < 1:
+        if min(max_rows, max_requests, tail_capacity or 1) < 1:
             raise ConfigError(
-                f"an engine needs at least one row, one slot and one row in a tail, got {max_rows}, {num_slots} and "
-                f"{tail_capacity}"
+                f"an engine needs at least one row, one request and one row in a tail, got {max_rows}, {max_requests} "
+                f"and {tail_capacity}"
             )
         if max_rows > self._growth.least_near:
             raise ConfigError(f"a step has up to {self._growth.least_near} rows, got {max_rows}; leave out some")
@@ -96,11 +96,11 @@ class CpuEngine:
                 require_plain_rows(describe(loaded.model.config), what)
         threads = num_threads or available_cpus()
         self.loaded = loaded
-        self.max_rows, self.num_slots = max_rows, num_slots
+        self.max_rows, self.max_requests = max_rows, max_requests
         self.max_positions, self.num_layers = loaded.geometry.max_positions, len(loaded.geometry.indexed_layers)
-        self.tail_capacity = min(tail_capacity or _most_tokens(loaded, num_slots), self.max_positions)
+        self.tail_capacity = min(tail_capacity or _most_tokens(loaded, max_requests), self.max_positions)
         self._kv_format, self._host_budget = kv_format, host_budget
-        self._model = CpuModel(loaded.model, max_rows, num_slots, self.tail_capacity, threads)
+        self._model = CpuModel(loaded.model, max_rows, max_requests, self.tail_capacity, threads)
         self._scale = self._model.shape.softmax_scale
         indexed = [self._model.shape.layers[layer_idx] for layer_idx in self._model.shape.indexed_layers]
         self._cap = indexed[0].attention.logit_cap if indexed else None
@@ -140,7 +140,9 @@ class CpuEngine:
 
     def remove_context(self, context_id: int) -> None:
         context = self.context(context_id)
-        require_unused(context_id, {slot: request.context_id for slot, request in self._requests.items()})
+        require_unused(
+            context_id, {request_slot: request.context_id for request_slot, request in self._requests.items()}
+        )
         self._forget_plans()
         self._searcher.unload(context_id)
         del self._contexts[context_id]
@@ -152,49 +154,49 @@ class CpuEngine:
         wanted = self._wanted(context_id, config, selector)
         return None if wanted.is_made else partial(self._make, wanted)
 
-    def open(self, slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
+    def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         wanted = self._wanted(context_id, config, selector)
-        require_free_slot(slot, self.num_slots, self._requests)
+        require_free_request_slot(request_slot, self.max_requests, self._requests)
         self._make(wanted)
-        self._model.begin_request(slot, wanted.context.states)
+        self._model.begin_request(request_slot, wanted.context.states)
         if self._attention.compressed is not None:
             context = wanted.context
-            self._attention.compressed.begin_request(slot, context.compressed, context.context_len)
-        tails = self._model.indexed_tails[:, slot]
+            self._attention.compressed.begin_request(request_slot, context.compressed, context.context_len)
+        tails = self._model.indexed_tails[:, request_slot]
 
         def own_segments(of_own: SketchConfig) -> OwnSegments:
             def rows(start: int, stop: int) -> Iterator[Tensor]:
                 return (tail[:, start:stop] for tail in tails)
 
-            return OwnSegments(slot, len(tails), rows, config, of_own, self._growth, self._segment_executor)
+            return OwnSegments(request_slot, len(tails), rows, config, of_own, self._growth, self._segment_executor)
 
         num_q_heads = self.loaded.geometry.num_q_heads
-        self._requests[slot] = wanted.begin(slot, num_q_heads, self._own_pool, own_segments)
+        self._requests[request_slot] = wanted.begin(request_slot, num_q_heads, self._own_pool, own_segments)
         self._forget_plans()
 
-    def write_rows(self, slot: int, rows: Tensor) -> None:
-        request, num_rows = self.request(slot), rows.shape[2]
-        self._require_room(slot, num_rows)
-        self._model.whole_tails[:, slot, :, request.tail_len : request.tail_len + num_rows] = rows
+    def write_rows(self, request_slot: int, rows: Tensor) -> None:
+        request, num_rows = self.request(request_slot), rows.shape[2]
+        self._require_room(request_slot, num_rows)
+        self._model.whole_tails[:, request_slot, :, request.tail_len : request.tail_len + num_rows] = rows
         request.tail_len += num_rows
         if request.own is not None:
             request.own.grow(request.tail_len)
 
-    def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
-        assert 0 <= start < stop <= self.request(slot).tail_len, f"rows {start} to {stop} are not all there"
-        rows = self._model.whole_tails[:, slot, :, start:stop].clone(memory_format=torch.contiguous_format)
+    def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        assert 0 <= start < stop <= self.request(request_slot).tail_len, f"rows {start} to {stop} are not all there"
+        rows = self._model.whole_tails[:, request_slot, :, start:stop].clone(memory_format=torch.contiguous_format)
         return lambda: rows
 
-    def observe(self, slot: int, observer: Observer) -> None:
+    def observe(self, request_slot: int, observer: Observer) -> None:
         """Call the observer after each layer of every later step of the request."""
-        request = self.request(slot)
+        request = self.request(request_slot)
         require_plain_rows(self._model.shape, "a record of what is attended to")
         request.observer = observer
 
-    def close_slot(self, slot: int) -> None:
-        if (own := self.request(slot).own) is not None:
+    def close_request(self, request_slot: int) -> None:
+        if (own := self.request(request_slot).own) is not None:
             own.close()
-        del self._requests[slot]
+        del self._requests[request_slot]
         self._forget_plans()
 
     def step(
@@ -205,9 +207,14 @@ class CpuEngine:
         If this raises, no request has changed, and the same rows can be run again.
         """
         self._require_rows(rows, watch)
-        slots = [row.slot for row in rows]
-        lens = np.array(seen_lens(slots, {slot: self._requests[slot].tail_len for slot in slots}), np.int64)
-        plan = self._plans.plan([self._requests[slot] for slot in slots], lens)
+        request_slots = [row.request_slot for row in rows]
+        lens = np.array(
+            seen_lens(
+                request_slots, {request_slot: self._requests[request_slot].tail_len for request_slot in request_slots}
+            ),
+            np.int64,
+        )
+        plan = self._plans.plan([self._requests[request_slot] for request_slot in request_slots], lens)
         if plan is not self._plan:
             self._plan = None  # if set_plan fails halfway, it leaves a mixture of both plans
             self._attention.set_plan(plan)
@@ -218,7 +225,7 @@ class CpuEngine:
             request.view.context_len + length - 1 for request, length in zip(plan.requests, tail_lens, strict=True)
         ]
         model.set_rows(
-            [rows[i].token_id for i in order], positions, [r.slot for r in plan.requests], tail_lens.tolist()
+            [rows[i].token_id for i in order], positions, [r.request_slot for r in plan.requests], tail_lens.tolist()
         )
         self._attention.set_lens(plan, tail_lens)
         plain = PlainRows(model, plan, tail_lens, self._scale)
@@ -233,11 +240,11 @@ class CpuEngine:
             raise
         plan.commit()
         plain.commit()
-        model.commit(slots)
+        model.commit(request_slots)
         plan.count(tail_lens, self.num_layers)
-        for slot, length in zip(slots, lens.tolist(), strict=True):
-            self._requests[slot].tail_len = length
-        for request in map(self._requests.__getitem__, set(slots)):
+        for request_slot, length in zip(request_slots, lens.tolist(), strict=True):
+            self._requests[request_slot].tail_len = length
+        for request in map(self._requests.__getitem__, set(request_slots)):
             if request.own is not None:
                 request.own.grow(request.tail_len)
         return self._result(token_rows, len(rows), want_logits, observers.fidelity)
@@ -246,12 +253,12 @@ class CpuEngine:
         """Return the context loaded under that number. Raises ConfigError if there is none."""
         return self._no_context if context_id == NO_CONTEXT else loaded_context(context_id, self._contexts)
 
-    def request(self, slot: int) -> CpuRequest:
-        """Return the request that is open in that slot. Raises ConfigError if there is none."""
-        return open_request(slot, self._requests)
+    def request(self, request_slot: int) -> CpuRequest:
+        """Return the request that is open there. Raises ConfigError if there is none."""
+        return open_request(request_slot, self._requests)
 
-    def reading(self, slot: int) -> Reading:
-        request, shape = self.request(slot), self._model.shape
+    def reading(self, request_slot: int) -> Reading:
+        request, shape = self.request(request_slot), self._model.shape
         if model_selects_rows(shape):
             return Reading(SELECTOR, rows_read(shape, request.view.context_len, request.tail_len))
         read = request.count.far_rows + request.count.near_rows
@@ -374,18 +381,18 @@ class CpuEngine:
         """Raise for rows that cannot be run, before anything changes."""
         require_num_rows(len(rows), self.max_rows)
         require_tokens([row.token_id for row in rows], self.loaded.geometry.vocab_size)
-        for slot, num_new in Counter(row.slot for row in rows).items():
-            self._require_room(slot, num_new)
+        for request_slot, num_new in Counter(row.request_slot for row in rows).items():
+            self._require_room(request_slot, num_new)
         require_watch(watch, len(rows), self.num_layers)
 
-    def _require_room(self, slot: int, num_new: int) -> None:
-        request = self.request(slot)
+    def _require_room(self, request_slot: int, num_new: int) -> None:
+        request = self.request(request_slot)
         room = min(self.tail_capacity, self.max_positions - request.view.context_len)
-        require_room(slot, request.tail_len + num_new, room)
+        require_room(request_slot, request.tail_len + num_new, room)
 
 
-def _most_tokens(loaded: LoadedModel, num_slots: int) -> int:
+def _most_tokens(loaded: LoadedModel, max_requests: int) -> int:
     """Return how many own rows of each request half of the host memory holds. Rows that are not used take no memory."""
     geometry = loaded.geometry
     row_bytes = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * loaded.dtype.itemsize
-    return max(1, min(geometry.max_positions, host_memory_bytes() // 2 // (num_slots * row_bytes)))
+    return max(1, min(geometry.max_positions, host_memory_bytes() // 2 // (max_requests * row_bytes)))

@@ -92,11 +92,11 @@ class CachedRows(FarRows):
 
     cross_link = True
 
-    def __init__(self, shape: EngineShape, num_slots: int, device: torch.device) -> None:
-        """num_slots: per layer, context and KV head."""
-        self.cache = SlotCache(cache_shape(shape, num_slots), device)
+    def __init__(self, shape: EngineShape, num_cache_slots: int, device: torch.device) -> None:
+        """num_cache_slots: per layer, context and KV head."""
+        self.cache = SlotCache(cache_shape(shape, num_cache_slots), device)
         self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
-        slots = torch.full((shape.num_contexts,), num_slots, dtype=torch.int32, device=device)
+        slots = torch.full((shape.num_contexts,), num_cache_slots, dtype=torch.int32, device=device)
         super().__init__(row_sources(self.cache.rows, slots))
         self._spills = [RowSource(addresses, self._lens) for addresses in self.cache.host_addresses]
         self._kv: dict[int, PinnedRows] = {}
@@ -153,7 +153,7 @@ def context_layers(shape: EngineShape, layers: Iterable[Tensor]) -> Iterator[Ten
             yield coded
 
 
-def cache_shape(shape: EngineShape, num_slots: int) -> SlotCacheShape:
+def cache_shape(shape: EngineShape, num_cache_slots: int) -> SlotCacheShape:
     """Return the shape of a slot cache for steps of that shape."""
     return SlotCacheShape(
         num_layers=shape.num_layers,
@@ -161,14 +161,14 @@ def cache_shape(shape: EngineShape, num_slots: int) -> SlotCacheShape:
         num_kv_heads=shape.num_kv_heads,
         num_index_heads=shape.num_index_heads,
         context_capacity=shape.max_context_len,
-        num_slots=num_slots,
+        num_slots=num_cache_slots,
         max_top_k=shape.max_top_k,
         max_batch=max(shape.batch_sizes),
         row_bytes=shape.context_row_bytes,
     )
 
 
-def cache_bytes(shape: EngineShape, num_slots: int) -> int:
+def cache_bytes(shape: EngineShape, num_cache_slots: int) -> int:
     """Device memory of `CachedRows`."""
-    made = cache_shape(shape, num_slots)
+    made = cache_shape(shape, num_cache_slots)
     return slot_cache_bytes(made) + stack_bytes(made)

@@ -69,20 +69,24 @@ class Follower:
         self._engine.remove_context(context_id)
         self._artifacts.pop(context_id).close()
 
-    def open(self, slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
-        self._engine.open(slot, context_id, config, selector)
+    def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
+        self._engine.open(request_slot, context_id, config, selector)
 
-    def write_rows(self, slot: int, rows: Tensor) -> None:
-        self._engine.write_rows(slot, rows)
+    def write_rows(self, request_slot: int, rows: Tensor) -> None:
+        self._engine.write_rows(request_slot, rows)
 
-    def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
-        return self._engine.read_rows(slot, start, stop)
+    def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        return self._engine.read_rows(request_slot, start, stop)
 
-    def close_slot(self, slot: int) -> None:
-        self._engine.close_slot(slot)
+    def close_request(self, request_slot: int) -> None:
+        self._engine.close_request(request_slot)
 
-    def step(self, slots: Sequence[int], token_ids: Sequence[int], watch: tuple[int, int] | None) -> Fidelity | None:
-        rows = [StepRow(slot, token_id) for slot, token_id in zip(slots, token_ids, strict=True)]
+    def step(
+        self, request_slots: Sequence[int], token_ids: Sequence[int], watch: tuple[int, int] | None
+    ) -> Fidelity | None:
+        rows = [
+            StepRow(request_slot, token_id) for request_slot, token_id in zip(request_slots, token_ids, strict=True)
+        ]
         return self._engine.step(rows, watch=watch).fidelity
 
     def counts(self) -> EngineCounts:

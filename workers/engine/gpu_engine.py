@@ -27,6 +27,17 @@ from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView
 from csattn.sketch.own import Growth, own_top_k
 from offload.codecs.formats import KvFormat
+from workers.engine.checks import (
+    loaded_context,
+    open_request,
+    require_free_request_slot,
+    require_new_context,
+    require_num_rows,
+    require_room,
+    require_unused,
+    require_watch,
+    seen_lens,
+)
 from workers.engine.draws import DrawsOnDevice
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
@@ -47,17 +58,6 @@ from workers.engine.own_segments import OwnSegments, grows_without_context
 from workers.engine.placed_model import Progress
 from workers.engine.placing import Placing
 from workers.engine.sizing import Sizing
-from workers.engine.slots import (
-    loaded_context,
-    open_request,
-    require_free_slot,
-    require_new_context,
-    require_num_rows,
-    require_room,
-    require_unused,
-    require_watch,
-    seen_lens,
-)
 from workers.engine.sparse_or_full import all_are_faster
 from workers.engine.step_model import StepModel, step_model
 from workers.engine.step_results import LogitsOnHost, joined, kept
@@ -108,7 +108,7 @@ class GpuEngine:
         placement: Placement | str,
         *,
         batch_sizes: tuple[int, ...] = BATCH_SIZES,  # of steps, ascending; a step is padded with idle rows
-        num_slots: int = 1,
+        max_requests: int = 1,
         tail_capacity: int | None = None,  # own rows of a request; default: what fits in memory
         own_on_host: bool | None = None,  # move the first own rows to the host; default: if more rows fit so
         all_where_faster: bool = False,  # attend to all rows in steps where that is faster; placement device only
@@ -135,7 +135,7 @@ class GpuEngine:
         require_own_choice(spec, config, selector)
         if kv_format is not None:
             require_plain_rows(spec, "a KV codec")
-        self.batch_sizes, self.max_rows, self.num_slots = batch_sizes, batch_sizes[-1], num_slots
+        self.batch_sizes, self.max_rows, self.max_requests = batch_sizes, batch_sizes[-1], max_requests
         self.max_positions, self.num_layers = spec.max_positions, len(spec.indexed_layers)
         self._num_contexts, self._growth = num_contexts, growth or Growth()
         sizing = Sizing(
@@ -146,7 +146,7 @@ class GpuEngine:
             batch_sizes=batch_sizes,
             num_contexts=num_contexts,
             max_context_len=max_context_len,
-            num_tails=num_slots,
+            num_tails=max_requests,
             tail_capacity=tail_capacity,
             own_on_host=own_on_host,
             growth=self._growth,
@@ -168,7 +168,7 @@ class GpuEngine:
             self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
         self._placing = Placing(sizing, index_config, self._searcher, device, on_progress)
         self._places: dict[int, int] = {}  # from the scheduler's context ids to those of `PlacedModel`
-        self._requests: dict[int, _Request] = {}  # by slot
+        self._requests: dict[int, _Request] = {}  # by request slot
         self._logits, self._draws = LogitsOnHost(self.max_rows), DrawsOnDevice(device, self.max_rows)
 
     def __repr__(self) -> str:
@@ -189,16 +189,18 @@ class GpuEngine:
 
     def remove_context(self, context_id: int) -> None:
         place = self._place(context_id)
-        require_unused(context_id, {slot: request.context_id for slot, request in self._requests.items()})
+        require_unused(
+            context_id, {request_slot: request.context_id for request_slot, request in self._requests.items()}
+        )
         self._placing.ready().remove_context(place)
         del self._places[context_id]
 
     def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         """Return None: a loaded context has all that its requests need."""
 
-    def open(self, slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
+    def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         place = self._place(context_id)
-        require_free_slot(slot, self.num_slots, self._requests)
+        require_free_request_slot(request_slot, self.max_requests, self._requests)
         require_own_choice(self.model.spec, config, selector)
         chooses = model_selects_rows(self.model.spec)  # then the request's configuration does not matter
         if not chooses:
@@ -210,28 +212,30 @@ class GpuEngine:
                 f"keep is {config.keep}, but over lists this engine was started to keep all rows, which is full "
                 "attention; leave it out, or start another engine"
             )
-        placed.rows.open(slot)
-        placed.begin_request(slot, place)
-        self._requests[slot] = _Request(context_id, config, self._own_segments(slot, context_id, config))
+        placed.rows.open(request_slot)
+        placed.begin_request(request_slot, place)
+        self._requests[request_slot] = _Request(
+            context_id, config, self._own_segments(request_slot, context_id, config)
+        )
 
-    def write_rows(self, slot: int, rows: Tensor) -> None:
-        request = self._request(slot)
-        self._require_room(slot, rows.shape[2])
-        self._placing.ready().rows.write(slot, request.tail_len, rows)
+    def write_rows(self, request_slot: int, rows: Tensor) -> None:
+        request = self._request(request_slot)
+        self._require_room(request_slot, rows.shape[2])
+        self._placing.ready().rows.write(request_slot, request.tail_len, rows)
         request.tail_len += rows.shape[2]
         request.is_written = True
 
-    def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
-        assert 0 <= start < stop <= self._request(slot).tail_len, f"rows {start} to {stop} are not all there"
-        return self._placing.ready().rows.read(slot, start, stop)
+    def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        assert 0 <= start < stop <= self._request(request_slot).tail_len, f"rows {start} to {stop} are not all there"
+        return self._placing.ready().rows.read(request_slot, start, stop)
 
-    def close_slot(self, slot: int) -> None:
-        request, own = self._request(slot), self._placing.ready().own
+    def close_request(self, request_slot: int) -> None:
+        request, own = self._request(request_slot), self._placing.ready().own
         if request.own is not None:
             request.own.close()
         if own is not None and request.num_segments:
-            own.unload(slot)
-        del self._requests[slot]
+            own.unload(request_slot)
+        del self._requests[request_slot]
 
     def require_rows(self, rows: Sequence[StepRow]) -> None:
         """Raise what `step` would raise for these rows, before anything changes."""
@@ -250,31 +254,34 @@ class GpuEngine:
             require_plain_rows(self.model.spec, "a record of what is attended to")
             require_watch(watch, len(rows), self.num_layers)
         lens = self._tail_lens(rows)  # checks all rows, so a step that is split runs as a whole or not at all
-        for slot in {row.slot for row in rows}:
-            self._settle_rows(slot)
-            self._grow(slot, lens[next(i for i, row in enumerate(rows) if row.slot == slot)])
+        for request_slot in {row.request_slot for row in rows}:
+            self._settle_rows(request_slot)
+            self._grow(request_slot, lens[next(i for i, row in enumerate(rows) if row.request_slot == request_slot)])
         if stop := self._end_of_step(rows, lens):
             first = kept(self.step(rows[:stop], want_logits, watch if watch and watch[0] < stop else None))
             late = (watch[0] - stop, watch[1]) if watch and watch[0] >= stop else None
             return joined(first, self.step(rows[stop:], want_logits, late))
         runner = self._placing.ready().runner
         batch_size = runner.batch_size_for(len(rows))
-        requests = [self._requests[row.slot] for row in rows]
+        requests = [self._requests[row.request_slot] for row in rows]
         context_lens = [self._context_len(request.context_id) for request in requests]
         positions = [context_len + length - 1 for context_len, length in zip(context_lens, lens, strict=True)]
-        places, slots = [self._place(request.context_id) for request in requests], [row.slot for row in rows]
+        places, request_slots = (
+            [self._place(request.context_id) for request in requests],
+            [row.request_slot for row in rows],
+        )
         top_ks = [request.config.top_k(n) for request, n in zip(requests, context_lens, strict=True)]
-        own_lens = [self._segments_in_use(slot) * self._growth.segment_len for slot in slots]
-        starts, token_ids = list(map(self._placing.ready().rows.start, slots)), [row.token_id for row in rows]
+        own_lens = [self._segments_in_use(request_slot) * self._growth.segment_len for request_slot in request_slots]
+        starts, token_ids = list(map(self._placing.ready().rows.start, request_slots)), [row.token_id for row in rows]
         reads_all = self._all_are_faster(places, context_lens, own_lens)
         if reads_all:
             watch = None  # there is no selection to compare
-        runner.fill(batch_size, token_ids, positions, places, slots, lens, top_ks, own_lens, starts, reads_all)
+        runner.fill(batch_size, token_ids, positions, places, request_slots, lens, top_ks, own_lens, starts, reads_all)
         seen = None
         if watch is None:
             output = runner.step(batch_size)
         else:
-            output, seen = self._watched_step(batch_size, rows[watch[0]].slot, lens[watch[0]], *watch)
+            output, seen = self._watched_step(batch_size, rows[watch[0]].request_slot, lens[watch[0]], *watch)
         self._draws.enqueue(rows, output)
         # a copy that waits for the GPU keeps other threads out of the driver
         synchronize_stream(output.next_ids.device)
@@ -295,9 +302,11 @@ class GpuEngine:
         far, of_context = self._placing.ready().far, Counter[int]()
         most = far.rows_at_once if isinstance(far, CachedLatents) else len(rows)
         for i, row in enumerate(rows):
-            context_id = self._requests[row.slot].context_id
+            context_id = self._requests[row.request_slot].context_id
             of_context[context_id] += context_id != NO_CONTEXT
-            if of_context[context_id] > most or self._segments(row.slot, lens[i]) != self._segments_in_use(row.slot):
+            if of_context[context_id] > most or self._segments(row.request_slot, lens[i]) != self._segments_in_use(
+                row.request_slot
+            ):
                 return i
         return 0
 
@@ -306,8 +315,8 @@ class GpuEngine:
         contexts = [(place, length) for place, length in zip(places, context_lens, strict=True) if place >= 0]
         return shape.sparse_or_full and all_are_faster(shape, contexts, own_lens)
 
-    def reading(self, slot: int) -> Reading:
-        request = self._request(slot)
+    def reading(self, request_slot: int) -> Reading:
+        request = self._request(request_slot)
         context_len, own = self._context_len(request.context_id), request.own_read / max(1, request.num_steps)
         if model_selects_rows(self.model.spec):
             return Reading(SELECTOR, rows_read(self.model.spec, context_len, request.tail_len))
@@ -353,13 +362,13 @@ class GpuEngine:
         self.close()
 
     def _watched_step(
-        self, batch_size: int, slot: int, tail_len: int, row: int, number: int
+        self, batch_size: int, request_slot: int, tail_len: int, row: int, number: int
     ) -> tuple[StepOutput, Fidelity | None]:
         """Run the step call by call, not as a graph, and compare one row of one layer with exact attention.
 
         number: of the layer among those that have an index. The fidelity is None for a request without a context.
         """
-        placed, request = self._placing.ready(), self._requests[slot]
+        placed, request = self._placing.ready(), self._requests[request_slot]
         queries, choices = list[Tensor](), list[Selection]()
 
         def copy_step_state(layer_idx: int, q: Tensor) -> None:
@@ -379,18 +388,18 @@ class GpuEngine:
         chosen: Selection | slice = choices[0] if choices else view.middle
         if own_len and choices:
             chosen = join_choices(choices[0], choices[1], view.context_len)
-        tail, kv = placed.rows.layer(number, slot, tail_len), artifact.indexed_kv()[number].to(placed.device)
+        tail, kv = placed.rows.layer(number, request_slot, tail_len), artifact.indexed_kv()[number].to(placed.device)
         return output, fidelity(Seen(number, view, queries[0], tail, own_len, chosen), kv)
 
-    def _own_segments(self, slot: int, context_id: int, config: SearchConfig) -> OwnSegments | None:
+    def _own_segments(self, request_slot: int, context_id: int, config: SearchConfig) -> OwnSegments | None:
         placed = self._placing.ready()
         if placed.own is None or (context_id == NO_CONTEXT and not grows_without_context(config)):
             return None
         assert isinstance(placed.index_config, SketchConfig)
         return OwnSegments(
-            slot,
+            request_slot,
             placed.shape.num_layers,
-            partial(placed.rows.segment, slot),
+            partial(placed.rows.segment, request_slot),
             config,
             placed.index_config,
             self._growth,
@@ -401,47 +410,54 @@ class GpuEngine:
             parallel_map=self._parallel.map,
         )
 
-    def _segments(self, slot: int, tail_len: int) -> int:
-        own = self._requests[slot].own
+    def _segments(self, request_slot: int, tail_len: int) -> int:
+        own = self._requests[request_slot].own
         return own.num_segments(tail_len) if own is not None else 0
 
-    def _segments_in_use(self, slot: int) -> int:
-        return self._requests[slot].num_segments
+    def _segments_in_use(self, request_slot: int) -> int:
+        return self._requests[request_slot].num_segments
 
-    def _settle_rows(self, slot: int) -> None:
+    def _settle_rows(self, request_slot: int) -> None:
         """Wait until the rows from `write_rows` are in the tail; from then on they are like rows of steps."""
-        request = self._requests[slot]
+        request = self._requests[request_slot]
         if request.is_written:
-            self._placing.ready().rows.settle(slot, request.tail_len)
+            self._placing.ready().rows.settle(request_slot, request.tail_len)
             request.is_written = False
             if request.own is not None:
                 request.own.grow(request.tail_len)
 
-    def _grow(self, slot: int, tail_len: int) -> None:
+    def _grow(self, request_slot: int, tail_len: int) -> None:
         """Load the own segments that a row with that tail_len reads, and move rows to the host if they are due."""
-        request, num_segments, placed = self._requests[slot], self._segments(slot, tail_len), self._placing.ready()
+        request, num_segments, placed = (
+            self._requests[request_slot],
+            self._segments(request_slot, tail_len),
+            self._placing.ready(),
+        )
         if num_segments != request.num_segments:
             assert request.own is not None and placed.own is not None
             num_rows = request.own.num_rows(num_segments)
-            placed.own.load(slot, request.config, num_rows, request.own.sketches(num_segments))
+            placed.own.load(request_slot, request.config, num_rows, request.own.sketches(num_segments))
             request.num_segments = num_segments
-        if placed.rows.must_move(slot, tail_len):
+        if placed.rows.must_move(request_slot, tail_len):
             assert request.own is not None, "requests that do not grow have tails for all of their rows"
             request.own.finish()
-            placed.rows.move(slot, tail_len)
+            placed.rows.move(request_slot, tail_len)
 
     def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
         """Return how many rows of its tail each row sees, its own included. Raises before anything changes."""
         require_num_rows(len(rows), self.max_rows)
-        for slot, num_new in Counter(row.slot for row in rows).items():
-            self._require_room(slot, num_new)
+        for request_slot, num_new in Counter(row.request_slot for row in rows).items():
+            self._require_room(request_slot, num_new)
         require_tokens([row.token_id for row in rows], self.model.spec.vocab_size)
-        return seen_lens([row.slot for row in rows], {row.slot: self._requests[row.slot].tail_len for row in rows})
+        return seen_lens(
+            [row.request_slot for row in rows],
+            {row.request_slot: self._requests[row.request_slot].tail_len for row in rows},
+        )
 
-    def _require_room(self, slot: int, num_new: int) -> None:
-        request = self._request(slot)
+    def _require_room(self, request_slot: int, num_new: int) -> None:
+        request = self._request(request_slot)
         room = min(self.tail_capacity, self.max_positions - self._context_len(request.context_id))
-        require_room(slot, request.tail_len + num_new, room)
+        require_room(request_slot, request.tail_len + num_new, room)
 
     def _context_len(self, context_id: int) -> int:
         if context_id == NO_CONTEXT:
@@ -464,8 +480,8 @@ class GpuEngine:
         """Return the context's id in `PlacedModel`; -1 for no context."""
         return -1 if context_id == NO_CONTEXT else loaded_context(context_id, self._places)
 
-    def _request(self, slot: int) -> _Request:
-        return open_request(slot, self._requests)
+    def _request(self, request_slot: int) -> _Request:
+        return open_request(request_slot, self._requests)
 
 
 def _of_row(selection: DeviceSelection, row: int) -> Selection:

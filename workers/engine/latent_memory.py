@@ -98,12 +98,14 @@ class CachedLatents:
     has room for index keys, which is never read.
     """
 
-    def __init__(self, shape: EngineShape, num_slots: int, device: torch.device) -> None:
-        """num_slots: per layer and context, at least `least_slots`."""
+    def __init__(self, shape: EngineShape, num_cache_slots: int, device: torch.device) -> None:
+        """num_cache_slots: per layer and context, at least `least_slots`."""
         spec, width = _latents(shape), 2 * shape.head_dim
         least = least_slots(spec, shape.max_context_len, max(shape.batch_sizes))
-        assert spec.indexer is not None and num_slots >= least, f"{num_slots} slots, at least {least} are needed"
-        self._shape, self._index_dim, num_cached = shape, spec.indexer.head_dim, shape.num_contexts * num_slots
+        assert spec.indexer is not None and num_cache_slots >= least, (
+            f"{num_cache_slots} cache slots, at least {least} are needed"
+        )
+        self._shape, self._index_dim, num_cached = shape, spec.indexer.head_dim, shape.num_contexts * num_cache_slots
         keys = _key_numbers(shape)
         num_numbers = (num_cached + shape.num_tails * shape.tail_capacity) * width
         memory = torch.zeros(shape.num_layers, keys + num_numbers, dtype=shape.dtype, device=device)
@@ -115,8 +117,8 @@ class CachedLatents:
         own = self._rows[:, num_cached:]
         self.tails = own.view(shape.num_layers, shape.num_tails, 1, shape.tail_capacity, 2, shape.head_dim)
         slots = self._rows[:, :num_cached].view(torch.uint8)
-        slots = slots.view(shape.num_layers, shape.num_contexts, 1, num_slots, shape.row_bytes)
-        self.cache = SlotCache(cache_shape(shape, num_slots), device, slots)
+        slots = slots.view(shape.num_layers, shape.num_contexts, 1, num_cache_slots, shape.row_bytes)
+        self.cache = SlotCache(cache_shape(shape, num_cache_slots), device, slots)
 
         unit = gcd(self._index_dim, spec.key_width, width, keys)
         self.memory, self._unit = memory, unit
@@ -136,8 +138,12 @@ class CachedLatents:
     @property
     def rows_at_once(self) -> int:
         """The most rows of a step over one context, such that all that they choose has slots at the same time."""
-        num_slots, most = self.cache.shape.num_slots, max(self._shape.batch_sizes)
-        return most if num_slots >= self._shape.max_context_len else min(most, num_slots // self._shape.max_top_k)
+        num_cache_slots, most = self.cache.shape.num_slots, max(self._shape.batch_sizes)
+        return (
+            most
+            if num_cache_slots >= self._shape.max_context_len
+            else min(most, num_cache_slots // self._shape.max_top_k)
+        )
 
     def load(self, context_id: int, kv: PinnedRows) -> None:
         """Register a context, whose rows stay on the host, and copy its index keys. No step may be in flight."""

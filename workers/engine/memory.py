@@ -53,7 +53,7 @@ def plan_memory(
     index_config: IndexConfig,
     shape: EngineShape,
     placement: Placement,
-    num_slots: int,  # of the slot cache, where the placement has one
+    num_cache_slots: int,  # of the slot cache, where the placement has one
     first: Artifact | None = None,  # a context that will be loaded
 ) -> MemoryPlan:
     """Return the parts of an engine, each with its bytes."""
@@ -89,7 +89,7 @@ def plan_memory(
     elif placement != "device" and shape.attends_all and shape.latents is None:
         parts.append(MemoryPart(name="the layers that are streamed", device_bytes=streamed_bytes(shape)))
     elif placement != "device":
-        parts.append(MemoryPart(name="the slot cache", device_bytes=cache_bytes(shape, num_slots)))
+        parts.append(MemoryPart(name="the slot cache", device_bytes=cache_bytes(shape, num_cache_slots)))
         if shape.latents is not None:
             parts.append(MemoryPart(name="the contexts' index keys", device_bytes=index_key_bytes(shape)))
     if first is not None:

@@ -45,7 +45,7 @@ class Observers:
             layer_idx,
             request.view,
             q,
-            self._model.indexed_tails[layer_idx][request.slot, :, :tail_len],
+            self._model.indexed_tails[layer_idx][request.request_slot, :, :tail_len],
             own.num_rows if own is not None else request.num_outside_window(tail_len),
             chosen,
             torch.from_numpy(self._model.attended[row]).view_as(q),

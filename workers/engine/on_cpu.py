@@ -118,7 +118,7 @@ class AttendOnCpu:
         for local in self._indexless:
             local.set_lens(context_lens, tail_lens)
         if self.compressed is not None:
-            self.compressed.set_lens([request.slot for request in plan.requests], context_lens, tail_lens)
+            self.compressed.set_lens([request.request_slot for request in plan.requests], context_lens, tail_lens)
         if not self._arguments:
             return
         heads = int(self._by_row["num_index_heads"][: len(tail_lens)].max())

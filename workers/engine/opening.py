@@ -21,12 +21,13 @@ from workers.engine.gpu_engine import GpuEngine, require_selector
 from workers.engine.memory import PLACEMENTS, Placement
 from workers.engine.split_engine import SplitEngine
 
-_ALIASES = {"kv_codec": "kv_format"}  # names of the command line that are too different to be guessed
+# the command line's name, and a former one, that are too different to be guessed
+_ALIASES = {"kv_codec": "kv_format", "num_slots": "max_requests"}
 _DOCUMENTED = {  # options of `csattn_session`
     "host_budget_bytes",
     "kv_format",
     "num_devices",
-    "num_slots",
+    "max_requests",
     "num_threads",
     "placement",
     "slot_share",
@@ -43,7 +44,7 @@ def open_engine(
     placement: str = "cpu",  # or one of PLACEMENTS, on a GPU
     kv_format: KvFormat | str | None = None,  # of the context's rows, or its name; None: as the artifact maps them
     host_budget_bytes: int | str | None = None,  # host memory for the context's rows, or text as 64MiB; None: no limit
-    num_slots: int | None = None,  # requests at the same time; default: 16 on the CPU, 4 on a GPU
+    max_requests: int | None = None,  # requests at the same time; default: 16 on the CPU, 4 on a GPU
     tail_capacity: int | None = None,  # own rows of a request; default: what positions and memory allow
     num_devices: int = 1,  # GPUs that divide the heads
     **options: Any,  # of the engine
@@ -53,7 +54,7 @@ def open_engine(
     Close it before the artifact. Raises an error that names a remedy if the arguments do not go together.
     """
     host_budget_bytes = _bytes_of(host_budget_bytes)
-    counts = {"num_slots": num_slots, "tail_capacity": tail_capacity, "num_devices": num_devices}
+    counts = {"max_requests": max_requests, "tail_capacity": tail_capacity, "num_devices": num_devices}
     counts |= {"host_budget_bytes": host_budget_bytes, "num_threads": options.get("num_threads")}
     _require_kinds(loaded, artifact, config, **counts)
     kv_format = _kv_format_of(kv_format)
@@ -67,7 +68,7 @@ def open_engine(
     if placement == "cpu":
         engine = CpuEngine(
             loaded,
-            num_slots=16 if num_slots is None else num_slots,
+            max_requests=16 if max_requests is None else max_requests,
             tail_capacity=tail_capacity,
             kv_format=kv_format,
             host_budget=None if host_budget_bytes is None else HostBudget(host_budget_bytes, config, selector),
@@ -81,7 +82,7 @@ def open_engine(
             num_devices,
             selector=selector,
             kv_format=kv_format,
-            num_slots=4 if num_slots is None else num_slots,
+            max_requests=4 if max_requests is None else max_requests,
             tail_capacity=tail_capacity,
             **{"max_context_len": artifact.spec.context_len, **options},
         )

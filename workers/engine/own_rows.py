@@ -23,25 +23,25 @@ class RowsInTails:
         self._stream = torch.cuda.Stream(tails.device) if tails.is_cuda else None  # type: ignore[no-untyped-call]
         self._staged: list[tuple[torch.cuda.Event, Tensor]] = []  # what copies to the device may still read
 
-    def open(self, slot: int) -> None:
-        """Prepare the slot for another request."""
+    def open(self, request_slot: int) -> None:
+        """Prepare the tail for another request."""
         self._wait_for_copies()
 
-    def start(self, slot: int) -> int:
+    def start(self, request_slot: int) -> int:
         """Return the number of the first row that is in the tail."""
         return 0
 
-    def must_move(self, slot: int, tail_len: int) -> bool:
+    def must_move(self, request_slot: int, tail_len: int) -> bool:
         """Whether rows have to leave the tail before a step whose first row sees tail_len rows."""
         return False
 
-    def move(self, slot: int, tail_len: int) -> None:
+    def move(self, request_slot: int, tail_len: int) -> None:
         """Move these rows. All their segments must be made, and no segment of the request may be in the making."""
 
-    def read(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+    def read(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
         """Begin to copy rows that steps have written to the host. What is returned waits, and gives the rows
         [num_layers, num_kv_heads, stop - start, 2, head_dim]."""
-        rows = self._tails[:, slot, :, start - self.start(slot) : stop - self.start(slot)]
+        rows = self._tails[:, request_slot, :, start - self.start(request_slot) : stop - self.start(request_slot)]
         if self._stream is None:
             copied = rows.clone(memory_format=torch.contiguous_format)
             return lambda: copied
@@ -58,9 +58,9 @@ class RowsInTails:
 
         return wait
 
-    def write(self, slot: int, start: int, rows: Tensor) -> None:
+    def write(self, request_slot: int, start: int, rows: Tensor) -> None:
         """Begin to write rows that follow those written before. No step may have added rows."""
-        place = self._tails[:, slot, :, start : start + rows.shape[2]]
+        place = self._tails[:, request_slot, :, start : start + rows.shape[2]]
         if self._stream is None:
             place.copy_(rows)
             return
@@ -73,18 +73,18 @@ class RowsInTails:
             done.record()
         self._staged.append((done, staged))
 
-    def settle(self, slot: int, num_rows: int) -> None:
+    def settle(self, request_slot: int, num_rows: int) -> None:
         """Wait until the num_rows rows that were written are where steps and segments read them."""
         if self._stream is not None:
             self._stream.synchronize()
 
-    def segment(self, slot: int, start: int, stop: int) -> Iterator[Tensor]:
+    def segment(self, request_slot: int, start: int, stop: int) -> Iterator[Tensor]:
         """Yield each layer's rows [num_kv_heads, stop - start, 2, head_dim], on the device, to make a segment of."""
-        return (tail[slot, :, start:stop] for tail in self._tails)
+        return (tail[request_slot, :, start:stop] for tail in self._tails)
 
-    def layer(self, layer_idx: int, slot: int, num_rows: int) -> Tensor:
+    def layer(self, layer_idx: int, request_slot: int, num_rows: int) -> Tensor:
         """Return a layer's first num_rows rows, on the device."""
-        return self._tails[layer_idx, slot, :, :num_rows]
+        return self._tails[layer_idx, request_slot, :, :num_rows]
 
     def close(self) -> None:
         """Free memory outside of the tails. No step may be in flight."""
@@ -116,54 +116,54 @@ class MovingRows(RowsInTails):
         self._host, self._far = host, far
         self._starts = [0] * shape.num_tails
         of_tail = shape.num_kv_heads * shape.own_capacity * shape.row_bytes
-        for slot in range(shape.num_tails):
-            far.place(slot, [at + slot * of_tail for at in host.addresses], shape.own_capacity)
+        for request_slot in range(shape.num_tails):
+            far.place(request_slot, [at + request_slot * of_tail for at in host.addresses], shape.own_capacity)
 
-    def open(self, slot: int) -> None:
-        super().open(slot)
-        self._starts[slot] = 0
-        self._far.cache.reset(slot)
+    def open(self, request_slot: int) -> None:
+        super().open(request_slot)
+        self._starts[request_slot] = 0
+        self._far.cache.reset(request_slot)
 
-    def start(self, slot: int) -> int:
-        return self._starts[slot]
+    def start(self, request_slot: int) -> int:
+        return self._starts[request_slot]
 
-    def must_move(self, slot: int, tail_len: int) -> bool:
-        return self._start_for(tail_len) > self._starts[slot]
+    def must_move(self, request_slot: int, tail_len: int) -> bool:
+        return self._start_for(tail_len) > self._starts[request_slot]
 
-    def move(self, slot: int, tail_len: int) -> None:
+    def move(self, request_slot: int, tail_len: int) -> None:
         """Drop rows from the tail, and shift those that stay to its beginning."""
-        start, before, num_rows = self._start_for(tail_len), self._starts[slot], tail_len - 1
+        start, before, num_rows = self._start_for(tail_len), self._starts[request_slot], tail_len - 1
         self._wait_for_copies()  # which may still read what is overwritten here
         for tail in self._of_layers:
-            stay = tail[slot, :, start - before : num_rows - before].clone()
-            tail[slot, :, : num_rows - start].copy_(stay)
-        self._starts[slot] = start
+            stay = tail[request_slot, :, start - before : num_rows - before].clone()
+            tail[request_slot, :, : num_rows - start].copy_(stay)
+        self._starts[request_slot] = start
 
-    def read(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
-        first = max(start, min(self._starts[slot], stop))
-        of_tail = super().read(slot, first, stop)
+    def read(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        first = max(start, min(self._starts[request_slot], stop))
+        of_tail = super().read(request_slot, first, stop)
         if first == start:
             return of_tail
-        moved = torch.stack([layer[slot, :, start:first] for layer in self._host.layers])
+        moved = torch.stack([layer[request_slot, :, start:first] for layer in self._host.layers])
         return lambda: torch.cat([moved, of_tail()], dim=2)
 
-    def write(self, slot: int, start: int, rows: Tensor) -> None:
+    def write(self, request_slot: int, start: int, rows: Tensor) -> None:
         """Write to host memory. `settle` copies rows to the tail: which ones is known once all have arrived."""
         for layer, of_layer in zip(self._host.layers, rows, strict=True):
-            layer[slot, :, start : start + rows.shape[2]].copy_(of_layer)
+            layer[request_slot, :, start : start + rows.shape[2]].copy_(of_layer)
 
-    def settle(self, slot: int, num_rows: int) -> None:
-        start = self._starts[slot] = self._start_for(num_rows + 1)
+    def settle(self, request_slot: int, num_rows: int) -> None:
+        start = self._starts[request_slot] = self._start_for(num_rows + 1)
         for tail, layer in zip(self._tails, self._host.layers, strict=True):
-            _copy_by_heads(layer[slot, :, start:num_rows], tail[slot, :, : num_rows - start])
+            _copy_by_heads(layer[request_slot, :, start:num_rows], tail[request_slot, :, : num_rows - start])
         synchronize_stream(self._tails.device)
 
-    def segment(self, slot: int, start: int, stop: int) -> Iterator[Tensor]:
-        first = self._starts[slot]
+    def segment(self, request_slot: int, start: int, stop: int) -> Iterator[Tensor]:
+        first = self._starts[request_slot]
         for tail, layer in zip(self._tails, self._host.layers, strict=True):
-            moved = layer[slot, :, start:stop]
+            moved = layer[request_slot, :, start:stop]
             if start >= first:
-                rows = tail[slot, :, start - first : stop - first]
+                rows = tail[request_slot, :, start - first : stop - first]
                 _copy_by_heads(rows, moved)
                 synchronize_stream(tail.device)  # even if the segment is given up: its rows may be overwritten then
             else:
@@ -171,9 +171,9 @@ class MovingRows(RowsInTails):
                 _copy_by_heads(moved, rows)
             yield rows
 
-    def layer(self, layer_idx: int, slot: int, num_rows: int) -> Tensor:
-        start, tail = self._starts[slot], self._tails[layer_idx, slot]
-        moved = self._host.layers[layer_idx][slot, :, :start]
+    def layer(self, layer_idx: int, request_slot: int, num_rows: int) -> Tensor:
+        start, tail = self._starts[request_slot], self._tails[layer_idx, request_slot]
+        moved = self._host.layers[layer_idx][request_slot, :, :start]
         return torch.cat([moved.to(tail.device), tail[:, : num_rows - start]], dim=1)
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class OwnSegments:
 
     def __init__(
         self,
-        slot: int,
+        request_slot: int,
         num_layers: int,
         # (start, stop) -> these own rows of each layer, [num_kv_heads, stop - start, 2, head_dim]
         rows: Callable[[int, int], Iterable[Tensor]],
@@ -73,7 +73,7 @@ class OwnSegments:
         self.config = config
         self._rows, self._sketch, self._growth, self._executor = rows, sketch, growth, executor
         self._place, self._join = place, join
-        self._slot, self._num_layers, self._layers_at_once = slot, num_layers, layers_at_once
+        self._request_slot, self._num_layers, self._layers_at_once = request_slot, num_layers, layers_at_once
         self._parallel_map = parallel_map
         self._num_begun = 0
         self._making: deque[_Making] = deque()  # segments that are not joined to those before them
@@ -123,7 +123,7 @@ class OwnSegments:
         """Return how many layers of a segment are due when num_rows rows have followed it."""
         num_turns = -(-self._num_layers // self._layers_at_once)
         by_row = num_turns / (self._growth.num_near(self.config.window_len) / 2)
-        due = 1 + math.floor(num_rows * by_row - self._slot * by_row % 1)
+        due = 1 + math.floor(num_rows * by_row - self._request_slot * by_row % 1)
         return min(self._num_layers, due * self._layers_at_once)
 
     def _schedule(self, segment: _Making, num_layers: int) -> None:

@@ -58,7 +58,7 @@ class PlacedModel:
         placement: Placement,
         *,
         device: torch.device,
-        num_slots: int,  # cache slots on the device per layer, context and KV head, where the KV is on the host
+        num_cache_slots: int,  # cache slots on the device per layer, context and KV head, where the KV is on the host
         searcher: StepSearcher | None,  # in placement `host`
         on_progress: Progress,
         first: Artifact | None = None,  # a context that will be added, to be included in the plan
@@ -67,8 +67,8 @@ class PlacedModel:
         self.index_config = index_config
         if first is not None:
             self._require_fit(first)
-        self._num_slots = num_slots
-        self.plan = plan_memory(model.num_bytes, index_config, shape, placement, num_slots, first)
+        self._num_cache_slots = num_cache_slots
+        self.plan = plan_memory(model.num_bytes, index_config, shape, placement, num_cache_slots, first)
         self.plan.require(model.available(device))
         self._on_progress = on_progress
         self.artifacts: dict[int, Artifact] = {}
@@ -188,7 +188,7 @@ class PlacedModel:
             return memory, AttendCompressed(shape, [of for of in layers if of is not None], memory, device)
         if shape.latents is not None:
             everything = self.placement == "device"
-            latents = LatentPlaces(shape, device) if everything else CachedLatents(shape, self._num_slots, device)
+            latents = LatentPlaces(shape, device) if everything else CachedLatents(shape, self._num_cache_slots, device)
             return latents, AttendLatents(shape, self._spec, latents, device)
         if shape.attends_all:
             rows = DeviceRows(shape, device) if self.placement == "device" else StreamedRows(shape, device)
@@ -202,7 +202,7 @@ class PlacedModel:
         if self.placement == "device":
             on_device = DeviceRows(shape, device)
             return on_device, SearchOnDevice(shape, index, on_device, device, tails, self.own, sinks)
-        cached = CachedRows(shape, self._num_slots, device)
+        cached = CachedRows(shape, self._num_cache_slots, device)
         if self._searcher is None or self.placement != "host":
             return cached, SearchOnDevice(shape, index, cached, device, tails, self.own, sinks)
         return cached, SearchOnHost(shape, index, cached, self._searcher, device, tails, self.own, sinks)

@@ -78,7 +78,7 @@ class Placing:
             sizing.shape(index_config, longest),
             sizing.placement,
             device=self.device,
-            num_slots=sizing.num_cached(longest),
+            num_cache_slots=sizing.num_cached(longest),
             searcher=self._searcher,
             on_progress=self._on_progress,
             first=first,

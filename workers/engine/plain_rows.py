@@ -46,9 +46,9 @@ class PlainRows:
         of_rows = zip(plan.requests, tail_lens.tolist(), strict=True)
         self._rows = [(row, *of_row) for row, of_row in enumerate(of_rows) if plan.attends_per_row[row]]
         self._choosing = [of_row for of_row in self._rows if of_row[1].selects_per_row(of_row[2])]
-        self._requests = {request.slot: request for _, request, _ in self._rows}
-        self._choices = {request.slot: _choices(request) for _, request, _ in self._choosing}
-        self._counts: defaultdict[int, StepCount] = defaultdict(StepCount)  # by slot
+        self._requests = {request.request_slot: request for _, request, _ in self._rows}
+        self._choices = {request.request_slot: _choices(request) for _, request, _ in self._choosing}
+        self._counts: defaultdict[int, StepCount] = defaultdict(StepCount)  # by request slot
         self._chosen: dict[int, Selection] = {}  # of the current layer, by row
 
     def __len__(self) -> int:
@@ -62,8 +62,11 @@ class PlainRows:
     def choose(self, layer_idx: int) -> None:
         """Choose for all rows that choose alone, in order within a request: its selector may keep a state."""
         for row, request, tail_len in self._choosing:
-            choice, count = self._choices[request.slot][layer_idx], self._counts[request.slot]
-            tail, num_outside = self._model.indexed_tails[layer_idx][request.slot], request.num_outside_window(tail_len)
+            choice, count = self._choices[request.request_slot][layer_idx], self._counts[request.request_slot]
+            tail, num_outside = (
+                self._model.indexed_tails[layer_idx][request.request_slot],
+                request.num_outside_window(tail_len),
+            )
             _append_rows(choice, tail, num_outside)
             if (tail_len - 1) % request.view.config.search_period == 0:
                 ahead = request.looks_ahead and layer_idx > 0  # then the token's own row must not be read
@@ -94,8 +97,8 @@ class PlainRows:
         streamed = self._attend_streams(layer_idx)
         for row, request, tail_len in self._rows:
             q = torch.from_numpy(self._model.q[row])
-            tail = self._model.indexed_tails[layer_idx][request.slot, :, :tail_len]
-            chosen, count = self.chosen(row, layer_idx), self._counts[request.slot]
+            tail = self._model.indexed_tails[layer_idx][request.request_slot, :, :tail_len]
+            chosen, count = self.chosen(row, layer_idx), self._counts[request.request_slot]
             far = streamed[row] if isinstance(chosen, slice) else None
             own, of_own = self._plan.owns[row], self._plan.own_selection(row)
             read = None if own is None or of_own is None else OwnRead(own.sketches[layer_idx], of_own)
@@ -115,15 +118,15 @@ class PlainRows:
                 request.context.store.prefetch(layer_idx, torch.from_numpy(chosen[0]))
 
     def commit(self) -> None:
-        for slot, choices in self._choices.items():
-            self._requests[slot].choices = choices
-        for slot, more in self._counts.items():
-            self._requests[slot].count.add(more)
+        for request_slot, choices in self._choices.items():
+            self._requests[request_slot].choices = choices
+        for request_slot, more in self._counts.items():
+            self._requests[request_slot].count.add(more)
 
     def abandon(self) -> None:
         """Remake lists that may hold rows of this failed step: they take over the earlier rows at the next step."""
-        for slot in self._choices:
-            request = self._requests[slot]
+        for request_slot in self._choices:
+            request = self._requests[request_slot]
             if request.choices is not None and not request.has_selector:
                 pairs = zip(request.make_selectors(), request.choices, strict=True)
                 request.choices = [LayerChoice(selector, last=choice.last) for selector, choice in pairs]

@@ -53,7 +53,11 @@ class Preparation:
             self.context.moments[self._rows] = self.context.moments_of(self.view.middle)
 
     def begin(
-        self, slot: int, num_q_heads: int, pool: Callable[[], SearchPool], own: Callable[[SketchConfig], OwnSegments]
+        self,
+        request_slot: int,
+        num_q_heads: int,
+        pool: Callable[[], SearchPool],
+        own: Callable[[SketchConfig], OwnSegments],
     ) -> CpuRequest:
         """Return a new request. pool: of searches in lists that hold own rows; own: makes the request's segments."""
         context, indexes = self.context, self.context.indexes
@@ -74,7 +78,7 @@ class Preparation:
         rest_bytes = sum(layer.num_bytes for layer in sketches) + sum(layer.num_bytes for layer in moments)
         shares_sketch = self.selector == "csattn" and self.rest == "sketch"  # then it counts as the index
         return CpuRequest(
-            slot,
+            request_slot,
             self.context_id,
             context,
             self.view,

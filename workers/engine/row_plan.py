@@ -23,7 +23,7 @@ MAX_PLANS = 32  # kept: steps differ in how many rows of a question they have, a
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """What a plan depends on in a row besides its slot."""
+    """What a plan depends on in a row besides its request slot."""
 
     token: int  # number of the token in its request, modulo the search period
     selects_per_row: bool
@@ -56,7 +56,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """What stays the same in all steps whose rows have the same slots and kinds. Rows are numbered as in `order`."""
+    """What stays the same in all steps whose rows have the same request slots and kinds.
+
+    Rows are numbered as in `order`.
+    """
 
     order: NDArray[np.int64]  # [num_rows]: the step's row that is computed as the i-th
     requests: list[CpuRequest]  # of the rows
@@ -141,12 +144,12 @@ class RowPlans:
 
     def __init__(self, model: CpuModel, softmax_scale: float) -> None:
         self._model, self._scale = model, softmax_scale
-        self._plans: dict[tuple[tuple[int, RowKind], ...], RowPlan] = {}  # by slot and kind of their rows
+        self._plans: dict[tuple[tuple[int, RowKind], ...], RowPlan] = {}  # by request slot and kind of their rows
 
     def plan(self, requests: Sequence[CpuRequest], lens: NDArray[np.int64]) -> RowPlan:
         """Return a step's plan. requests: of its rows; lens: rows of its tail that each row sees, its own included."""
         rows = [RowKind.of(request, n) for request, n in zip(requests, lens.tolist(), strict=True)]
-        key = tuple((request.slot, row) for request, row in zip(requests, rows, strict=True))
+        key = tuple((request.request_slot, row) for request, row in zip(requests, rows, strict=True))
         if (plan := self._plans.get(key)) is None:
             self._forget_shorter(key)
             if len(self._plans) >= MAX_PLANS:
@@ -160,12 +163,12 @@ class RowPlans:
     def _forget_shorter(self, key: tuple[tuple[int, RowKind], ...]) -> None:
         """Drop plans with fewer own segments: they do not recur, and keep old sketches in memory."""
         fewest: dict[int, int] = {}
-        for slot, row in key:
-            fewest[slot] = min(row.own_segments, fewest.get(slot, row.own_segments))
+        for request_slot, row in key:
+            fewest[request_slot] = min(row.own_segments, fewest.get(request_slot, row.own_segments))
         self._plans = {
             rows: plan
             for rows, plan in self._plans.items()
-            if all(row.own_segments >= fewest.get(slot, 0) for slot, row in rows)
+            if all(row.own_segments >= fewest.get(request_slot, 0) for request_slot, row in rows)
         }
 
 
@@ -175,10 +178,10 @@ def plan_rows(
     """Make the plan of a step. requests, rows: of the step's rows."""
 
     def key(row: int) -> tuple[object, ...]:
-        return *map(str, requests[row].together), not rows[row].is_searched, requests[row].slot
+        return *map(str, requests[row].together), not rows[row].is_searched, requests[row].request_slot
 
     def of_own(row: int) -> tuple[int, int]:
-        return requests[row].slot, rows[row].own_segments
+        return requests[row].request_slot, rows[row].own_segments
 
     order = sorted(range(len(requests)), key=key)  # a stable sort: a request's rows of one kind stay in order
     ordered = [requests[row] for row in order]
@@ -192,7 +195,7 @@ def plan_rows(
         request.looks_ahead and (row.is_searched or row.selects_per_row or row.own_segments > 0)
         for request, row in zip(requests, rows, strict=True)
     )
-    searched = {requests[row].slot: i for i, row in enumerate(order) if rows[row].is_searched}
+    searched = {requests[row].request_slot: i for i, row in enumerate(order) if rows[row].is_searched}
     keeping = [row for row in searched.values() if ordered[row].kept is not None]
     attends_per_row = [rows[row].attends_per_row for row in order]
     owns: list[OwnSearch | None] = []
@@ -207,12 +210,12 @@ def plan_rows(
 
 def _sources(requests: Sequence[CpuRequest], rows: Sequence[RowKind], order: Sequence[int]) -> list[int]:
     """Return `RowPlan.sources`: a token that is not searched reads what the last searched one before it has chosen."""
-    last: dict[int, int] = {}  # by slot: the last of the step's rows that is searched
+    last: dict[int, int] = {}  # by request slot: the last of the step's rows that is searched
     source = []
     for row, request in enumerate(requests):
         if rows[row].token == 0:
-            last[request.slot] = row
-        source.append(last.get(request.slot, KEPT))
+            last[request.request_slot] = row
+        source.append(last.get(request.request_slot, KEPT))
     place = {row: i for i, row in enumerate(order)} | {KEPT: KEPT}
     return [place[source[row]] for row in order]
 

@@ -97,8 +97,8 @@ class Sizing:
 
     def _planned(self, index_config: IndexConfig) -> MemoryPlan:
         """Plan the memory for contexts of one row, to compare settings that do not depend on contexts."""
-        shape, num_slots = self.shape(index_config, 1), self.num_cached(1)
-        return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_slots)
+        shape, num_cache_slots = self.shape(index_config, 1), self.num_cached(1)
+        return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_cache_slots)
 
     def longest(self, index_config: IndexConfig, needed: int, available_bytes: int) -> int:
         """Return the length of the longest context to plan for, at least `needed`.
@@ -108,8 +108,8 @@ class Sizing:
         """
 
         def planned_bytes(longest: int) -> int:
-            shape, num_slots = self.shape(index_config, longest), self.num_cached(longest)
-            return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_slots).device_bytes
+            shape, num_cache_slots = self.shape(index_config, longest), self.num_cached(longest)
+            return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_cache_slots).device_bytes
 
         longest, least = self.model.spec.max_positions, planned_bytes(1)
         room = (available_bytes - least) // 2

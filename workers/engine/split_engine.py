@@ -25,11 +25,11 @@ from csattn.models.module_weights import weights_of
 from csattn.models.share import require_shares, require_shares_of_quantized
 from csattn.selector_names import SelectorName
 from csattn.share import Share
+from workers.engine.checks import require_new_context
 from workers.engine.follower import EXPECTED, FollowerSpec
 from workers.engine.followers import GRACE_S, MODULE, STEP_S, Followers
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.memory import Placement
-from workers.engine.slots import require_new_context
 from workers.engine.step_model import first_share, handed_share, step_model
 from workers.model.deadline import ends_within
 from workers.model.devices import Devices, require_device, require_devices
@@ -97,7 +97,7 @@ class SplitEngine:
             self._engine.model = first_share(model, loaded, self._devices)
             self._undo = undo.pop_all()
             failed.pop_all()
-        self.max_rows, self.num_slots = self._engine.max_rows, self._engine.num_slots
+        self.max_rows, self.max_requests = self._engine.max_rows, self._engine.max_requests
         self.tail_capacity, self.max_positions = self._engine.tail_capacity, self._engine.max_positions
         self.num_layers = self._engine.num_layers
         self._context_ids: set[int] = set()
@@ -127,39 +127,39 @@ class SplitEngine:
     def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         """Return None: a loaded context has all that its requests need."""
 
-    def open(self, slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
+    def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         if self._engine.is_started:
-            self._engine.open(slot, context_id, config, selector)
-            self._followers.send("open", slot, context_id, config, selector)
+            self._engine.open(request_slot, context_id, config, selector)
+            self._followers.send("open", request_slot, context_id, config, selector)
             return
-        with self._all_at_once("open", slot, context_id, config, selector):
-            self._engine.open(slot, context_id, config, selector)
+        with self._all_at_once("open", request_slot, context_id, config, selector):
+            self._engine.open(request_slot, context_id, config, selector)
 
-    def write_rows(self, slot: int, rows: Tensor) -> None:
+    def write_rows(self, request_slot: int, rows: Tensor) -> None:
         num_devices = self._devices.share.num_devices
         parts = [rows[:, Share(rank, num_devices).of(rows.shape[1])].clone() for rank in range(num_devices)]
-        self._engine.write_rows(slot, parts[0])
-        self._followers.send_each("write_rows", [(slot, part) for part in parts[1:]])
+        self._engine.write_rows(request_slot, parts[0])
+        self._followers.send_each("write_rows", [(request_slot, part) for part in parts[1:]])
 
-    def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
-        own = self._engine.read_rows(slot, start, stop)
-        others = self._followers.call("read_rows", slot, start, stop)
+    def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        own = self._engine.read_rows(request_slot, start, stop)
+        others = self._followers.call("read_rows", request_slot, start, stop)
         return lambda: torch.cat([own(), *(rows.result() for rows in others)], dim=1)
 
-    def close_slot(self, slot: int) -> None:
-        self._engine.close_slot(slot)
-        self._followers.send("close_slot", slot)
+    def close_request(self, request_slot: int) -> None:
+        self._engine.close_request(request_slot)
+        self._followers.send("close_request", request_slot)
 
     def step(
         self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
     ) -> StepResult:
         self._engine.require_rows(rows)  # so that what it refuses is refused before the others begin
-        slots, token_ids = [row.slot for row in rows], [row.token_id for row in rows]
+        request_slots, token_ids = [row.request_slot for row in rows], [row.token_id for row in rows]
         others: list[Future[Any]] = []
         if watch is None:
-            self._followers.send("step", slots, token_ids, None)
+            self._followers.send("step", request_slots, token_ids, None)
         else:
-            others = self._followers.call("step", slots, token_ids, watch)
+            others = self._followers.call("step", request_slots, token_ids, watch)
         try:
             with self._followers.within(STEP_S):
                 result = self._engine.step(rows, want_logits, watch)
@@ -185,8 +185,8 @@ class SplitEngine:
         if errors:  # prefer the cause: a DevicesError may only say that another device failed
             raise min(errors, key=lambda error: isinstance(error, DevicesError))
 
-    def reading(self, slot: int) -> Reading:
-        return self._engine.reading(slot)
+    def reading(self, request_slot: int) -> Reading:
+        return self._engine.reading(request_slot)
 
     def counts(self) -> EngineCounts:
         others = [answer.result() for answer in self._followers.call("counts")]

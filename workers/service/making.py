@@ -71,7 +71,7 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
             engine.placement,
             engine.num_devices,
             batch_sizes=step_sizes(min(max(num_requests, QUESTION_ROWS_ON_GPU), MAX_ROWS)),
-            num_slots=num_requests,
+            max_requests=num_requests,
             tail_capacity=engine.tail_capacity,
             num_contexts=engine.num_contexts,
             max_context_len=engine.max_context_len,
@@ -86,7 +86,7 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
     return CpuEngine(
         loaded,
         max_rows=min(max(num_requests, QUESTION_ROWS), GROWTH.least_near),
-        num_slots=num_requests,
+        max_requests=num_requests,
         tail_capacity=engine.tail_capacity,
         num_threads=engine.num_threads,
         searcher=searcher,

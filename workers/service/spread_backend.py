@@ -35,7 +35,9 @@ if TYPE_CHECKING:  # it imports Ray
     from workers.service.ray_worker import RayWorker
 
 HEARTBEAT_S = 1.0  # between heartbeats to the workers
-LOAD_GAP = 0.5  # share of a worker's slots: with so many requests more than another, the other loads its contexts too
+LOAD_GAP = (
+    0.5  # share of a worker's `max_requests`: with so many requests more than another, the other loads its contexts too
+)
 IDLE_S = 30.0  # a worker drops a context that has been idle for so long, if another worker has it
 _log = logging.getLogger(__name__)
 _STATES = ("ready", "building", "failed")  # the most usable one first
@@ -187,7 +189,7 @@ def choose(workers: Sequence["RayWorker"], routing_key: str) -> "RayWorker":
         context_hash = _rendezvous_hash(worker, routing_key)
         if status is None:
             return True, False, False, False, context_hash
-        is_overloaded = worker.num_running - least >= max(1.0, LOAD_GAP * status.num_slots)
+        is_overloaded = worker.num_running - least >= max(1.0, LOAD_GAP * status.max_requests)
         has_it = status.has(routing_key)
         return False, is_overloaded, not has_it, not (has_it or status.has_room), context_hash
 

@@ -15,7 +15,7 @@ class Backend(Protocol):
         """Yield the answer's Pieces as they come, then one Done.
 
         If the request is not admitted, the error is raised before the first event. Closing the generator ends the
-        request: its slot is free within one step.
+        request: its request slot is free within one step.
         """
         ...
 

@@ -59,8 +59,10 @@ class Flow:
         return self.num_in_flight >= self.max_running
 
     def _see_time(self) -> None:
-        """Count the time since the last call if all slots were in use. Other time says nothing about the rate: nobody
-        may ask, or a request may wait for a build."""
+        """Count the time since the last call if all request slots were in use.
+
+        Other time says nothing about the rate: nobody may ask, or a request may wait for a build.
+        """
         now = self._clock()
         if self._is_full:
             self._full_s += now - self._seen_at

@@ -23,30 +23,30 @@ class EngineHealth:
         self._config = SearchConfig()
         self._selector: SelectorName = "csattn"
 
-    def probe_after(self, error: Exception, request: Request, now: float, free_slot: int) -> None:
+    def probe_after(self, error: Exception, request: Request, now: float, free_request_slot: int) -> None:
         """Probe the engine after a failed step. request: one of the step, whose settings the probe uses."""
         _log.error("a step failed", exc_info=error)
         self._config, self._selector = request.config, request.selector
-        self._probe(now, free_slot)
+        self._probe(now, free_request_slot)
 
-    def probe_if_due(self, now: float, free_slot: int) -> None:
+    def probe_if_due(self, now: float, free_request_slot: int) -> None:
         if now >= self.next_probe_at:
-            self._probe(now, free_slot)
+            self._probe(now, free_request_slot)
 
-    def close_slot(self, slot: int, now: float) -> None:
-        """Close a slot of the engine; if that fails, the engine is at fault."""
+    def close_request(self, request_slot: int, now: float) -> None:
+        """Close a request of the engine; if that fails, the engine is at fault."""
         try:
-            self._engine.close_slot(slot)
+            self._engine.close_request(request_slot)
         except Exception as error:
             self._set_fault(error, now)
 
-    def _probe(self, now: float, slot: int) -> None:
+    def _probe(self, now: float, request_slot: int) -> None:
         try:
-            self._engine.open(slot, self._prepared_context(), self._config, self._selector)
+            self._engine.open(request_slot, self._prepared_context(), self._config, self._selector)
             try:
-                self._engine.step([StepRow(slot, 0)])
+                self._engine.step([StepRow(request_slot, 0)])
             finally:
-                self._engine.close_slot(slot)
+                self._engine.close_request(request_slot)
         except Exception as error:
             self._set_fault(error, now)
         else:

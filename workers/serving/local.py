@@ -213,7 +213,7 @@ class LocalBackend:
         return WorkerStatus(
             since=self._since,
             num_running=self._scheduler.flow.num_in_flight,
-            num_slots=self._scheduler.max_running,
+            max_requests=self._scheduler.max_running,
             budget_bytes=self._settings.engine.context_bytes,
             has_room=self._residency.has_room,
             held=self._residency.held(self._settings.store.path),

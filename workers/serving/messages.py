@@ -230,7 +230,7 @@ class WorkerStatus:
 
     since: float  # start of its process, seconds since the epoch
     num_running: int
-    num_slots: int  # requests that it decodes at the same time
+    max_requests: int  # requests that it decodes at the same time
     budget_bytes: int | None = None  # for loaded contexts; None: limited only by memory
     has_room: bool = True  # for one more context, as large as the largest that it holds
     held: tuple[Held, ...] = ()

@@ -47,7 +47,7 @@ class Request:
     echo: str | None = None  # the prompt's text, if it is to come before the answer
     prompt_scores: list[TokenScore] = field(default_factory=list)
     own: OwnRows | None = None  # None: no kept rows are used, and none are kept
-    slot: int | None = None
+    request_slot: int | None = None
     num_fed: int = 0  # tokens of the question that the engine has
     num_rows: int = 0  # rows of the request's own that the engine has
     token_ids: list[int] = field(default_factory=list)  # of the answer

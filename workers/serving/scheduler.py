@@ -1,4 +1,4 @@
-"""Continuous batching: admits requests to slots and decodes them step by step. `plan` composes each step."""
+"""Continuous batching: admits requests and decodes them step by step. `plan` composes each step."""
 
 import logging
 import time
@@ -62,15 +62,15 @@ class Scheduler:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_running = min(max_running, engine.num_slots, engine.max_rows)
+        self.max_running = min(max_running, engine.max_requests, engine.max_rows)
         self.inbox, self.flow = Inbox(), Flow(self.max_running, max_queued, clock)
         self.metrics, self.clock = metrics, clock
         self.health = EngineHealth(engine)
         self._engine, self._stop_ids = engine, stop_ids
         self._queue: deque[Request] = deque()
         self._calls: deque[Call] = deque()
-        self._running: dict[int, Request] = {}  # by slot, in the order of admission
-        self._free_slots = list(range(engine.num_slots))
+        self._running: dict[int, Request] = {}  # by request slot, in the order of admission
+        self._free_request_slots = list(range(engine.max_requests))
         self._num_steps = self._num_watched = 0
         self._question_rows = QuestionRows()
         self._touched: dict[Outlet, None] = {}
@@ -149,7 +149,7 @@ class Scheduler:
             if now >= request.deadline:
                 took = f"{now - request.arrived_at:.1f} s, longer than the time limit"
                 what = f"the request took {took}; ask for fewer tokens"
-                if request.slot is None:
+                if request.request_slot is None:
                     what = f"the request waited for its turn for {took}; send it again later"
                 self._end(request, "timeout", TimedOutError(what))
             elif not request.outlet.is_full:
@@ -163,7 +163,7 @@ class Scheduler:
         error = self._refuse_if_broken()
         for request in [*self._queue, *self._running.values()]:
             self._end(request, "failed", error)
-        self.health.probe_if_due(now, self._free_slots[0])
+        self.health.probe_if_due(now, self._free_request_slots[0])
         self._refuse_if_broken()
 
     def _refuse_if_broken(self) -> WorkerLostError | None:
@@ -172,18 +172,18 @@ class Scheduler:
         return error
 
     def _admit(self, now: float) -> None:
-        """Open slots for queued requests, the oldest first."""
+        """Open queued requests, the oldest first."""
         while self._queue and len(self._running) < self.max_running:
-            request, slot = self._queue[0], self._free_slots[-1]
+            request, request_slot = self._queue[0], self._free_request_slots[-1]
             try:
-                self._engine.open(slot, request.context_id, request.config, request.selector)
+                self._engine.open(request_slot, request.context_id, request.config, request.selector)
             except Exception as error:
                 self._end(request, "failed", _refusal(error))
                 continue
             self._queue.popleft()
-            self._free_slots.pop()
-            request.slot = slot
-            self._running[slot] = request
+            self._free_request_slots.pop()
+            request.request_slot = request_slot
+            self._running[request_slot] = request
             self.metrics.queue_s.observe(now - request.arrived_at)
             self.metrics.context_tokens.inc(request.context_len)
 
@@ -191,11 +191,11 @@ class Scheduler:
         """Write kept rows that were found for running requests into the engine, the oldest request's first."""
         room = RESTORED_BLOCKS
         for request in [request for request in self._running.values() if request.own is not None]:
-            assert request.own is not None and request.slot is not None
+            assert request.own is not None and request.request_slot is not None
             while room and request.own.has_waiting:
                 rows = request.own.take()
                 try:
-                    self._engine.write_rows(request.slot, rows)
+                    self._engine.write_rows(request.request_slot, rows)
                 except Exception as error:
                     self._end(request, "failed", _refusal(error))
                     break
@@ -208,11 +208,11 @@ class Scheduler:
         rows, last_rows, want_logits = [], [], False
         gives_token = [request.question_left <= num_rows for request, num_rows in plan]
         for (request, num_rows), gives in zip(plan, gives_token, strict=True):
-            assert request.slot is not None, "a request without a slot was planned"
+            assert request.request_slot is not None, "a request without a request slot was planned"
             *others, last = request.next_inputs(num_rows)
-            rows += [StepRow(request.slot, token_id, wants_token=request.scores_prompt) for token_id in others]
+            rows += [StepRow(request.request_slot, token_id, wants_token=request.scores_prompt) for token_id in others]
             draw = self._draw_spec(request) if gives and self._engine.draws and not request.scores_prompt else None
-            rows.append(StepRow(request.slot, last, wants_token=request.scores_prompt or gives, draw=draw))
+            rows.append(StepRow(request.request_slot, last, wants_token=request.scores_prompt or gives, draw=draw))
             last_rows.append(len(rows) - 1)
             want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives and draw is None)
             if gives and request.grammar is not None and draw is None:
@@ -266,9 +266,9 @@ class Scheduler:
         if request.own is None or not request.own.has_whole(request.num_rows):
             return
         token_ids = [*request.question_ids, *request.token_ids][: request.num_rows]
-        assert request.slot is not None
+        assert request.request_slot is not None
         try:
-            request.own.keep(token_ids, partial(self._engine.read_rows, request.slot))
+            request.own.keep(token_ids, partial(self._engine.read_rows, request.request_slot))
         except Exception:
             _log.exception("rows could not be kept")
             request.own.keeps = False
@@ -348,7 +348,7 @@ class Scheduler:
         """End the requests of a step that failed. Others continue if the engine still works."""
         for request in requests:
             self._remove(request)
-        self.health.probe_after(error, requests[0], self.clock(), self._free_slots[0])
+        self.health.probe_after(error, requests[0], self.clock(), self._free_request_slots[0])
         self._refuse_if_broken()  # before readers get the error: one that retries at once must be refused
         refusal = _refusal(error)
         for request in requests:
@@ -362,18 +362,18 @@ class Scheduler:
             self._touched[request.outlet] = None
 
     def _end(self, request: Request, outcome: str, last: Done | ServingError | None) -> None:
-        """Remove the request from queue or slot, and send its reader the last event."""
+        """Remove the request from the queue or the engine, and send its reader the last event."""
         self._remove(request)
         self._close(request, outcome, last)
 
     def _remove(self, request: Request) -> None:
         request.is_over, request.grammar = True, None
-        if request.slot is None:
+        if request.request_slot is None:
             self._queue.remove(request)
         else:
-            del self._running[request.slot]
-            self._free_slots.append(request.slot)
-            self.health.close_slot(request.slot, self.clock())
+            del self._running[request.request_slot]
+            self._free_request_slots.append(request.request_slot)
+            self.health.close_request(request.request_slot, self.clock())
 
     def _close(self, request: Request, outcome: str, last: Done | ServingError | None) -> None:
         now = self.clock()

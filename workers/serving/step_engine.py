@@ -39,9 +39,9 @@ class DrawSpec:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """An input token of the request in a slot. A step may have several tokens of one request, in order."""
+    """An input token of an open request. A step may have several tokens of one request, in order."""
 
-    slot: int
+    request_slot: int
     token_id: int
     wants_token: bool = (
         True  # the next token is wanted; for other rows, next_ids and logits of the result are undefined
@@ -105,7 +105,7 @@ class StepEngine(Protocol):
 
     draws: bool  # the engine samples as `StepRow.draw` says; if not, the caller samples from logits
     max_rows: int  # of one step
-    num_slots: int  # requests at the same time
+    max_requests: int  # requests at the same time
     tail_capacity: int  # rows of question and answer that one request may have
     max_positions: int
     num_layers: int
@@ -118,7 +118,7 @@ class StepEngine(Protocol):
         ...
 
     def remove_context(self, context_id: int) -> None:
-        """Unload a context. No slot may be open on it."""
+        """Unload a context. No request may be open on it."""
         ...
 
     def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Callable[[], None] | None:
@@ -130,23 +130,23 @@ class StepEngine(Protocol):
         """
         ...
 
-    def open(self, slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
+    def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         """Begin a request with an empty tail. If `preparation` has not been run, this does its work, and steps wait.
 
         Raises ConfigError for what this engine cannot do.
         """
         ...
 
-    def write_rows(self, slot: int, rows: Tensor) -> None:
-        """Append rows to the slot's tail instead of feeding their tokens.
+    def write_rows(self, request_slot: int, rows: Tensor) -> None:
+        """Append rows to the request's tail instead of feeding their tokens.
 
         rows: [num_layers, num_kv_heads, num_rows, 2, head_dim], from `read_rows` of a request with the same beginning;
         they must not be written to before the next step is over.
         """
         ...
 
-    def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
-        """Start to copy rows of the slot's tail. The returned function may be called on any thread: it waits for the
+    def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        """Start to copy rows of the request's tail. The returned function may be called on any thread: it waits for the
         copy and returns it in the layout of `write_rows`."""
         ...
 
@@ -157,9 +157,9 @@ class StepEngine(Protocol):
         watch: tuple[int, int] | None = None,  # row and layer whose fidelity is measured
     ) -> StepResult: ...
 
-    def reading(self, slot: int) -> Reading: ...
+    def reading(self, request_slot: int) -> Reading: ...
 
-    def close_slot(self, slot: int) -> None: ...
+    def close_request(self, request_slot: int) -> None: ...
 
     def counts(self) -> EngineCounts: ...
 

@@ -15,7 +15,7 @@ from csattn.models.attention_hook import attention_implementation
 from csattn.models.description import describe
 from csattn.models.rope import model_frequencies
 from csattn.models.unrotated import unrotated
-from workers.engine.slots import require_token
+from workers.engine.checks import require_token
 from workers.model.rows import ids_of, require_tokens
 from workers.streaming.config import StreamConfig
 from workers.streaming.heavy_hitters import HeavyRows

@@ -52,7 +52,7 @@ class FakeBackend:
     """A Backend with a slot for each running request and a bounded queue."""
 
     scripts: dict[str | tuple[int, ...], Script] = field(default_factory=dict)  # by the last turn, or the prompt
-    num_slots: int = 4
+    max_requests: int = 4
     max_queued: int = 4
     infos: dict[str, ContextInfo] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class FakeBackend:
         self._admit(ask)
         self.num_queued += 1
         try:
-            while len(self.running) >= self.num_slots:
+            while len(self.running) >= self.max_requests:
                 await asyncio.sleep(0.001)
         finally:
             self.num_queued -= 1
@@ -102,7 +102,7 @@ class FakeBackend:
             raise UnknownModelError(f"there is no context {ask.context!r}", "model")
         if info.state != "ready":
             raise ContextNotReadyError(f"the context {ask.context!r} is {info.state}", "model")
-        if len(self.running) >= self.num_slots and self.num_queued >= self.max_queued:
+        if len(self.running) >= self.max_requests and self.num_queued >= self.max_queued:
             raise OverloadedError("the queue is full; come again later", retry_after_s=2.4)
 
     async def tokenize(self, ask: TokenizeAsk) -> Tokens:
@@ -133,7 +133,7 @@ class FakeBackend:
         return WorkerStatus(
             since=1.7e9,
             num_running=len(self.running),
-            num_slots=self.num_slots,
+            max_requests=self.max_requests,
             held=self.held,
             failed_builds=self.failed_builds,
         )

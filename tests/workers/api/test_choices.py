@@ -27,7 +27,9 @@ CALLS = (
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Running]:
-    with serving(FakeBackend(num_slots=8), settings_with(max_concurrent_requests=8, max_queued_requests=4)) as running:
+    with serving(
+        FakeBackend(max_requests=8), settings_with(max_concurrent_requests=8, max_queued_requests=4)
+    ) as running:
         yield running
 
 

@@ -231,7 +231,7 @@ def test_health_ready_and_version_endpoints(service: Running) -> None:
 
 
 def test_overload_returns_429_with_retry_after_at_once() -> None:
-    backend = FakeBackend(num_slots=1, max_queued=0, scripts={"slow": Script(first_after_s=1.0)})
+    backend = FakeBackend(max_requests=1, max_queued=0, scripts={"slow": Script(first_after_s=1.0)})
     with (
         serving(backend) as service,
         openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0) as client,

@@ -52,7 +52,7 @@ def test_a_client_disconnect_frees_its_slot(script: Script, stream: bool) -> Non
 
 
 def test_a_queued_clients_disconnect_removes_it_from_the_queue() -> None:
-    with serving(FakeBackend(num_slots=1, scripts={"go": Script(first_after_s=30.0)})) as service:
+    with serving(FakeBackend(max_requests=1, scripts={"go": Script(first_after_s=30.0)})) as service:
         first, second = ask(service, stream=True), None
         assert eventually(lambda: len(service.backend.running) == 1)
         second = ask(service, stream=True)
@@ -66,7 +66,7 @@ def test_a_queued_clients_disconnect_removes_it_from_the_queue() -> None:
 
 def test_two_hundred_disconnects_free_all_slots() -> None:
     script = Script(words=("word ",) * 1000, pause_s=0.5)
-    with serving(FakeBackend(num_slots=200, scripts={"go": script})) as service:
+    with serving(FakeBackend(max_requests=200, scripts={"go": script})) as service:
         connections = [ask(service, stream=index % 2 == 0) for index in range(200)]
         assert eventually(lambda: len(service.backend.running) == 200, 20)
         for connection in connections:

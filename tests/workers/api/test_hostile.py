@@ -11,7 +11,7 @@ MODEL = "smollm2-135m@handbook"
 
 
 def test_the_service_withstands_hostile_clients() -> None:
-    backend = FakeBackend(num_slots=8, max_queued=8, scripts={"Say one word.": Script(pause_s=0.01)})
+    backend = FakeBackend(max_requests=8, max_queued=8, scripts={"Say one word.": Script(pause_s=0.01)})
     with serving(backend, settings_with(stall_timeout_s=2.0, body_timeout_s=3.0)) as service:
         report = measured(service.url, KEY, MODEL, num_requests=300, concurrency=8, num_slow=4)
         assert report["faults"] == []

@@ -39,7 +39,7 @@ def test_status_has_every_number_and_histogram_of_the_page() -> None:
         ContextInfo(name="new", state="building", progress=0.5),
     ]
     held, failed = (Held("ab", ("novel",), 7, 1),), (FailedBuild(512, 2, "the disk is full", 10.0),)
-    here = WorkerStatus(since=1.0, num_running=2, num_slots=4, held=held, failed_builds=failed)
+    here = WorkerStatus(since=1.0, num_running=2, max_requests=4, held=held, failed_builds=failed)
     workers = {"lost": None, "here": here}
     status = status_object("m", Health(True), contexts, [*http.registry.collect(), *decoding.collect()], workers)
     assert set(status["numbers"]) == set(NUMBERS) and set(status["histograms"]) == set(HISTOGRAMS)

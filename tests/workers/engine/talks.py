@@ -52,7 +52,7 @@ def alone(engine: CpuEngine, talk: Talk) -> Talk:
         rows = again.next_rows(engine.max_rows)
         result = engine.step([StepRow(0, token_id) for token_id in rows], want_logits=True)
         again.take(len(rows), result.next_ids, result.logits)
-    engine.close_slot(0)
+    engine.close_request(0)
     return again
 
 
@@ -86,32 +86,40 @@ def run_together(engine: CpuEngine, talks: list[Talk], rng: np.random.Generator)
     """Run all requests, opening them as slots become free. Questions are split at random, rows of a step shuffled."""
     waiting, running = list(talks), {}
     while waiting or running:
-        for slot in range(engine.num_slots):
-            if slot not in running and waiting and rng.random() < 0.7:
-                running[slot] = waiting.pop(0)
-                engine.open(slot, running[slot].context_id, running[slot].config, running[slot].selector)
+        for request_slot in range(engine.max_requests):
+            if request_slot not in running and waiting and rng.random() < 0.7:
+                running[request_slot] = waiting.pop(0)
+                engine.open(
+                    request_slot,
+                    running[request_slot].context_id,
+                    running[request_slot].config,
+                    running[request_slot].selector,
+                )
         batch: list[tuple[int, int]] = []
-        for slot in rng.permutation(list(running)):
+        for request_slot in rng.permutation(list(running)):
             room = engine.max_rows - len(batch)
             if room and rng.random() < 0.8:
-                batch += [(int(slot), token) for token in running[slot].next_rows(int(rng.integers(1, room + 1)))]
+                batch += [
+                    (int(request_slot), token)
+                    for token in running[request_slot].next_rows(int(rng.integers(1, room + 1)))
+                ]
         if not batch:
             continue
         # requests are interleaved, but the tokens of each stay in order
         order = np.argsort(rng.random(len(batch)))
-        places = {slot: iter([token for s, token in batch if s == slot]) for slot in running}
+        places = {request_slot: iter([token for s, token in batch if s == request_slot]) for request_slot in running}
         rows = [StepRow(batch[i][0], next(places[batch[i][0]])) for i in order]
         watch = None
         if engine.num_layers and rng.random() < 0.3:
             watch = int(rng.integers(len(rows))), int(rng.integers(engine.num_layers))
         result = engine.step(rows, want_logits=True, watch=watch)
         assert (result.fidelity is None) == (watch is None)
-        for slot in {row.slot for row in rows}:
-            mine = [i for i, row in enumerate(rows) if row.slot == slot]
-            running[slot].take(len(mine), result.next_ids[mine], result.logits[mine])
-            if running[slot].done:
-                del running[slot]
-                engine.close_slot(slot)
+        for request_slot in {row.request_slot for row in rows}:
+            mine = [i for i, row in enumerate(rows) if row.request_slot == request_slot]
+            running[request_slot].take(len(mine), result.next_ids[mine], result.logits[mine])
+            if running[request_slot].done:
+                del running[request_slot]
+                engine.close_request(request_slot)
 
 
 def next_ids_beside_nan(

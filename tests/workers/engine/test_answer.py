@@ -25,7 +25,7 @@ def answer_on_cpu(
     artifact: Artifact, config: SearchConfig, max_new_tokens: int, pieces: list[str], tail_capacity: int = 2000
 ) -> Answer:
     ids = question_tokens(loaded(), artifact, QUESTION)
-    with CpuEngine(loaded(), num_slots=1, tail_capacity=tail_capacity, num_threads=2) as engine:
+    with CpuEngine(loaded(), max_requests=1, tail_capacity=tail_capacity, num_threads=2) as engine:
         engine.add_context(0, artifact)
         return answer(engine, loaded(), artifact, config, ids, max_new_tokens, pieces.append)
 
@@ -57,7 +57,7 @@ def test_an_answer_equals_what_transformers_generates(
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 20])
 def test_progress_through_the_question_is_reported_before_the_answer(artifact: Artifact, num_tokens: int) -> None:
     told: list[object] = []
-    with CpuEngine(loaded(), num_slots=1, tail_capacity=200, num_threads=2, max_rows=8) as engine:
+    with CpuEngine(loaded(), max_requests=1, tail_capacity=200, num_threads=2, max_rows=8) as engine:
         engine.add_context(0, artifact)
         answer(
             engine, loaded(), artifact, SearchConfig(), token_ids(num_tokens).tolist(), 3, told.append,

@@ -80,8 +80,8 @@ def test_steps_over_latents_on_a_device_equal_the_definition(
     monkeypatch.setattr(own_choice, "ROWS_AT_ONCE", 2)  # as many rows as see the longer context
     layers, generator = MODELS[model], torch.Generator().manual_seed(3)
     shape = make_shape(len(layers), layers[0])
-    num_slots = least_slots(layers[0], shape.max_context_len, len(ROWS))  # exactly as many as a step may need
-    far = LatentPlaces(shape, DEVICE) if placement == "device" else CachedLatents(shape, num_slots, DEVICE)
+    num_cache_slots = least_slots(layers[0], shape.max_context_len, len(ROWS))  # exactly as many as a step may need
+    far = LatentPlaces(shape, DEVICE) if placement == "device" else CachedLatents(shape, num_cache_slots, DEVICE)
     attention = AttendLatents(shape, SimpleNamespace(layers=[SimpleNamespace(latent=x) for x in layers]), far, DEVICE)  # type: ignore[arg-type]
     everything = far.rows if isinstance(far, LatentPlaces) else far.memory
     everything.fill_(torch.nan)

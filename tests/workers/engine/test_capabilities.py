@@ -146,7 +146,7 @@ def opened(
         engine = EngineSettings(placement=placement, num_search_workers=asked.num_workers)
         making._require_engine(Settings(engine=engine))
     config = replace(like, **asked.search)
-    options: dict[str, Any] = {"num_slots": 2, "tail_capacity": 16, "num_threads": 2}
+    options: dict[str, Any] = {"max_requests": 2, "tail_capacity": 16, "num_threads": 2}
     if asked.num_workers:
         options["searcher"] = WorkerSearcher(asked.num_workers, launch=Threads())
     if placement != "cpu":
@@ -156,8 +156,10 @@ def opened(
     with open_engine(loaded(asked.preset), artifacts[0], config, asked.selector, **where, **options) as engine:
         if asked.num_requests > 1:
             engine.add_context(1, artifacts[1])
-        for slot in range(asked.num_requests):
-            engine.open(slot, slot, replace(config, keep=min(config.keep, asked.own_keep)), asked.selector)
+        for request_slot in range(asked.num_requests):
+            engine.open(
+                request_slot, request_slot, replace(config, keep=min(config.keep, asked.own_keep)), asked.selector
+            )
         yield engine
 
 
@@ -167,7 +169,9 @@ def decoded(engine: StepEngine, num_requests: int) -> np.ndarray:
     logits = []
     for step in range(len(QUESTION) + NUM_STEPS):
         of_step = tokens[step] if step < len(QUESTION) else logits[-1].argmax(-1).tolist()
-        result = engine.step([StepRow(slot, token) for slot, token in enumerate(of_step)], want_logits=True)
+        result = engine.step(
+            [StepRow(request_slot, token) for request_slot, token in enumerate(of_step)], want_logits=True
+        )
         assert result.logits is not None
         logits.append(result.logits.copy())
     return np.stack(logits[len(QUESTION) - 1 :])
@@ -241,7 +245,7 @@ def test_each_supported_capability_with_keep_below_1_reads_part_of_the_context(
         logits = decoded(engine, asked.num_requests)
         assert np.isfinite(logits).all()
         np.testing.assert_allclose(logits, expected_sparse_logits(name), rtol=2e-2, atol=2e-2)
-        for slot in range(asked.num_requests):
-            reading = engine.reading(slot)
+        for request_slot in range(asked.num_requests):
+            reading = engine.reading(request_slot)
             assert reading.selector == ("model" if asked.preset in CHOOSING else asked.selector)
-            assert (reading.rows > CONTEXT_LENS[slot]) == (asked.selector == "full")
+            assert (reading.rows > CONTEXT_LENS[request_slot]) == (asked.selector == "full")

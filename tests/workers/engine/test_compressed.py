@@ -271,7 +271,7 @@ def test_logits_without_a_context_are_as_precise_as_in_transformers(dtype: str, 
     """In bfloat16, `pending` has another dtype than the rows."""
     ids = token_ids(45, seed=3).tolist()
     loaded = load_model(save(tmp_path, "deepseek_v4"), dtype=dtype)
-    with CpuEngine(loaded, num_slots=2, num_threads=1) as engine:
+    with CpuEngine(loaded, max_requests=2, num_threads=1) as engine:
         got = alone(engine, Talk(NO_CONTEXT, SearchConfig(), "csattn", ids, 4))
     whole = torch.tensor(ids + got.tokens[:-1])[None]
     wide = load_model(tmp_path, dtype=dtype).model.float()

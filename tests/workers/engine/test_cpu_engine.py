@@ -56,7 +56,7 @@ def artifacts(store: Path) -> Iterator[list[Artifact]]:
 
 
 def make_engine(artifacts: list[Artifact], family: str = "llama", **options: object) -> CpuEngine:
-    engine = CpuEngine(loaded(family), **{"num_slots": 6, "tail_capacity": 64, "num_threads": 1, **options})
+    engine = CpuEngine(loaded(family), **{"max_requests": 6, "tail_capacity": 64, "num_threads": 1, **options})
     for context_id, artifact in enumerate(artifacts):
         engine.add_context(context_id, artifact)
     return engine
@@ -144,15 +144,21 @@ def test_loading_and_unloading_contexts_between_steps_changes_no_other_request(s
             engine.open(3, 1, CONFIG, "csattn")
             late = Talk(1, CONFIG, "csattn", [7, 8, 9], 6)
             for _ in range(2):
-                rows = [(talk, slot, talk.next_rows(3)) for talk, slot in ((late, 3), (kept, 2)) if not talk.done]
-                result = engine.step([StepRow(slot, token) for _, slot, ids in rows for token in ids], want_logits=True)
+                rows = [
+                    (talk, request_slot, talk.next_rows(3))
+                    for talk, request_slot in ((late, 3), (kept, 2))
+                    if not talk.done
+                ]
+                result = engine.step(
+                    [StepRow(request_slot, token) for _, request_slot, ids in rows for token in ids], want_logits=True
+                )
                 at = 0
                 for talk, _, ids in rows:
                     talk.take(len(ids), result.next_ids[at : at + len(ids)], result.logits[at : at + len(ids)])
                     at += len(ids)
-            with pytest.raises(ConfigError, match=r"in use in slots \[3\]"):
+            with pytest.raises(ConfigError, match=r"in use in request slots \[3\]"):
                 engine.remove_context(1)
-            engine.close_slot(3)
+            engine.close_request(3)
             engine.remove_context(1)
             assert late.tokens == want[1].tokens[:2]
             np.testing.assert_array_equal(late.logits, want[1].logits[:2])
@@ -193,9 +199,11 @@ def test_16_bit_weights_and_kv_lose_no_more_precision_than_in_transformers(tmp_p
 def test_fidelity_is_1_if_all_rows_are_read_and_lower_otherwise(store) -> None:
     with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
         seen = {}
-        for slot, (keep, selector) in enumerate([(1.0, "csattn"), (0.05, "exact"), (0.05, "csattn"), (0.05, "window")]):
-            engine.open(slot, 0, SearchConfig(keep=keep, window_len=64), selector)
-            rows = [StepRow(slot, token) for token in (5, 6, 7)]
+        for request_slot, (keep, selector) in enumerate(
+            [(1.0, "csattn"), (0.05, "exact"), (0.05, "csattn"), (0.05, "window")]
+        ):
+            engine.open(request_slot, 0, SearchConfig(keep=keep, window_len=64), selector)
+            rows = [StepRow(request_slot, token) for token in (5, 6, 7)]
             seen[keep, selector] = engine.step(rows, watch=(2, 1)).fidelity
     full, exact, ours, window = seen.values()
     assert (full.recall, full.mass) == (1.0, pytest.approx(1, abs=1e-5))
@@ -251,8 +259,8 @@ def test_a_step_that_fails_to_begin_leaves_other_requests_unchanged(artifacts, m
     got = Talk(0, CONFIG, "csattn", [5, 7], 2)
     with make_engine(artifacts) as engine:
         want = alone(engine, got)
-        for slot in range(2):
-            engine.open(slot, slot, LOOKING_AHEAD if slot else CONFIG, "csattn")
+        for request_slot in range(2):
+            engine.open(request_slot, request_slot, LOOKING_AHEAD if request_slot else CONFIG, "csattn")
         engine.step([StepRow(0, 5)])
         got.fed = 1
         with monkeypatch.context() as patch:
@@ -284,7 +292,7 @@ def test_the_split_of_a_question_into_steps_does_not_change_which_choices_are_re
                 engine.step([StepRow(0, token) for token in talk.question[begin:end]])
                 talk.fed = end
             drive(engine, talk)
-            engine.close_slot(0)
+            engine.close_request(0)
     assert_same(got, want)
 
 
@@ -316,8 +324,8 @@ def test_next_tokens_and_logits_are_returned_for_rows_that_want_a_token(store) -
                 result = engine.step(rows[start : start + rows_a_step], want_logits=True)
                 assert result.logits is not None
                 found += zip(result.next_ids.tolist(), result.logits.argmax(axis=1).tolist(), strict=True)
-            engine.close_slot(0)
-            engine.close_slot(1)
+            engine.close_request(0)
+            engine.close_request(1)
             return found
 
         alone = next_ids_by_row(range(5), 1)
@@ -332,7 +340,7 @@ def test_a_row_of_nan_has_no_next_token(store, selector) -> None:
     model = loaded("llama").model
     with opened(store, "llama", 0, "lists") as artifact, make_engine([artifact]) as engine:
         next_ids = next_ids_beside_nan(engine, model.model.embed_tokens.weight.data, CONFIG, selector)
-        engine.close_slot(0)
+        engine.close_request(0)
         engine.open(0, 0, CONFIG, selector)
         assert next_ids == [int(engine.step([StepRow(0, 5)]).next_ids[0]), -1]
 
@@ -343,7 +351,7 @@ def test_invalid_calls_are_refused_and_change_nothing(store) -> None:
             engine.step([StepRow(0, 1)])
         with pytest.raises(ConfigError, match="no context 5"):
             engine.open(0, 5, CONFIG, "csattn")
-        with pytest.raises(ConfigError, match="slots 0 to 5, not 6"):
+        with pytest.raises(ConfigError, match="request slots 0 to 5, not 6"):
             engine.open(6, 0, CONFIG, "csattn")
         with pytest.raises(ConfigError, match="unknown selector"):
             engine.open(0, 0, CONFIG, "best")
@@ -394,22 +402,22 @@ def test_the_pieces_of_linear_layers_depend_on_the_number_of_threads() -> None:
 
 def test_searches_are_reused_until_a_request_closes_and_do_not_pile_up(store, monkeypatch) -> None:
     with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
-        for slot in range(6):
-            engine.open(slot, 0, SearchConfig(keep=0.05, window_len=64, lookahead=slot % 2), "csattn")
+        for request_slot in range(6):
+            engine.open(request_slot, 0, SearchConfig(keep=0.05, window_len=64, lookahead=request_slot % 2), "csattn")
         kept, num_made = engine._searcher._kept, 0
 
-        def step(slots: list[int]) -> set[int]:
-            engine.step([StepRow(slot, 1) for slot in slots])
+        def step(request_slots: list[int]) -> set[int]:
+            engine.step([StepRow(request_slot, 1) for request_slot in request_slots])
             return {id(search) for of_layers in kept.values() for search in of_layers.values()}
 
         steps = [[0], [0, 1], [0, 1, 2, 3, 4, 5], [5, 1], [2], [0, 0, 2]]
-        for slots in steps:
-            made = step(slots)
-            num_made += 3 * len({slot % 2 for slot in slots})
+        for request_slots in steps:
+            made = step(request_slots)
+            num_made += 3 * len({request_slot % 2 for request_slot in request_slots})
             assert len(made) == num_made
-        for slots in steps:
-            assert step(slots) == made, "steps of the same slots have the same searches"
-        engine.close_slot(5)
+        for request_slots in steps:
+            assert step(request_slots) == made, "steps of the same slots have the same searches"
+        engine.close_request(5)
         assert not kept
         monkeypatch.setattr(row_plan, "MAX_PLANS", 3)
         for num_rows in (1, 2, 3, 4):

@@ -69,7 +69,7 @@ def test_an_unloaded_context_is_no_longer_referenced(artifact: Artifact) -> None
         context = engine.request(0).context
         kept = [weakref.ref(context.store), weakref.ref(context.prepared["quest"][0])]
         del context
-        engine.close_slot(0)
+        engine.close_request(0)
         engine.remove_context(0)
         gc.collect()
         assert [thing() for thing in kept] == [None, None]

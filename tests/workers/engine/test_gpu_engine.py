@@ -60,21 +60,27 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Artifac
 
 
 def make_engine(placement: str, **changes: object) -> GpuEngine:
-    options = {"batch_sizes": (1, 2, 4), "num_slots": 3, "tail_capacity": 32, "num_contexts": 2, "max_context_len": 400}
+    options = {
+        "batch_sizes": (1, 2, 4),
+        "max_requests": 3,
+        "tail_capacity": 32,
+        "num_contexts": 2,
+        "max_context_len": 400,
+    }
     return GpuEngine(loaded(), CONFIG, placement, device=DEVICE, num_threads=2, **{**options, **changes})
 
 
 def answer(
-    engine: StepEngine, slot: int, context_id: int, question: list[int], selector: SelectorName = "csattn"
+    engine: StepEngine, request_slot: int, context_id: int, question: list[int], selector: SelectorName = "csattn"
 ) -> list[int]:
     """Return the greedy continuation of one request alone."""
-    engine.open(slot, context_id, CONFIG, selector)
-    tokens = [int(engine.step([StepRow(slot, token) for token in question[:4]]).next_ids[-1])]
+    engine.open(request_slot, context_id, CONFIG, selector)
+    tokens = [int(engine.step([StepRow(request_slot, token) for token in question[:4]]).next_ids[-1])]
     if question[4:]:
-        tokens = [int(engine.step([StepRow(slot, token) for token in question[4:]]).next_ids[-1])]
+        tokens = [int(engine.step([StepRow(request_slot, token) for token in question[4:]]).next_ids[-1])]
     for _ in range(NUM_STEPS - 1):
-        tokens.append(int(engine.step([StepRow(slot, tokens[-1])]).next_ids[0]))
-    engine.close_slot(slot)
+        tokens.append(int(engine.step([StepRow(request_slot, tokens[-1])]).next_ids[0]))
+    engine.close_request(request_slot)
     return tokens
 
 
@@ -123,19 +129,21 @@ def test_answers_equal_the_cpus_while_contexts_are_loaded_and_unloaded(
 
 def run_together(engine: StepEngine, opened: list[tuple[int, int]], selector: SelectorName) -> list[list[int]]:
     """Feed both questions, sharing a step where they fit, then the greedy tokens of both, two rows a step."""
-    for slot, context_id in opened:
-        engine.open(slot, context_id, CONFIG, selector)
+    for request_slot, context_id in opened:
+        engine.open(request_slot, context_id, CONFIG, selector)
     engine.step([StepRow(opened[0][0], token) for token in QUESTIONS[0][:4]])
     rows = [StepRow(opened[0][0], token) for token in QUESTIONS[0][4:]]
     rows += [StepRow(opened[1][0], token) for token in QUESTIONS[1]]
     last = engine.step(rows).next_ids
     tokens = [[int(last[0])], [int(last[-1])]]
     for _ in range(NUM_STEPS - 1):
-        result = engine.step([StepRow(slot, said[-1]) for (slot, _), said in zip(opened, tokens, strict=True)])
+        result = engine.step(
+            [StepRow(request_slot, said[-1]) for (request_slot, _), said in zip(opened, tokens, strict=True)]
+        )
         for said, token_id in zip(tokens, result.next_ids.tolist(), strict=True):
             said.append(token_id)
-    for slot, _ in opened:
-        engine.close_slot(slot)
+    for request_slot, _ in opened:
+        engine.close_request(request_slot)
     return tokens
 
 
@@ -207,16 +215,18 @@ def test_requests_in_one_step_may_have_different_keep(artifacts, placement) -> N
         for engine in (on_cpu, ready):
             engine.add_context(0, artifacts[0])
         want, got = two_logits(on_cpu, configs), two_logits(ready, configs)
-        assert [ready.reading(slot).rows for slot in range(2)] == [20 + 30 + 1.5, 20 + 6 + 1.5]
+        assert [ready.reading(request_slot).rows for request_slot in range(2)] == [20 + 30 + 1.5, 20 + 6 + 1.5]
         np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
         assert np.abs(got[0] - got[1]).max() > 0.01
 
 
 def two_logits(engine: StepEngine, configs: list[SearchConfig]) -> np.ndarray:
     """Return the logits after two tokens of each of two requests, all in one step."""
-    for slot, config in enumerate(configs):
-        engine.open(slot, 0, config, "csattn")
-    result = engine.step([StepRow(slot, token) for slot in range(2) for token in (7, 9)], want_logits=True)
+    for request_slot, config in enumerate(configs):
+        engine.open(request_slot, 0, config, "csattn")
+    result = engine.step(
+        [StepRow(request_slot, token) for request_slot in range(2) for token in (7, 9)], want_logits=True
+    )
     assert result.logits is not None
     return result.logits[1::2].copy()
 
@@ -234,15 +244,15 @@ def test_tokens_are_drawn_for_rows_with_a_draw_also_if_the_step_is_split_in_two(
         engine.add_context(0, artifacts[0])
         results = []
         for asked in ([None] * 3, hows, hows):
-            for slot in range(3):
-                engine.open(slot, 0, CONFIG, "csattn")
-            rows = [StepRow(slot, 7 + slot, draw=how) for slot, how in enumerate(asked)]
+            for request_slot in range(3):
+                engine.open(request_slot, 0, CONFIG, "csattn")
+            rows = [StepRow(request_slot, 7 + request_slot, draw=how) for request_slot, how in enumerate(asked)]
             if len(results) == 2:
                 monkeypatch.setattr(engine, "_end_of_step", lambda rows, lens: 1 if len(rows) > 1 else 0)
             result = engine.step([*rows, StepRow(0, 3)], want_logits=True)
             results.append((result.next_ids.copy(), result.logits.copy(), list(result.likelihoods)))
-            for slot in range(3):
-                engine.close_slot(slot)
+            for request_slot in range(3):
+                engine.close_request(request_slot)
     (argmax, logits, none), *drawn = results
     assert none == [None] * 4
     for next_ids, others, likelihoods in drawn:
@@ -271,7 +281,7 @@ def test_no_part_of_a_refused_step_is_run(artifacts, monkeypatch, token_id, watc
 def take_watched_step(engine: StepEngine, selector: SelectorName):
     engine.open(0, 0, CONFIG, selector)
     result = engine.step([StepRow(0, token) for token in QUESTIONS[0][:4]], want_logits=True, watch=(2, 1))
-    engine.close_slot(0)
+    engine.close_request(0)
     return result
 
 
@@ -279,7 +289,7 @@ def test_a_failed_fidelity_measurement_leaves_no_search_pending(artifacts, monke
     """With lookahead, a later layer's search has started when the watched layer is read."""
     ahead = replace(CONFIG, lookahead=1)
     with GpuEngine(
-        loaded(), ahead, "hybrid", device=DEVICE, batch_sizes=(1, 4), num_slots=1, tail_capacity=32, num_contexts=1,
+        loaded(), ahead, "hybrid", device=DEVICE, batch_sizes=(1, 4), max_requests=1, tail_capacity=32, num_contexts=1,
         max_context_len=400,
     ) as engine:  # fmt: skip
         engine.add_context(0, artifacts[0])
@@ -290,7 +300,7 @@ def test_a_failed_fidelity_measurement_leaves_no_search_pending(artifacts, monke
                     patch.setattr(gpu_engine, "fidelity", lambda *_: (_ for _ in ()).throw(MemoryError))
                 result = engine.step([StepRow(0, 5)], watch=(0, 0))
                 assert result.fidelity is not None and result.fidelity.recall <= 1
-            engine.close_slot(0)
+            engine.close_request(0)
 
 
 @pytest.mark.parametrize(("codec", "row_bytes"), [(None, 128), ("fp8", 48), ("float16", 64)])
@@ -366,12 +376,12 @@ def test_invalid_engines_contexts_and_requests_are_refused_with_the_reason(artif
         with pytest.raises(ConfigError, match=r"keep is 0\.5 .* captured with up to 0\.1"):
             ready.open(0, 0, SearchConfig(keep=0.5, window_len=16), "csattn")
         ready.open(0, 0, CONFIG, "csattn")
-        with pytest.raises(ConfigError, match="in use in slots"):
+        with pytest.raises(ConfigError, match="in use in request slots"):
             ready.remove_context(0)
         ready.step([StepRow(0, 1)] * 3)
         with pytest.raises(ContextError, match="5 rows of its own, and there is room for 4"):
             ready.step([StepRow(0, 1)] * 2)
-        ready.close_slot(0)
+        ready.close_request(0)
         ready.remove_context(0)
         with pytest.raises(ConfigError, match=r"340 rows.*planned for 320"):
             ready.add_context(1, artifacts[1])
@@ -405,7 +415,7 @@ def test_memory_is_planned_again_for_a_longer_context_once_no_other_is_loaded(ar
             MemoryPlanError, match="340 rows, and while others are in use, memory is planned for contexts of up to 300"
         ):
             ready.add_context(1, artifacts[1])
-        ready.close_slot(0)
+        ready.close_request(0)
         with pytest.raises(MemoryPlanError, match="others are in use"):
             ready.add_context(1, artifacts[1])
         ready.remove_context(0)
@@ -440,7 +450,7 @@ def test_a_row_of_nan_has_no_next_token(artifacts: list[Artifact]) -> None:
 
 @pytest.mark.parametrize("placement", [pytest.param("device", marks=pytest.mark.gpu), "hybrid"])
 def test_a_session_on_a_gpu_generates_what_it_does_on_the_cpu(artifacts, placement) -> None:
-    on_it = {"placement": placement, "device": DEVICE, "batch_sizes": (1, 4), "num_slots": 1, "tail_capacity": 32}
+    on_it = {"placement": placement, "device": DEVICE, "batch_sizes": (1, 4), "max_requests": 1, "tail_capacity": 32}
     said = []
     for options in ({}, on_it):
         with csattn_session(loaded(), artifacts[0], CONFIG, **options) as session:
@@ -463,10 +473,10 @@ def test_a_request_continues_bitwise_from_rows_copied_from_another(artifacts, se
         engine.step([StepRow(0, token) for token in tokens[:4]])
         first, second = engine.read_rows(0, 0, 3), engine.read_rows(0, 3, 4)
         want = engine.step([StepRow(0, token) for token in tokens[4:]], want_logits=True).logits.copy()
-        engine.close_slot(0)
+        engine.close_request(0)
         engine.open(0, 0, CONFIG, selector)
         engine.step([StepRow(0, 3)])
-        engine.close_slot(0)
+        engine.close_request(0)
         engine.open(0, 0, CONFIG, selector)
         engine.write_rows(0, first())
         engine.write_rows(0, second())

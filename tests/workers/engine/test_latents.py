@@ -52,12 +52,18 @@ def on_gpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_engine(model: LoadedModel, placement: str = "device", **changes: object) -> GpuEngine:
-    options = {"batch_sizes": (1, 2, 4), "num_slots": 3, "tail_capacity": 32, "num_contexts": 2, "max_context_len": 400}
+    options = {
+        "batch_sizes": (1, 2, 4),
+        "max_requests": 3,
+        "tail_capacity": 32,
+        "num_contexts": 2,
+        "max_context_len": 400,
+    }
     return GpuEngine(model, CONFIG, placement, device=DEVICE, **{**options, **changes})  # type: ignore[arg-type]
 
 
-def logits_of(engine: StepEngine, slot: int, tokens: list[int]) -> np.ndarray:
-    return logits_after(engine, [StepRow(slot, token) for token in tokens])
+def logits_of(engine: StepEngine, request_slot: int, tokens: list[int]) -> np.ndarray:
+    return logits_after(engine, [StepRow(request_slot, token) for token in tokens])
 
 
 def logits_after(engine: StepEngine, rows: list[StepRow]) -> np.ndarray:
@@ -75,7 +81,7 @@ def test_an_artifact_has_rows_and_no_index(artifact: Artifact) -> None:
 @pytest.mark.large_gpu
 def test_a_request_continues_bitwise_from_kept_rows(model: LoadedModel, artifact: Artifact) -> None:
     """As the next turn of a conversation does. The bits are those of the request that computed the rows."""
-    with CpuEngine(model, num_threads=2, num_slots=2) as engine:
+    with CpuEngine(model, num_threads=2, max_requests=2) as engine:
         engine.add_context(0, artifact)
         engine.open(0, 0, CONFIG, "csattn")
         engine.step([StepRow(0, token) for token in QUESTION])
@@ -126,7 +132,7 @@ def test_gpu_logits_equal_the_cpus_alone_and_in_shared_steps(
     with ExitStack() as stack:
         built = [build_artifact(model, context, preset("default"), tmp_path) for context in contexts]
         artifacts = [stack.enter_context(open_artifact(each.path)) for each in built]
-        on_cpu = stack.enter_context(CpuEngine(model, num_threads=2, num_slots=3))
+        on_cpu = stack.enter_context(CpuEngine(model, num_threads=2, max_requests=3))
         for context_id, artifact in enumerate(artifacts):
             on_cpu.add_context(context_id, artifact)
         want = {context_id: decode_together(on_cpu, [context_id])[0] for context_id in (0, 1, NO_CONTEXT)}
@@ -152,16 +158,18 @@ def test_gpu_logits_equal_the_cpus_alone_and_in_shared_steps(
 def decode_together(engine: StepEngine, context_ids: list[int]) -> list[np.ndarray]:
     """Feed each request its own question, then the same tokens to all, together; return the logits of these tokens."""
     logits: list[list[np.ndarray]] = [[] for _ in context_ids]
-    for slot, context_id in enumerate(context_ids):
-        engine.open(slot, context_id, CONFIG, "csattn")
-        engine.step([StepRow(slot, token) for token in QUESTION[context_id + 1 :][:2]])
+    for request_slot, context_id in enumerate(context_ids):
+        engine.open(request_slot, context_id, CONFIG, "csattn")
+        engine.step([StepRow(request_slot, token) for token in QUESTION[context_id + 1 :][:2]])
     for token in token_ids(3, seed=9).tolist():
-        result = engine.step([StepRow(slot, token) for slot in range(len(context_ids))], want_logits=True)
+        result = engine.step(
+            [StepRow(request_slot, token) for request_slot in range(len(context_ids))], want_logits=True
+        )
         assert result.logits is not None
         for said, of_row in zip(logits, result.logits, strict=True):
             said.append(of_row.copy())
-    for slot in range(len(context_ids)):
-        engine.close_slot(slot)
+    for request_slot in range(len(context_ids)):
+        engine.close_request(request_slot)
     return [np.stack(said) for said in logits]
 
 
@@ -223,9 +231,9 @@ def test_latents_in_host_memory_need_a_slot_cache_and_index_keys_on_the_device(
         placed = engine._placing.placed
         assert placed is not None and isinstance(placed.far, CachedLatents)
         planned = {part.name: part for part in placed.plan.parts}
-        keys, slots = planned["the contexts' index keys"].device_bytes, placed.far.cache.rows.nbytes
-        assert keys + slots + planned["the requests' own KV"].device_bytes == placed.far.memory.nbytes
-        assert planned["the slot cache"].device_bytes > slots == 2 * 4 * 29 * rows_bytes(artifact)
+        keys, cache_slots = planned["the contexts' index keys"].device_bytes, placed.far.cache.rows.nbytes
+        assert keys + cache_slots + planned["the requests' own KV"].device_bytes == placed.far.memory.nbytes
+        assert planned["the slot cache"].device_bytes > cache_slots == 2 * 4 * 29 * rows_bytes(artifact)
         assert planned["the context's KV"].pinned_bytes == 300 * rows_bytes(artifact)
         engine.open(0, 0, CONFIG, "csattn")
         engine.step([StepRow(0, token) for token in QUESTION[:4]])
@@ -250,10 +258,13 @@ def test_a_step_is_split_if_its_rows_need_more_slots_than_the_cache_has(
                 return run(batch_size)
 
             monkeypatch.setattr(placed.runner, "step", counted)
-            for slot, context_id in enumerate((0, 0, NO_CONTEXT)):
-                engine.open(slot, context_id, CONFIG, "csattn")
-            mixed = [StepRow(slot, token) for token, slot in zip(QUESTION, (2, 0, 2, 1), strict=False)]
-            logits += [logits_after(engine, mixed), logits_after(engine, [StepRow(slot, 5) for slot in (0, 1, 0)])]
+            for request_slot, context_id in enumerate((0, 0, NO_CONTEXT)):
+                engine.open(request_slot, context_id, CONFIG, "csattn")
+            mixed = [StepRow(request_slot, token) for token, request_slot in zip(QUESTION, (2, 0, 2, 1), strict=False)]
+            logits += [
+                logits_after(engine, mixed),
+                logits_after(engine, [StepRow(request_slot, 5) for request_slot in (0, 1, 0)]),
+            ]
             if isinstance(placed.far, CachedLatents):
                 assert placed.far.cache.shape.num_slots == 29
                 assert not any(layer.num_spilled for layer in placed.far.cache.statistics())

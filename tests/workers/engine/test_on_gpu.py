@@ -58,18 +58,18 @@ def decode(engine: GpuEngine, num_steps: int, context_id: int = 0) -> tuple[list
         tokens, logits = feed(engine, {0: token_ids[-1:]})
         token_ids.append(tokens[0])
         all_logits.append(logits[0])
-    engine.close_slot(0)
+    engine.close_request(0)
     return token_ids, torch.from_numpy(np.stack(all_logits))
 
 
 def feed(engine: GpuEngine, token_ids: dict[int, list[int]]) -> tuple[list[int], np.ndarray]:
     """Feed tokens by slot; return next tokens and last logits. A lone request may have more tokens than max_rows."""
-    rows = [StepRow(slot, token_id) for slot, tokens in token_ids.items() for token_id in tokens]
+    rows = [StepRow(request_slot, token_id) for request_slot, tokens in token_ids.items() for token_id in tokens]
     while len(rows) > engine.max_rows:
         engine.step(rows[: engine.max_rows])
         rows = rows[engine.max_rows :]
     result = engine.step(rows, want_logits=True)
-    last = [i for i, row in enumerate(rows) if i + 1 == len(rows) or rows[i + 1].slot != row.slot]
+    last = [i for i, row in enumerate(rows) if i + 1 == len(rows) or rows[i + 1].request_slot != row.request_slot]
     return result.next_ids[last].tolist(), result.logits[last].copy()
 
 
@@ -160,16 +160,16 @@ def test_requests_of_two_contexts_in_one_batch_get_the_tokens_they_get_alone(sto
         open_artifact(paths[0]) as first,
         open_artifact(paths[1]) as second,
         ready_engine(
-            first, config, placement, batch_sizes=(1, 2, 8), num_slots=3, num_contexts=2, max_context_len=LONGEST
+            first, config, placement, batch_sizes=(1, 2, 8), max_requests=3, num_contexts=2, max_context_len=LONGEST
         ) as ready,
     ):
         ready.add_context(1, second)
         together = []
-        for slot in range(2):
-            ready.open(slot, slot, config, "csattn")
-            together.append(feed(ready, {slot: QUESTION.tolist()})[0])
+        for request_slot in range(2):
+            ready.open(request_slot, request_slot, config, "csattn")
+            together.append(feed(ready, {request_slot: QUESTION.tolist()})[0])
         for _ in range(NUM_STEPS - 1):
-            tokens, _ = feed(ready, {slot: said[-1:] for slot, said in enumerate(together)})
+            tokens, _ = feed(ready, {request_slot: said[-1:] for request_slot, said in enumerate(together)})
             for said, token_id in zip(together, tokens, strict=True):
                 said.append(token_id)
     assert together == alone

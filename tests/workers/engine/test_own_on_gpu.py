@@ -47,7 +47,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
 
 
 def gpu_engine(artifact: Artifact, placement: str, config: SearchConfig, **options: object) -> GpuEngine:
-    options = {"batch_sizes": (1, 4), "num_slots": 2, "tail_capacity": CAPACITY, "growth": GROWTH, **options}
+    options = {"batch_sizes": (1, 4), "max_requests": 2, "tail_capacity": CAPACITY, "growth": GROWTH, **options}
     options = {"own_on_host": placement != "device", **options}
     engine = GpuEngine(loaded(), config, placement, device=DEVICE, num_threads=2, **options)
     engine.add_context(0, artifact)
@@ -71,8 +71,8 @@ def steps(
     num_rows = rows.shape[2]
     read = [engine.read_rows(0, start, stop)() for start, stop in ((0, num_rows), (num_rows - 70, num_rows + 5))]
     assert torch.equal(read[0].cpu(), rows) and torch.equal(read[1][:, :, :70].cpu(), rows[:, :, -70:])
-    engine.close_slot(0)
-    engine.close_slot(1)
+    engine.close_request(0)
+    engine.close_request(1)
     return np.concatenate(logits), read[1][:, :, 70:].cpu()
 
 
@@ -83,7 +83,7 @@ def make_rows(num_rows: int, rng: np.random.Generator) -> torch.Tensor:
 
 
 def cpu_engine(artifact: Artifact, growth: Growth | None) -> CpuEngine:
-    engine = CpuEngine(loaded(), num_slots=2, max_rows=8, num_threads=1, growth=growth)
+    engine = CpuEngine(loaded(), max_requests=2, max_rows=8, num_threads=1, growth=growth)
     engine.add_context(0, artifact)
     return engine
 
@@ -149,7 +149,7 @@ def test_window_layers_equal_the_cpu_after_own_rows_moved_to_the_host(tmp_path, 
     ids = token_ids(GROWTH.segment_len + 200, seed=3).tolist()
     with open_artifact(build_artifact(model, token_ids(CONTEXT_LEN), preset("default"), tmp_path).path) as artifact:
         logits = []
-        options = {"num_slots": 1, "growth": growth, "tail_capacity": CAPACITY}
+        options = {"max_requests": 1, "growth": growth, "tail_capacity": CAPACITY}
         for engine in (
             CpuEngine(model, max_rows=16, **options),
             GpuEngine(model, config, "hybrid", device=DEVICE, batch_sizes=(1, 16), own_on_host=True, **options),
@@ -183,7 +183,7 @@ def test_own_rows_move_to_the_host_if_the_device_lacks_memory(monkeypatch) -> No
     for device_gb, on_host in ((64, False), (0.7, True)):
         memory = AvailableMemory(device_bytes=int(device_gb * 2**30), host_bytes=64 << 30)
         monkeypatch.setattr(step_model, "available_memory", lambda device, memory=memory: memory)
-        options = {"device": DEVICE, "num_slots": 32, "tail_capacity": 4096}
+        options = {"device": DEVICE, "max_requests": 32, "tail_capacity": 4096}
         with GpuEngine(loaded(), SearchConfig(), "hybrid", **options) as engine:
             assert engine.own_on_host == on_host
         with GpuEngine(loaded(), SearchConfig(), "device", **options) as engine:

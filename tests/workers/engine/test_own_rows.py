@@ -26,16 +26,18 @@ def artifact(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 
 def make_engine(artifact: Artifact | None, family: str = "llama") -> CpuEngine:
-    engine = CpuEngine(loaded(family), num_slots=3, tail_capacity=120, num_threads=1)
+    engine = CpuEngine(loaded(family), max_requests=3, tail_capacity=120, num_threads=1)
     if artifact is not None:
         engine.add_context(0, artifact)
     return engine
 
 
-def feed(engine: CpuEngine, slot: int, token_ids: list[int], at_a_time: int = 7) -> np.ndarray:
+def feed(engine: CpuEngine, request_slot: int, token_ids: list[int], at_a_time: int = 7) -> np.ndarray:
     """Feed these tokens and return the logits after the last one."""
     for start in range(0, len(token_ids), at_a_time):
-        logits = engine.step([StepRow(slot, i) for i in token_ids[start : start + at_a_time]], want_logits=True).logits
+        logits = engine.step(
+            [StepRow(request_slot, i) for i in token_ids[start : start + at_a_time]], want_logits=True
+        ).logits
     return logits[-1].copy()
 
 
@@ -50,7 +52,7 @@ def test_a_request_continues_bitwise_from_rows_copied_from_another(artifact, sel
         want = feed(engine, 0, TOKENS)
         first, second = (engine.read_rows(0, start, stop) for start, stop in ((0, 40), (40, 77)))
         more = feed(engine, 0, [5, 6])  # the first request continues before the copies are collected
-        engine.close_slot(0)
+        engine.close_request(0)
         engine.open(2, context_id, config, selector)
         engine.write_rows(2, first())
         engine.write_rows(2, second())
@@ -60,10 +62,10 @@ def test_a_request_continues_bitwise_from_rows_copied_from_another(artifact, sel
 
 def test_read_rows_are_copies_and_writing_them_changes_no_other_slot(artifact) -> None:
     with make_engine(artifact) as engine:
-        for slot in (0, 1):
-            engine.open(slot, 0, SearchConfig(), "csattn")
-            feed(engine, slot, TOKENS[slot:][:10])
-        [rows], [beside] = ([engine.read_rows(slot, 2, 9)()] for slot in (0, 1))
+        for request_slot in (0, 1):
+            engine.open(request_slot, 0, SearchConfig(), "csattn")
+            feed(engine, request_slot, TOKENS[request_slot:][:10])
+        [rows], [beside] = ([engine.read_rows(request_slot, 2, 9)()] for request_slot in (0, 1))
         kept = rows.clone()
         engine.open(2, 0, SearchConfig(), "csattn")
         engine.write_rows(2, rows)
@@ -80,7 +82,7 @@ def test_reading_counts_only_computed_tokens_not_written_rows(artifact) -> None:
         engine.open(1, 0, SearchConfig(), "full")
         engine.write_rows(1, rows)
         feed(engine, 1, [5])
-        assert [engine.reading(slot).rows for slot in (0, 1)] == [500 + 50.5, 500 + 101]
+        assert [engine.reading(request_slot).rows for request_slot in (0, 1)] == [500 + 50.5, 500 + 101]
 
 
 def test_rows_beyond_the_tail_capacity_are_refused(artifact) -> None:
@@ -112,10 +114,10 @@ def test_requests_with_and_without_a_context_in_one_step_get_the_bits_they_get_a
     config = SearchConfig(keep=0.05, window_len=16)
     with make_engine(artifact) as engine:
         want = [alone(engine, Talk(context_id, config, "csattn", TOKENS[:20], 6)) for context_id in (NO_CONTEXT, 0)]
-        for slot, context_id in enumerate((NO_CONTEXT, 0)):
-            engine.open(slot, context_id, config, "csattn")
+        for request_slot, context_id in enumerate((NO_CONTEXT, 0)):
+            engine.open(request_slot, context_id, config, "csattn")
         for start in range(0, 20, 5):
-            rows = [StepRow(slot, token) for token in TOKENS[start : start + 5] for slot in (1, 0)]
+            rows = [StepRow(request_slot, token) for token in TOKENS[start : start + 5] for request_slot in (1, 0)]
             result = engine.step(rows, want_logits=True)
-        for slot in (0, 1):
-            np.testing.assert_array_equal(result.logits[-1 - slot], want[slot].logits[0])
+        for request_slot in (0, 1):
+            np.testing.assert_array_equal(result.logits[-1 - request_slot], want[request_slot].logits[0])

@@ -39,7 +39,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Artifac
 
 
 def make_engine(artifacts: list[Artifact], **options: object) -> CpuEngine:
-    engine = CpuEngine(loaded(), **{"num_slots": 4, "num_threads": 1, "growth": GROWTH, **options})
+    engine = CpuEngine(loaded(), **{"max_requests": 4, "num_threads": 1, "growth": GROWTH, **options})
     for context_id, artifact in enumerate(artifacts):
         engine.add_context(context_id, artifact)
     return engine
@@ -170,16 +170,16 @@ def test_building_a_segment_is_spread_over_the_rows_before_it_is_read() -> None:
     tails = torch.randn(num_layers, 2, 300, 2, 16, generator=torch.Generator().manual_seed(0))
     with ThreadPoolExecutor(1) as executor:
 
-        def own_segments(slot: int) -> OwnSegments:
+        def own_segments(request_slot: int) -> OwnSegments:
             def rows(start: int, stop: int) -> Iterator[Tensor]:
                 for layer in tails:
-                    made.append((slot, tail_len))
+                    made.append((request_slot, tail_len))
                     yield layer[:, start:stop]
 
             growth = Growth(segment_len=64, least_near=48)
-            return OwnSegments(slot, num_layers, rows, CONFIG, SketchConfig(), growth, executor)
+            return OwnSegments(request_slot, num_layers, rows, CONFIG, SketchConfig(), growth, executor)
 
-        requests = [own_segments(slot) for slot in range(2)]
+        requests = [own_segments(request_slot) for request_slot in range(2)]
         for tail_len in range(1, 64 + 48 + 1):
             for request in requests:
                 request.grow(tail_len)
@@ -191,9 +191,11 @@ def test_building_a_segment_is_spread_over_the_rows_before_it_is_read() -> None:
         at_once.finish()
         assert len(made) - len(before_read) == 3 * num_layers
         wanted = at_once.sketches(3)
-    assert [at for slot, at in before_read if slot == 0] == [64, 68, 72, 76, 80, 84]
+    assert [at for request_slot, at in before_read if request_slot == 0] == [64, 68, 72, 76, 80, 84]
     assert len(set(before_read)) == 2 * num_layers and before_read[-1][1] <= 64 + 24
-    assert not {at for slot, at in before_read if slot == 0} & {at for slot, at in before_read if slot == 1}
+    assert not {at for request_slot, at in before_read if request_slot == 0} & {
+        at for request_slot, at in before_read if request_slot == 1
+    }
     for sketches in together:
         for sketch, whole in zip(sketches, wanted, strict=True):
             np.testing.assert_array_equal(sketch.codes, whole.codes[:, :1])

@@ -112,8 +112,8 @@ def built_kv(artifact: Artifact) -> list[torch.Tensor]:
     return [artifact.layer_kv(layer_idx) for layer_idx in range(artifact.spec.model.num_layers)]
 
 
-def cached_rows(shape: EngineShape, kv: list[torch.Tensor], num_slots: int) -> CachedRows:
-    rows = CachedRows(shape, num_slots, DEVICE)
+def cached_rows(shape: EngineShape, kv: list[torch.Tensor], num_cache_slots: int) -> CachedRows:
+    rows = CachedRows(shape, num_cache_slots, DEVICE)
     rows.load(0, PinnedRows(kv) if DEVICE.type == "cuda" else PinnedRows(kv, register=ignore, unregister=ignore))
     return rows
 
@@ -121,17 +121,17 @@ def cached_rows(shape: EngineShape, kv: list[torch.Tensor], num_slots: int) -> C
 def make_attention(
     artifact: Artifact,
     config: SearchConfig,
-    num_slots: int | None,  # size of the slot cache over host memory; None: the context's KV is on the device
+    num_cache_slots: int | None,  # size of the slot cache over host memory; None: the context's KV is on the device
     kv: list[torch.Tensor] | None = None,  # default: the artifact's
     **others: object,
 ) -> SearchOnDevice:
     shape = make_shape(config, **others)
     kv = kv or context_kv(artifact, shape)
-    if num_slots is None:
+    if num_cache_slots is None:
         rows = DeviceRows(shape, DEVICE)
         rows.load(0, kv)
     else:
-        rows = cached_rows(shape, kv, num_slots)
+        rows = cached_rows(shape, kv, num_cache_slots)
     made = SearchOnDevice(shape, shape_of(artifact.layer_index(0), shape.num_q_heads), rows, DEVICE)
     indexes = [to_device(artifact.layer_index(layer_idx), DEVICE) for layer_idx in range(shape.num_layers)]
     made.load(0, kv, indexes, built_kv(artifact))
@@ -187,19 +187,19 @@ def test_decoding_with_keep_1_generates_what_transformers_does(artifact) -> None
     assert tokens == want[0, whole.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(("num_slots", "rest"), [(7, "none"), (60, "moments"), (60, "sketch")])
-def test_rows_on_the_device_and_in_the_slot_cache_give_the_same_bits(artifact, num_slots, rest) -> None:
+@pytest.mark.parametrize(("num_cache_slots", "rest"), [(7, "none"), (60, "moments"), (60, "sketch")])
+def test_rows_on_the_device_and_in_the_slot_cache_give_the_same_bits(artifact, num_cache_slots, rest) -> None:
     """Seven slots are too few for a step: it reads most rows straight from host memory."""
     config = SearchConfig(keep=0.1, window_len=16, rest=rest)
     tokens, logits = decode(make_attention(artifact, config, None))
-    cached = make_attention(artifact, config, num_slots)
+    cached = make_attention(artifact, config, num_cache_slots)
     cached_tokens, cached_logits = decode(cached)
     assert cached_tokens == tokens
     assert torch.equal(cached_logits, logits)
     assert isinstance(cached.far, CachedRows)
     check(cached.far.cache)
     seen = cached.far.cache.statistics()[1]
-    assert seen.num_spilled > 0 if num_slots == 7 else seen.num_found > 0
+    assert seen.num_spilled > 0 if num_cache_slots == 7 else seen.num_found > 0
 
 
 @pytest.mark.parametrize(

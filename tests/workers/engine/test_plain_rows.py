@@ -95,15 +95,15 @@ def test_a_selectors_data_of_a_context_is_shared_by_requests_and_freed_with_the_
         engine.open(0, 0, CONFIG, "quest")
         engine.open(1, 0, SearchConfig(keep=0.1, window_len=32), "quest")
         engine.open(2, 0, CONFIG, "csattn")
-        first, second, ours = (engine.request(slot) for slot in (0, 1, 2))
+        first, second, ours = (engine.request(request_slot) for request_slot in (0, 1, 2))
         assert ours.choices is None
         assert list(first.context.prepared) == ["quest"]
         chosen_by = ([choice.selector for choice in _choices(request)] for request in (first, second))
         for one, other, made in zip(*chosen_by, first.context.prepared["quest"], strict=True):
             assert one is not other
             assert one._prepared is other._prepared is made
-        for slot in (0, 1, 2):
-            engine.close_slot(slot)
+        for request_slot in (0, 1, 2):
+            engine.close_request(request_slot)
         engine.remove_context(0)
         engine.add_context(0, artifacts[0])
         engine.open(0, 0, CONFIG, "csattn")

@@ -57,17 +57,19 @@ def artifact(half: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def make_engine(half: LoadedModel, **changes: object) -> GpuEngine:
-    options = {"batch_sizes": (1, 2, 4), "num_slots": 4, "tail_capacity": 900, "max_context_len": 400}
+    options = {"batch_sizes": (1, 2, 4), "max_requests": 4, "tail_capacity": 900, "max_context_len": 400}
     return GpuEngine(half, CONFIG, "device", device=DEVICE, **{**options, **changes})
 
 
 def logits(engine: GpuEngine, tokens: Sequence[Sequence[int]], context_id: int = 0) -> NDArray[np.float32]:
     """Run a step for each list of tokens, one token per request. Return the logits of the last step."""
     selector = engine.selector
-    for slot in range(len(tokens[0])):
-        engine.open(slot, context_id, CONFIG, selector)
+    for request_slot in range(len(tokens[0])):
+        engine.open(request_slot, context_id, CONFIG, selector)
     for step in tokens:
-        result = engine.step([StepRow(slot, token) for slot, token in enumerate(step)], want_logits=True)
+        result = engine.step(
+            [StepRow(request_slot, token) for request_slot, token in enumerate(step)], want_logits=True
+        )
     assert result.logits is not None
     return result.logits
 
@@ -103,9 +105,9 @@ def test_a_request_reads_some_rows_in_one_step_and_all_in_the_next(half, artifac
 def test_reading_counts_only_computed_tokens_not_written_rows(half, artifact) -> None:
     with make_engine(half, all_where_faster=True) as engine:
         engine.add_context(0, artifact)
-        for slot in (0, 1):
-            engine.open(slot, 0, CONFIG, "csattn")
-            engine.write_rows(slot, torch.randn(3, 2, 100, 2, 16).bfloat16())
+        for request_slot in (0, 1):
+            engine.open(request_slot, 0, CONFIG, "csattn")
+            engine.write_rows(request_slot, torch.randn(3, 2, 100, 2, 16).bfloat16())
         engine.step([StepRow(0, 5), StepRow(1, 5)])
         assert engine.reading(0).rows == CONTEXT_LEN + 101
 
@@ -121,9 +123,9 @@ def test_own_segments_are_read_in_full_by_a_step_that_reads_all_rows(half, artif
         monkeypatch.setattr(sparse_or_full, "SELECTION_BYTES", choosing * ROW_BYTES)
         with make_engine(half, growth=growth, tail_capacity=1300, **changes) as engine:
             engine.add_context(0, artifact)
-            for slot in (0, 1):
-                engine.open(slot, 0, CONFIG, engine.selector)
-                engine.write_rows(slot, rows)
+            for request_slot in (0, 1):
+                engine.open(request_slot, 0, CONFIG, engine.selector)
+                engine.write_rows(request_slot, rows)
             result = engine.step([StepRow(0, 5), StepRow(1, 5)], want_logits=True)
             got.append(result.logits.copy())
             assert engine._segments_in_use(0) == ("all_where_faster" in changes)

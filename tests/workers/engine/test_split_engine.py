@@ -53,7 +53,7 @@ OF_FEW_BITS: dict[str, Any] = {"head_dim": 64, "initializer_range": 0.1}  # so t
 QUESTIONS = [token_ids(5, seed=1).tolist(), token_ids(3, seed=2).tolist()]
 OPTIONS: dict[str, Any] = {
     "batch_sizes": (1, 4),
-    "num_slots": 2,
+    "max_requests": 2,
     "tail_capacity": 32,
     "num_contexts": 2,
     "max_context_len": 400,
@@ -111,8 +111,8 @@ def close_shared_after_all_tests() -> Iterator[None]:
     close_shared()
 
 
-def logits_of(engine: StepEngine, slot: int, tokens: list[int]) -> np.ndarray:
-    result = engine.step([StepRow(slot, token) for token in tokens], want_logits=True)
+def logits_of(engine: StepEngine, request_slot: int, tokens: list[int]) -> np.ndarray:
+    result = engine.step([StepRow(request_slot, token) for token in tokens], want_logits=True)
     assert result.logits is not None
     return result.logits.copy()
 
@@ -126,17 +126,17 @@ def talk(
     """
     for context_id, artifact in enumerate(artifacts):
         engine.add_context(context_id, artifact)
-    for slot in range(2):
-        engine.open(slot, slot, config, selector)
+    for request_slot in range(2):
+        engine.open(request_slot, request_slot, config, selector)
     engine.step([StepRow(0, token) for token in QUESTIONS[0][:4]])
     last = engine.step([StepRow(0, QUESTIONS[0][4]), *(StepRow(1, token) for token in QUESTIONS[1])]).next_ids
     said = [[int(last[0])], [int(last[-1])]]
     for _ in range(3):
-        result = engine.step([StepRow(slot, said[slot][-1]) for slot in range(2)])
-        for slot, token in enumerate(result.next_ids.tolist()):
-            said[slot].append(token)
+        result = engine.step([StepRow(request_slot, said[request_slot][-1]) for request_slot in range(2)])
+        for request_slot, token in enumerate(result.next_ids.tolist()):
+            said[request_slot].append(token)
     rows = engine.read_rows(0, 0, 8)()
-    engine.close_slot(1)
+    engine.close_request(1)
     engine.remove_context(1)
     engine.open(1, 0, config, selector)
     engine.write_rows(1, rows)
@@ -169,11 +169,11 @@ def test_a_call_that_one_device_refuses_is_refused_and_all_devices_continue(arti
     with pytest.raises(ConfigError, match="slot 1 is not open"):
         engine.step([StepRow(0, 1), StepRow(1, 1)])
     assert engine.step([StepRow(0, 1)]).next_ids[0] >= 0
-    with pytest.raises(ConfigError, match="in use in slots"):
+    with pytest.raises(ConfigError, match="in use in request slots"):
         engine.remove_context(1)
     with pytest.raises(ConfigError, match="computes with other devices already"):
         Devices(Share(0, 2), DEVICE, Path("nowhere"))
-    engine.close_slot(0)
+    engine.close_request(0)
     for context_id in range(2):
         engine.remove_context(context_id)
 
@@ -184,7 +184,7 @@ def test_the_fidelity_of_a_watched_step_covers_the_heads_of_all_devices(artifact
         engine.add_context(0, artifacts[0])
         engine.open(0, 0, CONFIG, "csattn")
         seen.append(engine.step([StepRow(0, 7)], watch=(0, 1)).fidelity)
-        engine.close_slot(0)
+        engine.close_request(0)
         engine.remove_context(0)
     assert seen[1].recall == pytest.approx(seen[0].recall, abs=1e-6)
     assert seen[1].mass == pytest.approx(seen[0].mass, abs=1e-5)
@@ -248,8 +248,8 @@ def test_two_devices_read_all_rows_where_that_is_faster(tmp_path) -> None:
 
 
 def tidy(engine: SplitEngine) -> None:
-    for slot in range(2):
-        engine.close_slot(slot)
+    for request_slot in range(2):
+        engine.close_request(request_slot)
     engine.remove_context(0)
 
 
@@ -342,7 +342,7 @@ def test_requests_without_a_context_may_precede_a_context_with_another_index(art
                 engine.open(5, NO_CONTEXT, CONFIG, "csattn")
             engine.open(0, NO_CONTEXT, CONFIG, "csattn")
             said.append(logits_of(engine, 0, [5]))
-            engine.close_slot(0)
+            engine.close_request(0)
             engine.add_context(0, artifacts[1])
             engine.open(1, 0, CONFIG, "csattn")
             said.append(logits_of(engine, 1, [7]))

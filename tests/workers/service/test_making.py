@@ -24,7 +24,7 @@ def test_max_rows_is_at_least_question_rows(num_requests: int, max_rows: int) ->
     )
     engine = make_engine(settings, loaded(), None)
     try:
-        assert (engine.max_rows, engine.num_slots) == (max_rows, num_requests)
+        assert (engine.max_rows, engine.max_requests) == (max_rows, num_requests)
     finally:
         engine.close()
 

@@ -25,7 +25,7 @@ async def dead(*arguments: object) -> None:
 def test_a_busy_worker_is_not_taken_for_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """During a long call, for example to load contexts, requests for its contexts still go to it."""
     monkeypatch.setattr(ray_worker, "_HEALTH_S", 0.01)
-    status = WorkerStatus(since=1.0, num_running=0, num_slots=4)
+    status = WorkerStatus(since=1.0, num_running=0, max_requests=4)
     worker = RayWorker("attention-0", "csattn-0123")
 
     async def run() -> None:

@@ -251,7 +251,7 @@ def test_a_conversations_turns_share_a_worker_and_conversations_spread() -> None
 
 
 def status(*held: Held, num_running: int = 0, since: float = 1.0, has_room: bool = True) -> WorkerStatus:
-    return WorkerStatus(since=since, num_running=num_running, num_slots=8, held=held, has_room=has_room)
+    return WorkerStatus(since=since, num_running=num_running, max_requests=8, held=held, has_room=has_room)
 
 
 def holding(*names: str, num_users: int = 0, idle_s: float = 0.0) -> Held:

@@ -24,7 +24,7 @@ def make_backend(
     store: Path, model: LoadedModel | None = None, search: SearchConfig = SEARCH, **kept: Any
 ) -> LocalBackend:
     model = model or loaded()
-    engine = CpuEngine(model, max_rows=16, num_slots=6, tail_capacity=700, num_threads=1)
+    engine = CpuEngine(model, max_rows=16, max_requests=6, tail_capacity=700, num_threads=1)
     settings = Settings(
         store=StoreSettings(path=store), search=search, kept=KeptSettings(**{"context_tokens": 300, **kept})
     )

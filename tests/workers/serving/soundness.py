@@ -15,9 +15,11 @@ def check(thing: Any) -> None:
 @check.register
 def _(scheduler: Scheduler) -> None:
     """Raise AssertionError if a slot is lost, or a request is in two places."""
-    slots = sorted([*scheduler._running, *scheduler._free_slots])
-    assert slots == list(range(scheduler._engine.num_slots)), f"{scheduler!r} lost or shared a slot"
-    assert all(request.slot == slot for slot, request in scheduler._running.items()), "a request has another slot"
+    request_slots = sorted([*scheduler._running, *scheduler._free_request_slots])
+    assert request_slots == list(range(scheduler._engine.max_requests)), f"{scheduler!r} lost or shared a slot"
+    assert all(request.request_slot == request_slot for request_slot, request in scheduler._running.items()), (
+        "a request has another slot"
+    )
     assert len(scheduler._running) <= scheduler.max_running, f"{scheduler!r} runs too many"
     known = [*scheduler._queue, *scheduler._running.values()]
     assert len(set(map(id, known))) == len(known), "a request is in two places"

@@ -32,7 +32,7 @@ MEASURED = (
 
 
 def backend_of(store: Path, search: SearchConfig = SEARCH, kv_format: KvFormat | None = None) -> LocalBackend:
-    engine = CpuEngine(loaded(), max_rows=16, num_slots=16, tail_capacity=128, num_threads=2, kv_format=kv_format)
+    engine = CpuEngine(loaded(), max_rows=16, max_requests=16, tail_capacity=128, num_threads=2, kv_format=kv_format)
     kept = KeptSettings(disk_bytes=0)  # the tests share the store
     return LocalBackend(engine, loaded(), Settings(store=StoreSettings(path=store), search=search, kept=kept))
 
@@ -127,7 +127,7 @@ def test_a_model_with_its_own_indexer_is_served(tmp_path: Path) -> None:
     """It answers from a context and from kept rows; an unsupported selector is refused, and other requests go on."""
     model = loaded("deepseek_v32")
     name_artifact(tmp_path, "heron", build(tmp_path, text_of("heron"), model=model), "float32")
-    engine = CpuEngine(model, max_rows=8, num_slots=4, tail_capacity=700, num_threads=2)
+    engine = CpuEngine(model, max_rows=8, max_requests=4, tail_capacity=700, num_threads=2)
     settings = Settings(store=StoreSettings(path=tmp_path), search=SEARCH, kept=KeptSettings(disk_bytes=0))
 
     async def main() -> None:

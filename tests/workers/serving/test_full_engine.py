@@ -40,9 +40,9 @@ def test_window_selector_changes_the_logits(built: Path) -> None:
     with open_artifact(context(built, "heron")) as artifact:
         engine.add_context(0, artifact)
     logits = []
-    for slot, selector in enumerate(("full", "window")):
-        engine.open(slot, 0, SearchConfig(window_len=8), selector)  # type: ignore[arg-type]
-        result = engine.step([StepRow(slot, 7)], want_logits=True)
+    for request_slot, selector in enumerate(("full", "window")):
+        engine.open(request_slot, 0, SearchConfig(window_len=8), selector)  # type: ignore[arg-type]
+        result = engine.step([StepRow(request_slot, 7)], want_logits=True)
         assert result.logits is not None
         logits.append(result.logits)
     assert np.abs(logits[0] - logits[1]).max() > 0.1

@@ -34,7 +34,7 @@ class Fuzz:
 
     def __init__(self, store: Path, rng: np.random.Generator) -> None:
         self.rng, self.store = rng, store
-        self.engine = FullEngine(loaded(), max_rows=8, num_slots=6)
+        self.engine = FullEngine(loaded(), max_rows=8, max_requests=6)
         self.scheduler, _, self.clock = make_scheduler(store, self.engine, max_running=6, max_queued=10)
         self.alive: dict[Request, tuple[int, list[str]]] = {}  # kind, and the pieces of text that were read
         self.slow: set[Request] = set()
@@ -73,7 +73,9 @@ class Fuzz:
         request = list(self.alive)[int(self.rng.integers(len(self.alive)))]
         self.scheduler.inbox.cancel(request)
         self.scheduler.turn()
-        assert request.is_over and (request.slot is None or self.engine.slots.get(request.slot) is not request)
+        assert request.is_over and (
+            request.request_slot is None or self.engine.request_slots.get(request.request_slot) is not request
+        )
         kind, parts = self.alive.pop(request)
         assert self.alone(kind).startswith("".join(parts))
         self.outcomes["cancelled"] += 1
@@ -113,7 +115,7 @@ class Fuzz:
 
     def check(self) -> None:
         check(self.scheduler)
-        assert set(self.engine.slots) == set(self.scheduler._running)
+        assert set(self.engine.request_slots) == set(self.scheduler._running)
         assert sum(not request.is_over for request in self.alive) == self.scheduler.flow.num_in_flight
         assert all(len(request.outlet) <= outlet.MAX_UNREAD + 2 for request in self.alive)
 
@@ -132,7 +134,7 @@ def test_random_traffic_loses_and_disturbs_no_request(built: Path, rng, monkeypa
         fuzz.turn()
         fuzz.read()
         fuzz.check()
-    assert not fuzz.engine.slots and fuzz.scheduler.flow.num_in_flight == 0
+    assert not fuzz.engine.request_slots and fuzz.scheduler.flow.num_in_flight == 0
     assert fuzz.outcomes["Done"] > 100
     rare = ("cancelled", "refused", TimedOutError.__name__, "ServingError")
     assert all(fuzz.outcomes[kind] > 5 for kind in rare), fuzz.outcomes

@@ -118,7 +118,7 @@ def test_mixed_requests_are_answered_from_their_own_contexts(built: Path) -> Non
 
 def test_cancelled_readers_free_their_slots_at_once(built: Path) -> None:
     async def main() -> None:
-        engine = FullEngine(loaded(), num_slots=4, tail_capacity=600)
+        engine = FullEngine(loaded(), max_requests=4, tail_capacity=600)
         async with running(built, engine) as backend:
             for n in range(40):
                 events = backend.generate(ask(SECRETS[n % 3], max_new_tokens=500))
@@ -130,7 +130,7 @@ def test_cancelled_readers_free_their_slots_at_once(built: Path) -> None:
                     await asyncio.wait([task])
                 before = engine.num_steps
                 await events.aclose()
-                await until(lambda: not engine.slots)
+                await until(lambda: not engine.request_slots)
                 assert engine.num_steps <= before + 2
             await asyncio.sleep(0.05)
             idle = engine.num_steps
@@ -200,7 +200,7 @@ def test_a_request_beyond_its_timeout_is_ended(built: Path) -> None:
             with pytest.raises(TimedOutError):
                 await answer(backend, ask(max_new_tokens=600))
             assert time.perf_counter() - started < 10
-            await until(lambda: not engine.slots)
+            await until(lambda: not engine.request_slots)
 
     asyncio.run(main())
 
@@ -231,7 +231,7 @@ def test_http_requests_beyond_their_timeout_end_in_time_and_are_counted(
             outcomes = await outcomes_of(backend)
             assert "cancelled" not in outcomes
             assert outcomes["timeout"] == 4
-            await until(lambda: not engine.slots)
+            await until(lambda: not engine.request_slots)
             assert backend._scheduler.flow.num_in_flight == 0
 
     asyncio.run(main())

@@ -51,7 +51,7 @@ def test_sixteen_batched_requests_are_each_answered_as_if_alone(
             new_tokens=asked["max_new_tokens"], cached_tokens=350,
         )  # fmt: skip
     assert together < sum(asked["max_new_tokens"] for asked in ASKED) / 3
-    assert not engine.slots
+    assert not engine.request_slots
     assert scheduler.flow.num_in_flight == 0
 
 
@@ -83,14 +83,14 @@ def test_a_long_question_does_not_stall_decoding_or_short_questions(built: Path)
 
 
 def test_requests_are_admitted_in_order_of_arrival(built: Path) -> None:
-    scheduler, engine, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2))
+    scheduler, engine, _ = make_scheduler(built, FullEngine(loaded(), max_requests=2))
     requests = [make_request(scheduler, max_new_tokens=2 + i) for i in range(6)]
     ended = []
     while any(not request.is_over for request in requests):
         scheduler.turn()
         check(scheduler)
         ended += [i for i, request in enumerate(requests) if request.is_over and i not in ended]
-        assert len(engine.slots) <= 2
+        assert len(engine.request_slots) <= 2
     assert ended == [0, 1, 2, 3, 4, 5]
 
 
@@ -144,7 +144,7 @@ def test_the_decoding_only_step_time_expires() -> None:
 
 def test_a_question_fills_steps_up_to_the_allowed_time_among_decoding_requests(built: Path) -> None:
     """A step takes 20 ms and 5 ms a row. Alone, the question gets all rows."""
-    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_rows=64, num_slots=16))
+    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_rows=64, max_requests=16))
     rows, sizes = QuestionRows(), list[int]()
     decoding = [make_request(scheduler, max_new_tokens=30) for _ in range(4)]
     for request in decoding:
@@ -232,14 +232,14 @@ def test_logprobs_cover_every_token_in_order(built: Path) -> None:
 
 
 def test_cancelling_frees_the_slot_within_a_step(built: Path) -> None:
-    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=1))
+    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_requests=1))
     running, queued, last = (make_request(scheduler, max_new_tokens=50) for _ in range(3))
     scheduler.turn()
     scheduler.inbox.cancel(queued)
     scheduler.inbox.cancel(running)
     scheduler.turn()
     assert running.is_over and queued.is_over
-    assert last.slot == 0 and len(last.token_ids) == 1
+    assert last.request_slot == 0 and len(last.token_ids) == 1
     scheduler.inbox.cancel(running)  # again: a reader always cancels when it leaves
     assert run(scheduler)
     assert read(queued) == ("", None)

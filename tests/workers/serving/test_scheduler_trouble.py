@@ -28,7 +28,7 @@ from workers.serving.scheduler import STALL_S
 
 
 def test_timed_out_requests_are_ended_in_the_queue_and_while_running(built: Path) -> None:
-    scheduler, engine, clock = make_scheduler(built, FullEngine(loaded(), num_slots=1))
+    scheduler, engine, clock = make_scheduler(built, FullEngine(loaded(), max_requests=1))
     running = make_request(scheduler, max_new_tokens=200, timeout_s=5.0)
     queued = make_request(scheduler, timeout_s=3.0)
     scheduler.turn()
@@ -40,7 +40,7 @@ def test_timed_out_requests_are_ended_in_the_queue_and_while_running(built: Path
     scheduler.turn()
     late = read(running)[1]
     assert isinstance(late, TimedOutError) and "took 5.0 s" in str(late) and "fewer tokens" in str(late)
-    assert not engine.slots
+    assert not engine.request_slots
 
 
 def test_a_request_cancelled_after_its_deadline_counts_as_timed_out(built: Path) -> None:
@@ -84,11 +84,11 @@ def test_a_slow_reader_pauses_its_request_and_then_times_out(built: Path) -> Non
     scheduler.turn()
     assert stuck.is_over and len(stuck.outlet) == MAX_UNREAD + 1
     assert isinstance(read(stuck)[1], TimedOutError)
-    assert not engine.slots
+    assert not engine.request_slots
 
 
 def test_requests_beyond_the_queue_are_refused_with_retry_after(built: Path) -> None:
-    scheduler, _, clock = make_scheduler(built, FullEngine(loaded(), num_slots=2), max_queued=3)
+    scheduler, _, clock = make_scheduler(built, FullEngine(loaded(), max_requests=2), max_queued=3)
     for _ in range(5):
         make_request(scheduler, max_new_tokens=4)
     with pytest.raises(OverloadedError) as unmeasured:
@@ -105,7 +105,7 @@ def test_requests_beyond_the_queue_are_refused_with_retry_after(built: Path) -> 
 
 
 def test_a_failed_step_fails_its_requests_and_no_other(built: Path) -> None:
-    engine = FullEngine(loaded(), num_slots=2)
+    engine = FullEngine(loaded(), max_requests=2)
     scheduler, _, _ = make_scheduler(built, engine)
     first, second, queued = (make_request(scheduler, max_new_tokens=6) for _ in range(3))
     scheduler.turn()
@@ -140,7 +140,7 @@ def test_a_fault_in_one_requests_sampling_ends_no_other(
     built: Path, sampling: dict[str, float], name: str, engine_draws: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduling, "MANY_TOKENS", 0)
-    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2, draws=engine_draws))
+    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_requests=2, draws=engine_draws))
     faulty, other = (make_request(scheduler, max_new_tokens=6, **sampling) for _ in range(2))
     scheduler.turn()
     real = getattr(Request, name)
@@ -160,7 +160,7 @@ def test_a_fault_in_one_requests_sampling_ends_no_other(
 
 @pytest.mark.parametrize("engine_draws", [False, True])
 def test_a_grammars_refusal_ends_its_request_as_a_bad_request(built: Path, engine_draws: bool) -> None:
-    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2, draws=engine_draws))
+    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_requests=2, draws=engine_draws))
     request = make_request(scheduler, max_new_tokens=6)
 
     class Grammar:
@@ -177,7 +177,7 @@ def test_a_grammars_refusal_ends_its_request_as_a_bad_request(built: Path, engin
 
 
 def test_a_grammar_mask_is_begun_at_once_and_awaited_when_used(built: Path) -> None:
-    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2, draws=True))
+    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_requests=2, draws=True))
     request = make_request(scheduler, max_new_tokens=6)
     request.grammar = Mock()
     request.grammar.allowed.return_value = np.arange(5) == 3
@@ -188,16 +188,16 @@ def test_a_grammar_mask_is_begun_at_once_and_awaited_when_used(built: Path) -> N
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 1}, {"top_logprobs": 2}])
 def test_non_finite_logits_fail_their_request_and_no_other(built: Path, sampling: dict[str, float]) -> None:
-    engine = FullEngine(loaded(), num_slots=2)
+    engine = FullEngine(loaded(), max_requests=2)
     scheduler, _, _ = make_scheduler(built, engine)
     poisoned = make_request(scheduler, max_new_tokens=6, **sampling)
     other = make_request(scheduler, max_new_tokens=6, **sampling)
     scheduler.turn()
-    real, slot = engine.step, poisoned.slot
+    real, request_slot = engine.step, poisoned.request_slot
 
     def step(rows, *args):
         result = real(rows, *args)
-        for row in (i for i, row in enumerate(rows) if row.slot == slot):
+        for row in (i for i, row in enumerate(rows) if row.request_slot == request_slot):
             result.next_ids[row] = -1
             if result.logits is not None:
                 result.logits[row, 3] = np.nan
@@ -214,7 +214,7 @@ def test_non_finite_logits_fail_their_request_and_no_other(built: Path, sampling
 
 
 def test_a_broken_engine_refuses_requests_until_it_recovers(built: Path) -> None:
-    engine = FullEngine(loaded(), num_slots=2)
+    engine = FullEngine(loaded(), max_requests=2)
     scheduler, _, clock = make_scheduler(built, engine)
     requests = [make_request(scheduler, max_new_tokens=6) for _ in range(4)]
     scheduler.turn()
@@ -239,7 +239,7 @@ def test_a_broken_engine_refuses_requests_until_it_recovers(built: Path) -> None
     again = make_request(scheduler, max_new_tokens=6)
     run(scheduler)
     assert isinstance(read(again)[1], Done)
-    assert not engine.slots
+    assert not engine.request_slots
 
 
 def test_a_request_unsupported_by_the_engine_fails_alone(built: Path) -> None:
@@ -247,10 +247,10 @@ def test_a_request_unsupported_by_the_engine_fails_alone(built: Path) -> None:
     scheduler, _, _ = make_scheduler(built, engine)
     real = engine.open
 
-    def refuse(slot, context_id, config, selector):
+    def refuse(request_slot, context_id, config, selector):
         if selector == "exact":
             raise ConfigError("this engine has no exact selector")
-        real(slot, context_id, config, selector)
+        real(request_slot, context_id, config, selector)
 
     engine.open = refuse
     refused, other = make_request(scheduler, selector="exact"), make_request(scheduler)
@@ -265,7 +265,7 @@ def test_fidelity_is_measured_every_hundred_steps_in_rotation(built: Path) -> No
     seen, real = [], engine.step
 
     def watching(rows, want_logits, watch):
-        seen.append(watch if watch is None else (rows[watch[0]].slot, watch[1]))
+        seen.append(watch if watch is None else (rows[watch[0]].request_slot, watch[1]))
         return real(rows, want_logits, watch)
 
     engine.step = watching
@@ -282,7 +282,7 @@ def test_fidelity_is_measured_every_hundred_steps_in_rotation(built: Path) -> No
 
 
 def test_a_step_has_one_row_for_every_decoding_request(built: Path) -> None:
-    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_rows=4, num_slots=16))
+    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_rows=4, max_requests=16))
     requests = [make_request(scheduler, max_new_tokens=30) for _ in range(4)]
     rows = QuestionRows()
     assert [num_rows for _, num_rows in plan_step(requests, 4, rows)] == [1, 1, 1, 1]

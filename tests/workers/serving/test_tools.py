@@ -169,7 +169,7 @@ class SayingEngine(FullEngine):
         result = super().step(rows, True, watch)
         assert result.logits is not None
         for row, asked in enumerate(rows):
-            at = self.slots[asked.slot].num_rows - self._before
+            at = self.request_slots[asked.request_slot].num_rows - self._before
             if row + 1 == len(rows) and 0 <= at < len(self._ids):
                 result.logits[row] = 0.0
                 result.logits[row, self._ids[at]] = 50.0

@@ -1,4 +1,4 @@
-"""Checks of contexts, slots and rows that all engines make before they accept them."""
+"""Checks of contexts, requests and rows that all engines make before they accept them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
@@ -27,25 +27,25 @@ def loaded_context(context_id: int, contexts: Mapping[int, Found]) -> Found:
     return contexts[context_id]
 
 
-def open_request(slot: int, requests: Mapping[int, Found]) -> Found:
-    """Return what is kept of a request. Raises ConfigError if the slot is not open."""
-    if slot not in requests:
-        raise ConfigError(f"slot {slot} is not open; open it first")
-    return requests[slot]
+def open_request(request_slot: int, requests: Mapping[int, Found]) -> Found:
+    """Return what is kept of a request. Raises ConfigError if it is not open."""
+    if request_slot not in requests:
+        raise ConfigError(f"request slot {request_slot} is not open; open it first")
+    return requests[request_slot]
 
 
 def require_unused(context_id: int, contexts: Mapping[int, int]) -> None:
-    """Raise ConfigError if the context is in use. contexts: the context of each open slot."""
-    users = [slot for slot, used in contexts.items() if used == context_id]
+    """Raise ConfigError if the context is in use. contexts: the context of each open request slot."""
+    users = [request_slot for request_slot, used in contexts.items() if used == context_id]
     if users:
-        raise ConfigError(f"context {context_id} is in use in slots {users}; close them first")
+        raise ConfigError(f"context {context_id} is in use in request slots {users}; close them first")
 
 
-def require_free_slot(slot: int, num_slots: int, taken: Collection[int]) -> None:
-    if not 0 <= slot < num_slots:
-        raise ConfigError(f"there are slots 0 to {num_slots - 1}, not {slot}")
-    if slot in taken:
-        raise ConfigError(f"slot {slot} is taken; close it first")
+def require_free_request_slot(request_slot: int, max_requests: int, taken: Collection[int]) -> None:
+    if not 0 <= request_slot < max_requests:
+        raise ConfigError(f"there are request slots 0 to {max_requests - 1}, not {request_slot}")
+    if request_slot in taken:
+        raise ConfigError(f"request slot {request_slot} is taken; close it first")
 
 
 def require_num_rows(num_rows: int, max_rows: int) -> None:
@@ -62,12 +62,12 @@ def require_watch(watch: tuple[int, int] | None, num_rows: int, num_layers: int)
         )
 
 
-def require_room(slot: int, num_rows: int, room: int) -> None:
-    """Raise ContextError if a request would outgrow its slot. num_rows: its own rows, with the new ones."""
+def require_room(request_slot: int, num_rows: int, room: int) -> None:
+    """Raise ContextError if a request would outgrow its tail. num_rows: its own rows, with the new ones."""
     if num_rows > room:
         raise ContextError(
-            f"slot {slot} would have {num_rows} rows of its own, and there is room for {room}; end the request, or "
-            "ask a shorter question"
+            f"request slot {request_slot} would have {num_rows} rows of its own, and there is room for {room}; end the "
+            "request, or ask a shorter question"
         )
 
 
@@ -80,13 +80,13 @@ def require_token(next_id: int) -> int:
     return next_id
 
 
-def seen_lens(slots: Sequence[int], tail_lens: Mapping[int, int]) -> list[int]:
+def seen_lens(request_slots: Sequence[int], tail_lens: Mapping[int, int]) -> list[int]:
     """Return how many rows of its tail each row of a step sees, its own included.
 
-    slots: of the rows, in order; tail_lens: of each slot, before the step.
+    request_slots: of the rows, in order; tail_lens: of each slot, before the step.
     """
     lens, seen = dict(tail_lens), []
-    for slot in slots:
-        lens[slot] += 1
-        seen.append(lens[slot])
+    for request_slot in request_slots:
+        lens[request_slot] += 1
+        seen.append(lens[request_slot])
     return seen

@@ -77,10 +77,8 @@ def _draw_profile(
     texts = [(2.2, "top", "bold", picture.question), (1.18, "bottom", "normal", f"“{picture.answer}”")]
     for height, side, weight, text in texts:
         folded = "\n".join(textwrap.wrap(text, _TITLE_WIDTH, max_lines=2, placeholder=" …"))
-        axes.annotate(
-            folded, (0, height), xycoords="axes fraction", fontsize=12, va=side, weight=weight, linespacing=1.35,
-            parse_math=False,  # dollars in an answer are no formula
-        )  # fmt: skip
+        plain = {"parse_math": False, "weight": weight, "linespacing": 1.35}  # dollars in an answer are no formula
+        axes.annotate(folded, (0, height), xycoords="axes fraction", fontsize=12, va=side, **plain)
     middles = (np.arange(len(compared)) + 0.5) * context_len / len(compared)
     axes.fill_between(middles, 1, compared, where=compared >= 1, color=_RED, interpolate=True, linewidth=0)
     axes.fill_between(middles, 1, compared, where=compared <= 1, color="#bdbdbd", interpolate=True, linewidth=0)

@@ -33,7 +33,7 @@ import torch
 from bench.timing import GateError
 from csattn.errors import CsattnError
 from csattn.models.loader import read_config
-from workers.engine.memory import PLACEMENTS
+from workers.engine.gpu.memory import PLACEMENTS
 
 _LONG = 32768
 

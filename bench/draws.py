@@ -19,7 +19,7 @@ import torch
 
 from bench.timing import finish, gate, measure
 from csattn.cpus import available_cpus
-from workers.engine.draws import DrawsOnDevice
+from workers.engine.gpu.draws import DrawsOnDevice
 from workers.model.runner import StepOutput
 from workers.serving.draw_reference import draw_reference
 from workers.serving.messages import Sampling

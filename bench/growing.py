@@ -37,11 +37,11 @@ from csattn.config import SearchConfig, preset
 from csattn.models import LoadedModel, load_model
 from csattn.sketch.own import Growth, own_top_k
 from index_build.pipeline import build_artifact
-from workers.engine.cpu_engine import GROWTH, CpuEngine
-from workers.engine.gpu_engine import GpuEngine
-from workers.engine.memory import PLACEMENTS
+from workers.engine.cpu.engine import GROWTH, CpuEngine
+from workers.engine.gpu.engine import GpuEngine
+from workers.engine.gpu.memory import PLACEMENTS
+from workers.engine.gpu.split_engine import SplitEngine
 from workers.engine.opening import open_engine
-from workers.engine.split_engine import SplitEngine
 from workers.serving.step_engine import StepRow
 
 TIMED = 64  # steps, at the beginning and at the end

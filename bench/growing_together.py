@@ -25,8 +25,8 @@ from csattn.config import SearchConfig, preset
 from csattn.models import load_model
 from csattn.sketch.own import Growth
 from index_build.pipeline import build_artifact
-from workers.engine.cpu_engine import GROWTH
-from workers.engine.memory import PLACEMENTS
+from workers.engine.cpu.engine import GROWTH
+from workers.engine.gpu.memory import PLACEMENTS
 from workers.engine.opening import open_engine
 from workers.serving.step_engine import StepRow
 

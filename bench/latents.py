@@ -32,9 +32,9 @@ from csattn.config import SearchConfig, SketchConfig
 from csattn.models.identity import geometry_of
 from csattn.models.spec import ModelSpec
 from csattn.models.weights import ModelWeights
-from workers.engine.gpu_engine import GpuEngine
-from workers.engine.latent_memory import CachedLatents
-from workers.engine.step_model import StepModel
+from workers.engine.gpu.engine import GpuEngine
+from workers.engine.gpu.latent_memory import CachedLatents
+from workers.engine.gpu.step_model import StepModel
 from workers.serving.step_engine import StepRow
 
 KINDS = "chosen", "all", "compressed"

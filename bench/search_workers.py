@@ -23,7 +23,7 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.artifact.share import index_of_heads
 from csattn.search import LayerSearch, SearchWorkspace, TokenSelections
 from tests.artifact.synthetic import build, make_spec
-from workers.engine.pool_searcher import RowSearch
+from workers.engine.cpu.pool_searcher import RowSearch
 from workers.searchers.shares import shares_of
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher

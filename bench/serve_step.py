@@ -27,7 +27,7 @@ from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import context_ids
 from csattn.models.weight_sizes import device_bytes
 from index_build.pipeline import build_artifact
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.serving.step_engine import StepRow
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"

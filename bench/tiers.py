@@ -35,8 +35,8 @@ from index_build.pipeline import build_artifact
 from offload.host_store import HostStore
 from offload.kv_store import STREAM_ROWS
 from offload.tiered_store import TieredStore
-from workers.engine.cpu_context import HostBudget
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.context import HostBudget
+from workers.engine.cpu.engine import CpuEngine
 from workers.serving.step_engine import StepRow
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"

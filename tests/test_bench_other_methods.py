@@ -29,7 +29,7 @@ from csattn.selectors.quest import PreparedQuest
 from csattn.selectors.sparq import PreparedSparq
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.test_bench_decode import FEW, FEW_HEADS, GROUP_SIZE, kernels, recording, whole_step_options  # noqa: F401
-from workers.engine.on_device import SearchOnDevice
+from workers.engine.gpu.on_device import SearchOnDevice
 
 METHODS = [("quest", PreparedQuest), ("sparq", PreparedSparq), ("pqcache", PreparedPqcache)]
 MISSED = {"quest": 0, "sparq": 1, "pqcache": 1}  # the most rows that may differ: sums are rounded in another order

@@ -23,7 +23,7 @@ from csattn.models.attending_cache import CACHE
 from csattn.models.unchanged import Unchanged
 from offload.codecs.formats import KvFormat
 from workers.engine.answer import question_tokens, require_positions
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.fidelity import Observer
 from workers.engine.opening import open_engine
 from workers.interrupts import interrupts_wait

@@ -11,7 +11,7 @@ from bench.decode.roofline import ITEM_BYTES, row_bytes
 from bench.decode.workload import Workload
 from csattn.config import SketchConfig
 from csattn.models.weights import ModelWeights
-from workers.engine.local_layers import LocalLayers
+from workers.engine.gpu.local_layers import LocalLayers
 from workers.model import StepAttention
 
 

@@ -22,7 +22,7 @@ from csattn.search.device.compiling import QUERY_TYPES, multiprocessors
 from csattn.search.device.lists_pass import ListsPass, places_of
 from csattn.selectors.key_clusters import kmeans, nearest_centroids
 from csattn.selectors.pqcache import split_parts
-from workers.engine.on_device import StepSearch
+from workers.engine.gpu.on_device import StepSearch
 
 SCORES, CHOICE = (Path(__file__).with_name(name) for name in ("other_methods.cu", "other_choice.cu"))
 THREADS, BLOCKS_PER_MULTIPROCESSOR = 256, 8

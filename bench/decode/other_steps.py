@@ -17,8 +17,8 @@ from bench.decode.workload import DTYPE, Workload
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.search.device import DeviceLayerIndex, index_shape
-from workers.engine.far_rows import CachedRows, DeviceRows
-from workers.engine.on_device import SearchOnDevice
+from workers.engine.gpu.far_rows import CachedRows, DeviceRows
+from workers.engine.gpu.on_device import SearchOnDevice
 
 
 def by_other_method(work: Workload, options: Options, method: str, placement: str, search: SearchConfig) -> Prepared:

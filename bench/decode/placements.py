@@ -28,12 +28,12 @@ from csattn.sketch import SketchIndex
 from offload.budget import host_memory_bytes
 from offload.host_memory import allocate_rows
 from offload.pinned import PinnedRows
-from workers.engine.attend_all import AttendAll, StreamedRows, streamed_bytes
-from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
-from workers.engine.memory import index_is_on_device
-from workers.engine.on_device import SearchOnDevice
-from workers.engine.on_host import SearchOnHost, StepSearcher
-from workers.engine.shape import EngineShape
+from workers.engine.gpu.attend_all import AttendAll, StreamedRows, streamed_bytes
+from workers.engine.gpu.far_rows import CachedRows, DeviceRows, context_layers
+from workers.engine.gpu.memory import index_is_on_device
+from workers.engine.gpu.on_device import SearchOnDevice
+from workers.engine.gpu.on_host import SearchOnHost, StepSearcher
+from workers.engine.gpu.shape import EngineShape
 from workers.searchers.step_searches import StepSearches
 
 KV_BYTES = 16 << 30  # of distinct layers in pinned memory

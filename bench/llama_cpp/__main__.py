@@ -28,7 +28,7 @@ from csattn.config import SearchConfig, preset
 from csattn.cpus import available_cpus
 from csattn.models import load_model
 from index_build.pipeline import build_artifact
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.serving.step_engine import StepRow
 
 NUM_STEPS, WARM_UP = 48, 8

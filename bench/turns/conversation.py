@@ -25,7 +25,7 @@ from bench.turns.service import TEXTS, Reply, ask, assistant, serving, user
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig
 from csattn.models import load_model
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.serving.kept_rows import BLOCK_ROWS
 from workers.serving.kept_store import DIRECTORY
 from workers.serving.step_engine import StepRow

@@ -33,7 +33,7 @@ from bench.timing import end_as_interrupted, finish, gate
 from bench.turns.service import TEXTS
 from csattn.models import LoadedModel, load_model
 from offload.block_files import SUFFIX, fault_of
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.serving.kept_store import DIRECTORY
 from workers.serving.local import LocalBackend
 from workers.serving.messages import Ask, Done, Sampling, Turn

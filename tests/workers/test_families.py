@@ -28,8 +28,8 @@ from tests.workers.engine.emulated_engine import emulate
 from tests.workers.engine.talks import Talk, alone, assert_same, run_together
 from tests.workers.model.decoding import decode, prefill
 from tests.workers.model.full_context import CONTEXT_LENS, greedy, logits_after, make_runner
-from workers.engine.cpu_engine import CpuEngine
-from workers.engine.gpu_engine import GpuEngine
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.gpu.engine import GpuEngine
 from workers.engine.own_choice import model_selects_rows
 from workers.serving.step_engine import StepEngine, StepRow
 from workers.session import csattn_session

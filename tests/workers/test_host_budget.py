@@ -24,8 +24,8 @@ from offload.kv_store import STREAM_ROWS
 from offload.tiered_store import TieredStore
 from tests.offload.soundness import check
 from tests.tiny import loaded, token_ids
-from workers.engine import plain_rows
-from workers.engine.cpu_context import HostBudget, open_context
+from workers.engine.cpu import plain_rows
+from workers.engine.cpu.context import HostBudget, open_context
 from workers.session import csattn_session
 
 CONTEXT_LEN = 700

@@ -20,7 +20,7 @@ from offload.codecs.formats import KvFormat
 from offload.errors import CodecError
 from offload.host_store import HostStore
 from tests.tiny import byte_tokenizer, loaded, make_model, token_ids
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.service.making import make_engine
 from workers.serving.step_engine import StepRow
 from workers.session import Session, csattn_session

@@ -19,7 +19,7 @@ from csattn.models import LoadedModel, load_model
 from csattn.models.attending_cache import CACHE
 from csattn.models.prompt import context_ids
 from index_build.pipeline import build_artifact
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.evaluate import full_attention, measure
 from workers.serving.step_engine import StepRow
 from workers.session import csattn_session

@@ -17,7 +17,7 @@ from csattn.models.attending_cache import CACHE
 from index_build.pipeline import build_artifact, build_context
 from offload.errors import TierError
 from tests.tiny import loaded, token_ids
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.opening import open_engine
 from workers.session import Session, csattn_session
 

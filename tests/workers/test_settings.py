@@ -274,9 +274,9 @@ def test_setting_keys_are_unambiguous_and_documented() -> None:
 
 
 def test_setting_choices_equal_those_of_the_code() -> None:
-    from workers.engine.gpu_engine import SLOT_SHARE
-    from workers.engine.memory import PLACEMENTS
-    from workers.engine.sizing import LEAST_OWN_ROWS
+    from workers.engine.gpu.engine import SLOT_SHARE
+    from workers.engine.gpu.memory import PLACEMENTS
+    from workers.engine.gpu.sizing import LEAST_OWN_ROWS
 
     assert get_args(get_type_hints(EngineSettings)["placement"]) == ("cpu", *PLACEMENTS)
     assert set(get_args(get_type_hints(BuildSettings)["preset"])) == set(PRESET_NAMES)

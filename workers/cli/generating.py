@@ -21,7 +21,7 @@ from offload.sizes import parse_size
 from workers.cli.building import show_loading, use_threads
 from workers.cli.terminal import out, reading, steps, table, write
 from workers.engine.answer import Answer, answer, question_tokens
-from workers.engine.memory import require_weights
+from workers.engine.gpu.memory import require_weights
 from workers.engine.opening import open_engine, require_together
 from workers.engine.own_choice import SELECTOR as OWN_CHOICE
 from workers.serving.step_engine import StepEngine

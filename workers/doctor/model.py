@@ -15,7 +15,7 @@ from offload.budget import SPARE_BYTES
 from workers.capacity import context_bytes, reported_context_lens, room_for_contexts, spec_of
 from workers.doctor.facts import Facts
 from workers.doctor.findings import Finding, gib
-from workers.engine.memory import require_heads
+from workers.engine.gpu.memory import require_heads
 from workers.engine.own_choice import cached_row_kind, index_key_share, model_selects_rows, require_choice_placed
 from workers.settings import EngineSettings
 

@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workers.engine.cpu_engine import CpuEngine
-    from workers.engine.gpu_engine import GpuEngine
-    from workers.engine.split_engine import SplitEngine
+    from workers.engine.cpu.engine import CpuEngine
+    from workers.engine.gpu.engine import GpuEngine
+    from workers.engine.gpu.split_engine import SplitEngine
 
 __all__ = ["CpuEngine", "GpuEngine", "SplitEngine"]
-_MODULES = {"CpuEngine": "cpu_engine", "GpuEngine": "gpu_engine", "SplitEngine": "split_engine"}
+_MODULES = {"CpuEngine": "cpu.engine", "GpuEngine": "gpu.engine", "SplitEngine": "gpu.split_engine"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from csattn.models import LoadedModel
 from csattn.models.prompt import question_ids
 from csattn.selector_names import SelectorName
 from workers.engine.checks import require_token
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.fidelity import Observer
 from workers.serving.step_engine import StepEngine, StepRow
 from workers.serving.text import TextStream, decode

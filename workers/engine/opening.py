@@ -15,11 +15,11 @@ from csattn.selector_names import SelectorName, selector_named
 from offload.codecs.formats import KvFormat
 from offload.errors import CodecError, TierError
 from offload.sizes import parse_size
-from workers.engine.cpu_context import WITHOUT_ALL_KEYS, HostBudget
-from workers.engine.cpu_engine import CpuEngine
-from workers.engine.gpu_engine import GpuEngine, require_selector
-from workers.engine.memory import PLACEMENTS, Placement
-from workers.engine.split_engine import SplitEngine
+from workers.engine.cpu.context import WITHOUT_ALL_KEYS, HostBudget
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.gpu.engine import GpuEngine, require_selector
+from workers.engine.gpu.memory import PLACEMENTS, Placement
+from workers.engine.gpu.split_engine import SplitEngine
 
 # the command line's name, and a former one, that are too different to be guessed
 _ALIASES = {"kv_codec": "kv_format", "num_slots": "max_requests"}

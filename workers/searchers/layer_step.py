@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from offload.shared_memory import ALIGNMENT, SharedMemory, array_in
-from workers.engine.pool_searcher import RowSearch
+from workers.engine.cpu.pool_searcher import RowSearch
 from workers.searchers.channel import memory_errors
 from workers.searchers.shares import Share, shares_of
 from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan, arrays_of

@@ -15,7 +15,7 @@ from csattn.errors import ConfigError, SearchLostError
 from csattn.search import SearchPool
 from offload.shared_memory import SharedMemory
 from workers.background import BackgroundThread
-from workers.engine.pool_searcher import RowSearch
+from workers.engine.cpu.pool_searcher import RowSearch
 from workers.searchers.channel import Channel
 from workers.searchers.layer_step import LayerStep, kind_of, layer_memory
 from workers.searchers.mail import ATTACH, LOAD, UNLOAD

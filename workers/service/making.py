@@ -12,11 +12,11 @@ from csattn.models.description import describe
 from csattn.models.loader import DTYPES, read_config
 from csattn.selectors import resolve_rest
 from workers.capacity import require_room_for_weights
-from workers.engine.cpu_engine import GROWTH, QUESTION_ROWS, CpuEngine
-from workers.engine.gpu_engine import MAX_ROWS, step_sizes
-from workers.engine.memory import require_weights
+from workers.engine.cpu.engine import GROWTH, QUESTION_ROWS, CpuEngine
+from workers.engine.gpu.engine import MAX_ROWS, step_sizes
+from workers.engine.gpu.memory import require_weights
+from workers.engine.gpu.sparse_or_full import require_both, require_model
 from workers.engine.opening import gpu_engine, require_together
-from workers.engine.sparse_or_full import require_both, require_model
 from workers.model.devices import require_device, require_devices
 from workers.searchers.supervisor import Launch
 from workers.searchers.worker import choose_cpus

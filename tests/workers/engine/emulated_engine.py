@@ -11,7 +11,8 @@ from offload import gather, slot_cache, step_mail
 from offload.budget import AvailableMemory
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
-from workers.engine import draws, gpu_engine, latent_memory, placed_model, split_engine, step_model
+from workers.engine.gpu import draws, latent_memory, placed_model, split_engine, step_model
+from workers.engine.gpu import engine as gpu_engine
 
 
 def emulate(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:

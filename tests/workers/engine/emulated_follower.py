@@ -1,4 +1,4 @@
-"""`workers.engine.follower_process` without a device: its kernels run on the CPU."""
+"""`workers.engine.gpu.follower_process` without a device: its kernels run on the CPU."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from tests.cuda_on_cpu.emulated import Emulator
 from tests.workers.engine.emulated_engine import emulate
-from workers.engine.follower_process import main
+from workers.engine.gpu.follower_process import main
 
 KERNELS = "CSATTN_TEST_KERNELS"  # environment variable: the directory of compiled kernels
 

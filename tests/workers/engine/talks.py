@@ -8,7 +8,7 @@ from torch import Tensor
 
 from csattn.config import SearchConfig
 from csattn.selector_names import SelectorName
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.serving.step_engine import StepEngine, StepRow
 
 RESTS = (None, None, "sketch", "moments", "none")  # over an artifact with a sketch

@@ -8,7 +8,7 @@ from csattn.errors import ContextError
 from index_build.pipeline import build_artifact
 from tests.tiny import MAX_POSITIONS, loaded, token_ids
 from workers.engine.answer import Answer, answer, question_tokens
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.session import csattn_session
 
 QUESTION = "Who keeps the lamp?"

@@ -15,9 +15,9 @@ from offload.pinned import PinnedRows
 from tests.attention.device_steps import change_rows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
-from workers.engine.attend_all import AttendAll, StreamedRows, streamed_bytes
-from workers.engine.far_rows import DeviceRows, context_layers
-from workers.engine.shape import EngineShape
+from workers.engine.gpu.attend_all import AttendAll, StreamedRows, streamed_bytes
+from workers.engine.gpu.far_rows import DeviceRows, context_layers
+from workers.engine.gpu.shape import EngineShape
 
 NUM_LAYERS = 3  # odd, so that with two buffers a step begins in the buffer where the previous step ended
 

@@ -20,12 +20,13 @@ from offload.pinned import PinnedRows
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.offload.soundness import check
 from tests.workers.engine.emulated_engine import ignore
-from workers.engine import attend_latents as attending
-from workers.engine import latent_memory, own_choice
-from workers.engine.attend_latents import AttendLatents
-from workers.engine.latent_memory import CachedLatents, LatentPlaces
+from workers.engine import own_choice
+from workers.engine.gpu import attend_latents as attending
+from workers.engine.gpu import latent_memory
+from workers.engine.gpu.attend_latents import AttendLatents
+from workers.engine.gpu.latent_memory import CachedLatents, LatentPlaces
+from workers.engine.gpu.shape import EngineShape
 from workers.engine.own_choice import least_slots
-from workers.engine.shape import EngineShape
 
 INDEXER = IndexerSpec(num_heads=5, head_dim=21, interleaved=False)
 CHOOSES = LatentSpec(

@@ -26,8 +26,9 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import byte_tokenizer, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate, ignore
 from tests.workers.searchers.searching import Threads
-from workers.engine import gpu_engine, opening
-from workers.engine.memory import PLACEMENTS
+from workers.engine import opening
+from workers.engine.gpu import engine as gpu_engine
+from workers.engine.gpu.memory import PLACEMENTS
 from workers.engine.opening import open_engine
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.service import making

@@ -30,11 +30,11 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import byte_tokenizer, make_model, save, token_ids
 from tests.workers.engine.talks import Talk, alone
 from tests.workers.model.full_context import compressed_shape
-from workers.engine.attend_compressed import AttendCompressed
-from workers.engine.compressed_memory import CompressedMemory, compressed_bytes
-from workers.engine.compressed_on_cpu import CompressedOnCpu
-from workers.engine.compressed_ops import CompressedOps
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.compressed_on_cpu import CompressedOnCpu
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.gpu.attend_compressed import AttendCompressed
+from workers.engine.gpu.compressed_memory import CompressedMemory, compressed_bytes
+from workers.engine.gpu.compressed_ops import CompressedOps
 from workers.model.ops import CompressedBuffers
 from workers.serving.step_engine import NO_CONTEXT
 
@@ -227,7 +227,7 @@ def test_steps_equal_attention_over_the_whole_sequence(
 @torch.no_grad()
 def test_triton_kernels_equal_the_torch_operations(layers: Layers, layer_idx: int) -> None:
     """On a GPU, or in Triton's interpreter: rows that complete compressed ones (also the first), and an idle row."""
-    triton_ops = pytest.importorskip("workers.engine.compressed_triton_ops", reason="Triton is not installed")
+    triton_ops = pytest.importorskip("workers.engine.gpu.compressed_triton_ops", reason="Triton is not installed")
     sizes = {"batch_sizes": (1, MAX_ROWS), "num_tails": NUM_TAILS, "tail_capacity": CAPACITY}
     shape = compressed_shape(describe(layers.model.config), CONTEXT_LENS, **sizes)
     rows = make_step_rows(5, DEVICE)

@@ -26,10 +26,10 @@ from tests.workers.engine.talks import (
     random_talks,
     run_together,
 )
-from workers.engine import on_cpu, row_plan
-from workers.engine.cpu_context import HostBudget
-from workers.engine.cpu_engine import CpuEngine
-from workers.engine.pool_searcher import PoolSearcher, RowSearch
+from workers.engine.cpu import on_cpu, row_plan
+from workers.engine.cpu.context import HostBudget
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.cpu.pool_searcher import PoolSearcher, RowSearch
 from workers.serving.step_engine import NO_CONTEXT, StepRow
 
 CONTEXT_LENS = (700, 391)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.cuda_on_cpu.emulated import DEVICE
-from workers.engine import draws
-from workers.engine.draws import MAX_TOP, DrawsOnDevice
+from workers.engine.gpu import draws
+from workers.engine.gpu.draws import MAX_TOP, DrawsOnDevice
 from workers.model.runner import StepOutput
 from workers.serving.draw_reference import draw_reference
 from workers.serving.messages import Sampling

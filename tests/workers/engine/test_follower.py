@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from workers.engine import follower
+from workers.engine.gpu import follower
 
 
 class FailingFollower:

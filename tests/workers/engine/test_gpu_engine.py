@@ -26,10 +26,12 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.emulated_engine import emulate, ignore
 from tests.workers.engine.talks import next_ids_beside_nan
-from workers.engine import GpuEngine, gpu_engine, lossy_keys, placed_model, step_model
-from workers.engine.cpu_engine import CpuEngine
-from workers.engine.memory import PLACEMENTS, plan_context, plan_memory
-from workers.engine.on_device import SearchOnDevice
+from workers.engine import GpuEngine, lossy_keys
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.gpu import engine as gpu_engine
+from workers.engine.gpu import placed_model, step_model
+from workers.engine.gpu.memory import PLACEMENTS, plan_context, plan_memory
+from workers.engine.gpu.on_device import SearchOnDevice
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.messages import Sampling
 from workers.serving.sampling import adjust_logits, draw, draw_spec, likelihood_of

@@ -14,7 +14,14 @@ from csattn.cpu.team import Team
 from csattn.lightning import top_k_reference
 from csattn.models.latent import LatentQueries, attend_latents, attend_listed, choose_rows
 from csattn.models.spec import IndexerSpec, LatentSpec
-from workers.engine.latent_rows import ARGUMENTS, attend_pieces, attend_stage, choose_stage, score_pieces, score_stage
+from workers.engine.cpu.latent_rows import (
+    ARGUMENTS,
+    attend_pieces,
+    attend_stage,
+    choose_stage,
+    score_pieces,
+    score_stage,
+)
 
 SPEC = LatentSpec(
     num_heads=19,

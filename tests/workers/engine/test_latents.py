@@ -22,10 +22,10 @@ from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.tiny import byte_tokenizer, loaded, make_model, tiny_config, token_ids
 from tests.workers.engine.emulated_engine import emulate
 from workers.engine import own_choice
-from workers.engine.cpu_engine import CpuEngine
-from workers.engine.gpu_engine import GpuEngine
-from workers.engine.latent_memory import CachedLatents, LatentPlaces
-from workers.engine.memory import require_weights
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.gpu.engine import GpuEngine
+from workers.engine.gpu.latent_memory import CachedLatents, LatentPlaces
+from workers.engine.gpu.memory import require_weights
 from workers.engine.opening import open_engine
 from workers.engine.own_choice import require_choice_placed
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow

@@ -20,10 +20,10 @@ from tests.tiny import byte_tokenizer, loaded, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate
 from tests.workers.engine.talks import Talk, alone
 from workers.capacity import context_bytes
-from workers.engine.cpu_context import HostBudget
-from workers.engine.cpu_engine import CpuEngine
-from workers.engine.far_rows import DeviceRows
-from workers.engine.gpu_engine import GpuEngine
+from workers.engine.cpu.context import HostBudget
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.gpu.engine import GpuEngine
+from workers.engine.gpu.far_rows import DeviceRows
 from workers.streaming.config import StreamConfig
 from workers.streaming.session import StreamSession
 

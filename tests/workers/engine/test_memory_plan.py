@@ -13,10 +13,10 @@ from csattn.search.device import compiling, index_shape
 from csattn.selectors import resolve_rest
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
-from workers.engine.attend_chosen import make_passes
-from workers.engine.memory import PLACEMENTS, Placement, search_bytes
-from workers.engine.on_device import make_searches
-from workers.engine.shape import EngineShape
+from workers.engine.gpu.attend_chosen import make_passes
+from workers.engine.gpu.memory import PLACEMENTS, Placement, search_bytes
+from workers.engine.gpu.on_device import make_searches
+from workers.engine.gpu.shape import EngineShape
 
 
 @pytest.fixture(autouse=True)

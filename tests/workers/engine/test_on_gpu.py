@@ -18,10 +18,10 @@ from offload.codecs.formats import KvFormat
 from offload.errors import MemoryPlanError, NoDeviceError
 from tests.tiny import FAMILIES, loaded, tiny_config, token_ids
 from tests.workers.engine.definition import defined_logits
-from workers.engine import step_model
 from workers.engine.answer import answer, question_tokens
-from workers.engine.gpu_engine import GpuEngine
-from workers.engine.memory import PLACEMENTS, require_weights
+from workers.engine.gpu import step_model
+from workers.engine.gpu.engine import GpuEngine
+from workers.engine.gpu.memory import PLACEMENTS, require_weights
 from workers.serving.step_engine import StepRow
 
 CONTEXT_LEN = 700

@@ -18,7 +18,7 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.search.shapes import shape_of
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.test_placements import CONTEXT_LEN, cached_rows, context_kv, make_shape
-from workers.engine.on_host import SearchOnHost, StepSearcher
+from workers.engine.gpu.on_host import SearchOnHost, StepSearcher
 from workers.searchers.step_searches import StepSearches
 
 CONFIG = SearchConfig(keep=0.1, window_len=16)

@@ -19,10 +19,10 @@ from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import byte_tokenizer, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate
-from workers.engine import step_model
-from workers.engine.cpu_engine import CpuEngine
-from workers.engine.gpu_engine import GpuEngine
-from workers.engine.memory import PLACEMENTS
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.gpu import step_model
+from workers.engine.gpu.engine import GpuEngine
+from workers.engine.gpu.memory import PLACEMENTS
 from workers.serving.step_engine import NO_CONTEXT, StepRow
 
 CONTEXT_LEN, CAPACITY = 300, 2100

@@ -12,7 +12,7 @@ from csattn.errors import ConfigError, ContextError
 from index_build.pipeline import build_artifact
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.talks import Talk, alone
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.serving.step_engine import NO_CONTEXT, StepRow
 
 TOKENS = token_ids(100, seed=3).tolist()

@@ -17,8 +17,8 @@ from index_build.pipeline import build_artifact
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.definition import defined_logits
 from tests.workers.engine.talks import Talk, alone, assert_same, run_together
-from workers.engine.cpu_context import HostBudget
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.context import HostBudget
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.own_segments import OwnSegments
 from workers.serving.step_engine import StepRow
 

@@ -32,11 +32,11 @@ from tests.tiny import loaded, token_ids
 from tests.workers.engine.definition import defined_logits
 from tests.workers.model.decoding import advance, prefill
 from tests.workers.searchers.searching import Threads
-from workers.engine.attend_chosen import ResidentRows
-from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
-from workers.engine.on_device import SearchOnDevice
-from workers.engine.on_host import SearchOnHost, StepSearcher
-from workers.engine.shape import EngineShape
+from workers.engine.gpu.attend_chosen import ResidentRows
+from workers.engine.gpu.far_rows import CachedRows, DeviceRows, context_layers
+from workers.engine.gpu.on_device import SearchOnDevice
+from workers.engine.gpu.on_host import SearchOnHost, StepSearcher
+from workers.engine.gpu.shape import EngineShape
 from workers.model import ModelRunner, take_weights
 from workers.searchers.step_searches import StepSearches
 from workers.searchers.worker_searcher import WorkerSearcher

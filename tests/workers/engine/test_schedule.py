@@ -8,7 +8,7 @@ from csattn.batch import make_device_selection, make_step_rows
 from csattn.config import SearchConfig
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.workers.engine.test_placements import make_shape
-from workers.engine.schedule import Schedule, schedule_bytes
+from workers.engine.gpu.schedule import Schedule, schedule_bytes
 
 SIZES = (1, 8)
 NUM_TAILS = 3

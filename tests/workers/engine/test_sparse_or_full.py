@@ -21,12 +21,12 @@ from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import byte_tokenizer, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate
-from workers.engine import sparse_or_full
-from workers.engine.attend_all import attend_all_bytes
-from workers.engine.gpu_engine import GpuEngine
-from workers.engine.memory import plan_memory
-from workers.engine.shape import EngineShape
-from workers.engine.sparse_or_full import all_are_faster
+from workers.engine.gpu import sparse_or_full
+from workers.engine.gpu.attend_all import attend_all_bytes
+from workers.engine.gpu.engine import GpuEngine
+from workers.engine.gpu.memory import plan_memory
+from workers.engine.gpu.shape import EngineShape
+from workers.engine.gpu.sparse_or_full import all_are_faster
 from workers.serving.step_engine import NO_CONTEXT, StepRow
 
 CONTEXT_LEN = 300

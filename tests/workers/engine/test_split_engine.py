@@ -37,9 +37,9 @@ from tests.cuda_on_cpu import emulated
 from tests.tiny import byte_tokenizer, loaded, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate
 from tests.workers.engine.emulated_follower import KERNELS
-from workers.engine import followers, step_model
-from workers.engine.gpu_engine import GpuEngine
-from workers.engine.split_engine import SplitEngine
+from workers.engine.gpu import followers, step_model
+from workers.engine.gpu.engine import GpuEngine
+from workers.engine.gpu.split_engine import SplitEngine
 from workers.model.devices import Devices
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 

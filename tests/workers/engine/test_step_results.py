@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from workers.engine.step_results import LogitsOnHost, joined, kept
+from workers.engine.gpu.step_results import LogitsOnHost, joined, kept
 from workers.serving.step_engine import StepResult, StepRow
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -8,7 +8,7 @@ from time import sleep
 import pytest
 import torch
 
-from workers.engine.stream_thread import run_in_thread, stream_thread
+from workers.engine.gpu.stream_thread import run_in_thread, stream_thread
 
 
 @pytest.fixture

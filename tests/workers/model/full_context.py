@@ -17,9 +17,9 @@ from csattn.models.spec import ModelSpec
 from index_build.capture import prefill
 from tests.tiny import token_ids
 from tests.workers.model.full_attention import FullAttention
-from workers.engine.attend_compressed import AttendCompressed
-from workers.engine.compressed_memory import CompressedMemory
-from workers.engine.shape import EngineShape
+from workers.engine.gpu.attend_compressed import AttendCompressed
+from workers.engine.gpu.compressed_memory import CompressedMemory
+from workers.engine.gpu.shape import EngineShape
 from workers.model import ModelRunner, take_weights
 from workers.model.ops import DeltaState
 

@@ -23,8 +23,8 @@ from csattn.share import Share
 from offload.budget import AvailableMemory
 from offload.errors import NoDeviceError
 from tests.tiny import byte_tokenizer, loaded, make_model
-from workers.engine import step_model
-from workers.engine.step_model import handed_share
+from workers.engine.gpu import step_model
+from workers.engine.gpu.step_model import handed_share
 from workers.model import devices, take_weights
 from workers.model.deadline import ends_within
 from workers.model.devices import Devices, _Pickler, _Unpickler, require_device, require_devices

@@ -11,7 +11,7 @@ import numpy as np
 from csattn.artifact import Artifact, open_artifact
 from csattn.search import LayerSearch, SearchPool, TokenSelections
 from tests.artifact.synthetic import build, make_spec
-from workers.engine.pool_searcher import RowSearch
+from workers.engine.cpu.pool_searcher import RowSearch
 from workers.searchers.worker import SearchWorker, WorkerSpec
 from workers.searchers.worker_searcher import WorkerSearcher
 

@@ -9,7 +9,7 @@ from csattn.errors import ConfigError
 from offload.errors import NoDeviceError
 from tests.tiny import loaded, save
 from tests.workers.searchers.searching import Threads
-from workers.engine.cpu_engine import QUESTION_ROWS
+from workers.engine.cpu.engine import QUESTION_ROWS
 from workers.searchers.worker import choose_cpus
 from workers.service import making
 from workers.service.making import make_backend, make_engine, make_searcher

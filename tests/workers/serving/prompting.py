@@ -8,7 +8,7 @@ from typing import Any
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from tests.tiny import loaded
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.serving.kept_store import DIRECTORY
 from workers.serving.local import LocalBackend
 from workers.serving.messages import Ask, Done, Sampling, Turn

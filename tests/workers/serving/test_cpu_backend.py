@@ -15,7 +15,7 @@ from offload.codecs.formats import KvFormat
 from tests.tiny import loaded
 from tests.workers.serving.artifacts import SECRETS, build, text_of
 from tests.workers.serving.test_local import answer, ask
-from workers.engine.cpu_engine import CpuEngine
+from workers.engine.cpu.engine import CpuEngine
 from workers.serving.context_file import ContextFile
 from workers.serving.contexts import name_artifact
 from workers.serving.local import LocalBackend

@@ -11,7 +11,8 @@ from csattn.config import SearchConfig
 from offload import budget
 from tests.workers.serving.test_cpu_backend import SEARCH, backend_of
 from tests.workers.serving.test_local import answer, ask, until
-from workers.engine import cpu_context, preparation
+from workers.engine.cpu import context as cpu_context
+from workers.engine.cpu import preparation
 from workers.serving.context_file import ContextFile
 from workers.serving.messages import BadRequestError, OverloadedError, ServingError, WorkerLostError
 

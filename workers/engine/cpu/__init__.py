@@ -1,0 +1,1 @@
+"""Steps on a CPU: `CpuEngine`, and what it is made of."""

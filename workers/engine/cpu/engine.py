@@ -1,0 +1,398 @@
+"""`CpuEngine`: the scheduler's engine without a GPU. A step's rows belong to any requests, over any contexts."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache, partial
+from threading import Lock
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csattn.artifact import Artifact
+from csattn.config import SearchConfig, SketchConfig
+from csattn.cpu.heap import trim_heap
+from csattn.cpu.team import Team
+from csattn.cpus import available_cpus
+from csattn.errors import ConfigError
+from csattn.models import LoadedModel
+from csattn.models.description import describe
+from csattn.search import SearchPool
+from csattn.selector_names import SelectorName
+from csattn.selectors import ContextView, resolve_rest, selector_for
+from csattn.sketch.own import Growth
+from offload.budget import host_memory_bytes
+from offload.codecs.formats import KvFormat
+from workers.engine.checks import (
+    loaded_context,
+    open_request,
+    require_free_request_slot,
+    require_new_context,
+    require_num_rows,
+    require_room,
+    require_unused,
+    require_watch,
+    seen_lens,
+)
+from workers.engine.cpu.context import CpuContext, CpuRequest, HostBudget, no_context, open_context
+from workers.engine.cpu.observers import Observers
+from workers.engine.cpu.on_cpu import AttendOnCpu
+from workers.engine.cpu.plain_rows import PlainRows
+from workers.engine.cpu.pool_searcher import PoolSearcher
+from workers.engine.cpu.preparation import Preparation
+from workers.engine.cpu.row_plan import RowPlan, RowPlans
+from workers.engine.fidelity import Observer
+from workers.engine.own_choice import SELECTOR, model_selects_rows, require_own_choice, require_plain_rows, rows_read
+from workers.engine.own_segments import OF_OWN, OwnSegments, grows_without_context
+from workers.model.cpu.cpu_model import CpuModel
+from workers.model.rows import require_tokens
+from workers.searchers.worker_searcher import WorkerSearcher
+from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
+
+# Every step reads the near rows from memory, as it does the weights, so few rows should stay near: segments are shorter
+# than on a GPU, where the transforms of that many segments would take too much memory.
+GROWTH = Growth(segment_len=512)
+QUESTION_ROWS = 64  # of a step; a question alone takes a third longer with 16, and as long with 128
+
+
+class CpuEngine:
+    """The `StepEngine` of the CPU. A row's results have the same bits alone or beside others, on any number of threads.
+
+    Over a sketch, a request's own rows become segments with sketches of their own (`csattn.sketch.own`). With another
+    `rest` than the sketch's, and in full attention, all own rows are attended to. Otherwise, own rows that have left
+    the request's window, which is as long as the context's, are chosen by its selector, or join its lists.
+    """
+
+    draws = False
+
+    def __init__(
+        self,
+        loaded: LoadedModel,  # on the CPU; its weights are read in place
+        *,
+        max_rows: int | None = None,  # of a step; default: QUESTION_ROWS, but no more rows than stay near
+        max_requests: int = 16,
+        tail_capacity: int | None = None,  # own rows of a request; default: what positions and memory allow
+        growth: Growth | None = None,
+        num_threads: int | None = None,  # default: all cores
+        searcher: WorkerSearcher | None = None,  # closed with the engine; default: threads of this process
+        kv_format: KvFormat | None = None,  # of contexts' rows; None: read in place from the artifacts' memory maps
+        host_budget: HostBudget | None = None,  # for contexts that do not fit into memory; not with kv_format
+    ) -> None:
+        self._growth = growth or GROWTH
+        max_rows = min(QUESTION_ROWS, self._growth.least_near) if max_rows is None else max_rows
+        if min(max_rows, max_requests, tail_capacity or 1) < 1:
+            raise ConfigError(
+                f"an engine needs at least one row, one request and one row in a tail, got {max_rows}, {max_requests} "
+                f"and {tail_capacity}"
+            )
+        if max_rows > self._growth.least_near:
+            raise ConfigError(f"a step has up to {self._growth.least_near} rows, got {max_rows}; leave out some")
+        for what, value in (("a KV codec", kv_format), ("a host budget", host_budget)):
+            if value is not None:
+                require_plain_rows(describe(loaded.model.config), what)
+        threads = num_threads or available_cpus()
+        self.loaded = loaded
+        self.max_rows, self.max_requests = max_rows, max_requests
+        self.max_positions, self.num_layers = loaded.geometry.max_positions, len(loaded.geometry.indexed_layers)
+        self.tail_capacity = min(tail_capacity or _most_tokens(loaded, max_requests), self.max_positions)
+        self._kv_format, self._host_budget = kv_format, host_budget
+        self._model = CpuModel(loaded.model, max_rows, max_requests, self.tail_capacity, threads)
+        self._scale = self._model.shape.softmax_scale
+        indexed = [self._model.shape.layers[layer_idx] for layer_idx in self._model.shape.indexed_layers]
+        self._cap = indexed[0].attention.logit_cap if indexed else None
+        self._attention = AttendOnCpu(self._model, self._scale)
+        self._team = Team(threads)
+        self._searcher: PoolSearcher | WorkerSearcher = searcher if searcher is not None else PoolSearcher(self._team)
+        # searches requests' own rows, in their lists or segments; requests hold this function, and not the engine
+        self._own_pool = cache(partial(SearchPool, self._team))
+        self._contexts: dict[int, CpuContext] = {}
+        self._no_context = no_context(loaded.geometry, loaded.dtype)
+        self._requests: dict[int, CpuRequest] = {}
+        self._plans = RowPlans(self._model, self._scale)
+        self._plan: RowPlan | None = None  # of the last step
+        self._preparing = Lock()  # one preparation at a time
+        self._segment_executor = ThreadPoolExecutor(1, "own-segments")
+        self._search_s = self._attend_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<CpuEngine {self.loaded.name}: {len(self._contexts)} contexts, {len(self._requests)} requests>"
+
+    def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
+        artifact.require_model(self.loaded.fingerprint, self.loaded.geometry)
+        artifact.require_tokenizer(self.loaded.tokenizer_hash)
+        require_new_context(context_id, self._contexts, artifact, self.max_positions)
+        if artifact.spec.kv_dtype != self._model.kind:
+            raise ConfigError(
+                f"the artifact's KV is {artifact.spec.kv_dtype}, the model is loaded in {self._model.kind}; "
+                f"load it in {artifact.spec.kv_dtype}"
+            )
+        context = open_context(artifact, self._kv_format, self._host_budget)
+        try:
+            self._searcher.load(context_id, artifact)
+        except BaseException:
+            context.store.close()
+            raise
+        self._contexts[context_id] = context
+
+    def remove_context(self, context_id: int) -> None:
+        context = self.context(context_id)
+        require_unused(
+            context_id, {request_slot: request.context_id for request_slot, request in self._requests.items()}
+        )
+        self._forget_plans()
+        self._searcher.unload(context_id)
+        del self._contexts[context_id]
+        context.store.close()
+        trim_heap()
+
+    def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Callable[[], None] | None:
+        """Return what another selector than csattn, or `rest` moments, first computes from all rows of the context."""
+        wanted = self._wanted(context_id, config, selector)
+        return None if wanted.is_made else partial(self._make, wanted)
+
+    def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
+        wanted = self._wanted(context_id, config, selector)
+        require_free_request_slot(request_slot, self.max_requests, self._requests)
+        self._make(wanted)
+        self._model.begin_request(request_slot, wanted.context.states)
+        if self._attention.compressed is not None:
+            context = wanted.context
+            self._attention.compressed.begin_request(request_slot, context.compressed, context.context_len)
+        tails = self._model.indexed_tails[:, request_slot]
+
+        def own_segments(of_own: SketchConfig) -> OwnSegments:
+            def rows(start: int, stop: int) -> Iterator[Tensor]:
+                return (tail[:, start:stop] for tail in tails)
+
+            return OwnSegments(request_slot, len(tails), rows, config, of_own, self._growth, self._segment_executor)
+
+        num_q_heads = self.loaded.geometry.num_q_heads
+        self._requests[request_slot] = wanted.begin(request_slot, num_q_heads, self._own_pool, own_segments)
+        self._forget_plans()
+
+    def write_rows(self, request_slot: int, rows: Tensor) -> None:
+        request, num_rows = self.request(request_slot), rows.shape[2]
+        self._require_room(request_slot, num_rows)
+        self._model.whole_tails[:, request_slot, :, request.tail_len : request.tail_len + num_rows] = rows
+        request.tail_len += num_rows
+        if request.own is not None:
+            request.own.grow(request.tail_len)
+
+    def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        assert 0 <= start < stop <= self.request(request_slot).tail_len, f"rows {start} to {stop} are not all there"
+        rows = self._model.whole_tails[:, request_slot, :, start:stop].clone(memory_format=torch.contiguous_format)
+        return lambda: rows
+
+    def observe(self, request_slot: int, observer: Observer) -> None:
+        """Call the observer after each layer of every later step of the request."""
+        request = self.request(request_slot)
+        require_plain_rows(self._model.shape, "a record of what is attended to")
+        request.observer = observer
+
+    def close_request(self, request_slot: int) -> None:
+        if (own := self.request(request_slot).own) is not None:
+            own.close()
+        del self._requests[request_slot]
+        self._forget_plans()
+
+    def step(
+        self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
+    ) -> StepResult:
+        """Run one step. A row sees all earlier rows of its request, also those of this step.
+
+        If this raises, no request has changed, and the same rows can be run again.
+        """
+        self._require_rows(rows, watch)
+        request_slots = [row.request_slot for row in rows]
+        lens = np.array(
+            seen_lens(
+                request_slots, {request_slot: self._requests[request_slot].tail_len for request_slot in request_slots}
+            ),
+            np.int64,
+        )
+        plan = self._plans.plan([self._requests[request_slot] for request_slot in request_slots], lens)
+        if plan is not self._plan:
+            self._plan = None  # if set_plan fails halfway, it leaves a mixture of both plans
+            self._attention.set_plan(plan)
+            self._plan = plan
+        model, order = self._model, plan.order
+        tail_lens = lens[order]
+        positions = [
+            request.view.context_len + length - 1 for request, length in zip(plan.requests, tail_lens, strict=True)
+        ]
+        model.set_rows(
+            [rows[i].token_id for i in order], positions, [r.request_slot for r in plan.requests], tail_lens.tolist()
+        )
+        self._attention.set_lens(plan, tail_lens)
+        plain = PlainRows(model, plan, tail_lens, self._scale)
+        observers = Observers(model, plan, plain, tail_lens, watch)
+        token_rows = [row for row, of_row in enumerate(rows) if of_row.wants_token]
+        try:
+            self._run(plan, plain, observers)
+            if token_rows:
+                self._team.run(model.logits_tape(np.argsort(order)[token_rows].tolist()))
+        except BaseException:
+            plain.abandon()
+            raise
+        plan.commit()
+        plain.commit()
+        model.commit(request_slots)
+        plan.count(tail_lens, self.num_layers)
+        for request_slot, length in zip(request_slots, lens.tolist(), strict=True):
+            self._requests[request_slot].tail_len = length
+        for request in map(self._requests.__getitem__, set(request_slots)):
+            if request.own is not None:
+                request.own.grow(request.tail_len)
+        return self._result(token_rows, len(rows), want_logits, observers.fidelity)
+
+    def context(self, context_id: int) -> CpuContext:
+        """Return the context loaded under that number. Raises ConfigError if there is none."""
+        return self._no_context if context_id == NO_CONTEXT else loaded_context(context_id, self._contexts)
+
+    def request(self, request_slot: int) -> CpuRequest:
+        """Return the request that is open there. Raises ConfigError if there is none."""
+        return open_request(request_slot, self._requests)
+
+    def reading(self, request_slot: int) -> Reading:
+        request, shape = self.request(request_slot), self._model.shape
+        if model_selects_rows(shape):
+            return Reading(SELECTOR, rows_read(shape, request.view.context_len, request.tail_len))
+        read = request.count.far_rows + request.count.near_rows
+        return Reading(request.selector, read / max(1, request.count.tokens * self.num_layers))
+
+    def counts(self) -> EngineCounts:
+        contexts = self._contexts.values()
+        return EngineCounts(
+            search_s=self._search_s,
+            attend_s=self._attend_s,
+            kv_bytes=sum(context.kv_bytes for context in contexts),
+            index_bytes=sum(context.artifact.index_bytes for context in contexts if context.artifact is not None),
+        )
+
+    def close(self) -> None:
+        """Stop the threads and close the contexts. No step may be running."""
+        for request in self._requests.values():
+            if request.own is not None:
+                request.own.close()
+        self._segment_executor.shutdown(cancel_futures=True)
+        self._team.close()
+        self._searcher.close()
+        for context in self._contexts.values():
+            context.store.close()
+        self._contexts.clear()  # their files stay mapped while anything references them
+        self._forget_plans()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _run(self, plan: RowPlan, plain: PlainRows, observers: Observers) -> None:
+        """Run all layers. With lookahead, a layer's searches run while the layer before it is computed."""
+        model = self._model
+        self._team.run(model.begin[plan.ahead])
+        under_way, numbers = False, model.numbers
+        try:
+            for layer_idx, (number, following) in enumerate(zip(numbers, [*numbers[1:], None], strict=True)):
+                started = time.perf_counter()
+                if number is not None and under_way:
+                    under_way = False
+                    self._searcher.finish()
+                if number is not None and (late := plan.late(number)):
+                    self._searcher.start(number, late)
+                    self._searcher.finish()
+                if following is not None and (early := plan.early(following)):
+                    under_way = True
+                    self._searcher.start(following, early)
+                own_searches = [] if number is None else plan.own_searches(number)
+                if own_searches:
+                    self._own_pool().search_layers(own_searches)
+                if number is not None:
+                    plain.choose(number)
+                attending = time.perf_counter()
+                if (attend := self._attention.layers[layer_idx]) is not None:
+                    self._team.run(attend)
+                if self._attention.compressed is not None:
+                    self._attention.compressed.attend(layer_idx)
+                if number is not None:
+                    plan.keep(number)
+                    plain.attend(number)
+                if plan.groups or own_searches or plain.num_choosing:
+                    self._search_s += attending - started
+                self._attend_s += time.perf_counter() - attending
+                if number is not None:
+                    observers.show(number)
+                if under_way and len(plain):  # so that rows to gather are read while the rest of the layer is computed
+                    under_way = False
+                    self._searcher.finish()
+                    assert following is not None
+                    plain.prefetch(following)
+                self._team.run(model.after[plan.ahead][layer_idx])
+        except BaseException:
+            if under_way:
+                with suppress(Exception):  # the first error is the one to report
+                    self._searcher.finish()
+            raise
+
+    def _forget_plans(self) -> None:
+        """Drop all plans, which reference requests and their contexts."""
+        self._plans.forget()
+        self._plan = None
+
+    def _wanted(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Preparation:
+        """Return what such a request needs. Raises ConfigError for what this engine cannot do."""
+        context = self.context(context_id)
+        view = ContextView(context.context_len, self._scale, config, self._cap)
+        require_own_choice(self._model.shape, config, selector)
+        if context.artifact is None or not context.kv:  # there are no rows to choose from, or the model itself chooses
+            may_grow = bool(context.kv) and selector == "csattn" and config.keep < 1 and self._cap is None
+            of_own = OF_OWN if may_grow and grows_without_context(config) else None
+            return Preparation(context_id, context, view, "full", "none", of_own)
+        name = selector_for(selector, view)
+        if self._host_budget is not None:
+            self._host_budget.require_alike(name, view)
+        index_config = context.artifact.spec.index_config
+        rest = resolve_rest(config, name, index_config.layout, self._cap is not None)
+        of_own = index_config if isinstance(index_config, SketchConfig) and rest == "sketch" else None
+        return Preparation(context_id, context, view, name, rest, of_own if name == "csattn" else None)
+
+    def _make(self, wanted: Preparation) -> None:
+        """Make it unless it is made: the check is outside the lock, so as not to wait for another context's."""
+        if not wanted.is_made:
+            with self._preparing:
+                wanted.make(self.loaded)
+
+    def _result(self, token_rows: list[int], num_rows: int, want_logits: bool, seen: Fidelity | None) -> StepResult:
+        """Move logits to the places of their rows. token_rows: those whose logits the model has computed, in order."""
+        logits, next_ids = self._model.logits[:num_rows], np.full(num_rows, -1)
+        for place, row in reversed([*enumerate(token_rows)]):  # backwards, because place <= row: nothing is overwritten
+            argmax = logits[place].argmax()
+            next_ids[row] = argmax if np.isfinite(logits[place, argmax]) else -1
+            if want_logits and place != row:
+                logits[row] = logits[place]
+        return StepResult(next_ids, logits if want_logits else None, seen)
+
+    def _require_rows(self, rows: Sequence[StepRow], watch: tuple[int, int] | None) -> None:
+        """Raise for rows that cannot be run, before anything changes."""
+        require_num_rows(len(rows), self.max_rows)
+        require_tokens([row.token_id for row in rows], self.loaded.geometry.vocab_size)
+        for request_slot, num_new in Counter(row.request_slot for row in rows).items():
+            self._require_room(request_slot, num_new)
+        require_watch(watch, len(rows), self.num_layers)
+
+    def _require_room(self, request_slot: int, num_new: int) -> None:
+        request = self.request(request_slot)
+        room = min(self.tail_capacity, self.max_positions - request.view.context_len)
+        require_room(request_slot, request.tail_len + num_new, room)
+
+
+def _most_tokens(loaded: LoadedModel, max_requests: int) -> int:
+    """Return how many own rows of each request half of the host memory holds. Rows that are not used take no memory."""
+    geometry = loaded.geometry
+    row_bytes = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * loaded.dtype.itemsize
+    return max(1, min(geometry.max_positions, host_memory_bytes() // 2 // (max_requests * row_bytes)))

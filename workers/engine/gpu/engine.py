@@ -1,0 +1,505 @@
+"""`GpuEngine`: the scheduler's engine on a GPU. A step's rows belong to any requests, over any contexts."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from csattn.artifact import Artifact
+from csattn.batch import DeviceSelection
+from csattn.config import (
+    IndexConfig,
+    SearchConfig,
+    SketchConfig,
+    preset,
+)
+from csattn.cpus import available_cpus
+from csattn.errors import ConfigError
+from csattn.models import LoadedModel
+from csattn.search import SearchPool
+from csattn.selection import Selection, join_choices
+from csattn.selector_names import SelectorName
+from csattn.selectors import ContextView
+from csattn.sketch.own import Growth, own_top_k
+from offload.codecs.formats import KvFormat
+from workers.engine.checks import (
+    loaded_context,
+    open_request,
+    require_free_request_slot,
+    require_new_context,
+    require_num_rows,
+    require_room,
+    require_unused,
+    require_watch,
+    seen_lens,
+)
+from workers.engine.fidelity import Seen, fidelity
+from workers.engine.gpu.draws import DrawsOnDevice
+from workers.engine.gpu.far_rows import CachedRows
+from workers.engine.gpu.latent_memory import CachedLatents
+from workers.engine.gpu.memory import Placement, placement_named, require_heads
+from workers.engine.gpu.on_device import SearchOnDevice
+from workers.engine.gpu.on_host import SearchOnHost, StepSearcher
+from workers.engine.gpu.own_on_device import LAYERS_AT_ONCE, join_on_device, place_segment
+from workers.engine.gpu.placed_model import Progress
+from workers.engine.gpu.placing import Placing
+from workers.engine.gpu.sizing import Sizing
+from workers.engine.gpu.sparse_or_full import all_are_faster
+from workers.engine.gpu.step_model import StepModel, step_model
+from workers.engine.gpu.step_results import LogitsOnHost, joined, kept
+from workers.engine.gpu.stream_thread import stream_thread, synchronize_stream
+from workers.engine.own_choice import (
+    SELECTOR,
+    model_selects_rows,
+    require_choice_placed,
+    require_own_choice,
+    require_plain_rows,
+    rows_read,
+)
+from workers.engine.own_segments import OwnSegments, grows_without_context
+from workers.model.devices import require_device
+from workers.model.rows import require_tokens
+from workers.model.runner import StepOutput
+from workers.searchers.step_searches import StepSearches
+from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
+
+BATCH_SIZES = (1, 8)  # for a single request: its decode steps, and its question eight tokens at a time
+MAX_ROWS = 64  # of a step
+_MOST_THREADS = 8  # that compute the eigenvectors for a segment of own rows
+GPU_SELECTORS: tuple[SelectorName, ...] = ("csattn", "full", "exact")
+SLOT_SHARE = 0.15  # of a context's rows that have cache slots on the device, where its KV is on the host
+
+
+@dataclass(slots=True)
+class _Request:
+    context_id: int
+    config: SearchConfig
+    own: OwnSegments | None  # None: all of its own rows are attended to
+    tail_len: int = 0
+    num_segments: int = 0  # own segments in use
+    own_read: int = 0  # own rows that were read for each KV head, summed over all tokens
+    num_steps: int = 0  # tokens that steps computed; rows from `write_rows` do not count
+    num_all: int = 0  # of these, the tokens that attended to all rows
+    is_written: bool = False  # rows from `write_rows` are still being copied to its tail
+
+
+class GpuEngine:
+    """The `StepEngine` of a GPU, in one placement.
+
+    Memory is planned, and steps are captured as CUDA graphs, when the first request or context arrives: see `Placing`.
+
+    All requests select with the engine's configuration, or with a smaller `keep`; or all attend to all rows. With
+    all_where_faster, some steps attend to all rows. Apart from that, a row's results have the same bits alone and
+    beside others in steps of up to 16 rows, or 8 with weights of 8 or 4 bits; in larger steps, and over latents, the
+    last bits may differ.
+    """
+
+    draws = True
+
+    def __init__(
+        self,
+        loaded: LoadedModel | StepModel,
+        config: SearchConfig,
+        placement: Placement | str,
+        *,
+        batch_sizes: tuple[int, ...] = BATCH_SIZES,  # of steps, ascending; a step is padded with idle rows
+        max_requests: int = 1,
+        tail_capacity: int | None = None,  # own rows of a request; default: what fits in memory
+        own_on_host: bool | None = None,  # move the first own rows to the host; default: if more rows fit so
+        all_where_faster: bool = False,  # attend to all rows in steps where that is faster; placement device only
+        growth: Growth | None = None,
+        num_contexts: int = 1,  # loaded at the same time
+        max_context_len: int | None = None,  # rows; default: what the model's positions and the memory allow
+        index_config: IndexConfig | None = None,  # of contexts; default: the first one's, or preset `default`
+        slot_share: float = SLOT_SHARE,
+        selector: SelectorName = "csattn",  # of all requests: csattn, full, or in placement device exact
+        kv_format: KvFormat | None = None,  # of contexts' rows, on the device and in host memory; None: as built
+        num_threads: int | None = None,  # search threads in placement `host`; default: all cores
+        searcher: StepSearcher | None = None,  # in placement `host`, instead of threads; closed with the engine
+        device: torch.device | None = None,
+        on_progress: Progress = lambda what, done, total: None,
+    ) -> None:
+        """Raises NoDeviceError without a GPU, and ConfigError for settings that do not go together."""
+        self.model = loaded if isinstance(loaded, StepModel) else step_model(loaded)
+        self.config, self.placement, spec = config, placement_named(placement), self.model.spec
+        self.selector = selector
+        require_choice_placed(spec, self.placement)
+        require_heads(spec, self.model.dtype)
+        require_device()
+        require_selector(selector, self.placement, kv_format)
+        require_own_choice(spec, config, selector)
+        if kv_format is not None:
+            require_plain_rows(spec, "a KV codec")
+        self.batch_sizes, self.max_rows, self.max_requests = batch_sizes, batch_sizes[-1], max_requests
+        self.max_positions, self.num_layers = spec.max_positions, len(spec.indexed_layers)
+        self._num_contexts, self._growth = num_contexts, growth or Growth()
+        sizing = Sizing(
+            model=self.model,
+            placement=self.placement,
+            search=config,
+            selector=selector,
+            batch_sizes=batch_sizes,
+            num_contexts=num_contexts,
+            max_context_len=max_context_len,
+            num_tails=max_requests,
+            tail_capacity=tail_capacity,
+            own_on_host=own_on_host,
+            growth=self._growth,
+            slot_share=slot_share,
+            kv_format=kv_format,
+            all_where_faster=all_where_faster,
+        )
+        device = device or torch.device("cuda", 0)
+        index_config = index_config or preset("default")
+        if tail_capacity is None or own_on_host is None:
+            sizing = sizing.settle(index_config, self.model.available(device))
+        assert sizing.tail_capacity is not None
+        self.tail_capacity, self.own_on_host = min(sizing.tail_capacity, self.max_positions), sizing.own_on_host
+        sizing = replace(sizing, tail_capacity=self.tail_capacity)
+        self._segment_executor = stream_thread(device, "own-segments")
+        self._parallel = ThreadPoolExecutor(min(_MOST_THREADS, available_cpus()), "own-segments-on-cpu")
+        self._searcher = searcher
+        if self.placement == "host" and selector != "full" and searcher is None:
+            self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
+        self._placing = Placing(sizing, index_config, self._searcher, device, on_progress)
+        self._places: dict[int, int] = {}  # from the scheduler's context ids to those of `PlacedModel`
+        self._requests: dict[int, _Request] = {}  # by request slot
+        self._logits, self._draws = LogitsOnHost(self.max_rows), DrawsOnDevice(device, self.max_rows)
+
+    def __repr__(self) -> str:
+        return f"<GpuEngine {self.placement}: {len(self._places)} contexts, {len(self._requests)} requests>"
+
+    @property
+    def is_started(self) -> bool:
+        """Whether memory is planned and steps are captured."""
+        return self._placing.placed is not None
+
+    def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
+        require_new_context(context_id, self._places, artifact, self.max_positions)
+        artifact = self.model.open(artifact)
+        placed = self._placing.start_for(artifact, self.model, is_used=bool(self._places or self._requests))
+        place = next(i for i in range(self._num_contexts + 1) if i not in self._places.values())
+        placed.add_context(place, artifact, meanwhile)
+        self._places[context_id] = place
+
+    def remove_context(self, context_id: int) -> None:
+        place = self._place(context_id)
+        require_unused(
+            context_id, {request_slot: request.context_id for request_slot, request in self._requests.items()}
+        )
+        self._placing.ready().remove_context(place)
+        del self._places[context_id]
+
+    def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
+        """Return None: a loaded context has all that its requests need."""
+
+    def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
+        place = self._place(context_id)
+        require_free_request_slot(request_slot, self.max_requests, self._requests)
+        require_own_choice(self.model.spec, config, selector)
+        chooses = model_selects_rows(self.model.spec)  # then the request's configuration does not matter
+        if not chooses:
+            self._require_as_captured(config, selector)
+        self._placing.start(self.model)
+        placed = self._placing.ready()
+        if not chooses and selector != "full" and placed.shape.attends_all and config.keep < 1:
+            raise ConfigError(
+                f"keep is {config.keep}, but over lists this engine was started to keep all rows, which is full "
+                "attention; leave it out, or start another engine"
+            )
+        placed.rows.open(request_slot)
+        placed.begin_request(request_slot, place)
+        self._requests[request_slot] = _Request(
+            context_id, config, self._own_segments(request_slot, context_id, config)
+        )
+
+    def write_rows(self, request_slot: int, rows: Tensor) -> None:
+        request = self._request(request_slot)
+        self._require_room(request_slot, rows.shape[2])
+        self._placing.ready().rows.write(request_slot, request.tail_len, rows)
+        request.tail_len += rows.shape[2]
+        request.is_written = True
+
+    def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        assert 0 <= start < stop <= self._request(request_slot).tail_len, f"rows {start} to {stop} are not all there"
+        return self._placing.ready().rows.read(request_slot, start, stop)
+
+    def close_request(self, request_slot: int) -> None:
+        request, own = self._request(request_slot), self._placing.ready().own
+        if request.own is not None:
+            request.own.close()
+        if own is not None and request.num_segments:
+            own.unload(request_slot)
+        del self._requests[request_slot]
+
+    def require_rows(self, rows: Sequence[StepRow]) -> None:
+        """Raise what `step` would raise for these rows, before anything changes."""
+        self._tail_lens(rows)
+
+    @torch.no_grad()
+    def step(
+        self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
+    ) -> StepResult:
+        """Run one step. A row sees all earlier rows of its request, also those of this step.
+
+        The step is split in two before a row that reads other own segments than its request's rows before it, and
+        before a row for whose choice its context has no slots left in this step.
+        """
+        if watch is not None:
+            require_plain_rows(self.model.spec, "a record of what is attended to")
+            require_watch(watch, len(rows), self.num_layers)
+        lens = self._tail_lens(rows)  # checks all rows, so a step that is split runs as a whole or not at all
+        for request_slot in {row.request_slot for row in rows}:
+            self._settle_rows(request_slot)
+            self._grow(request_slot, lens[next(i for i, row in enumerate(rows) if row.request_slot == request_slot)])
+        if stop := self._end_of_step(rows, lens):
+            first = kept(self.step(rows[:stop], want_logits, watch if watch and watch[0] < stop else None))
+            late = (watch[0] - stop, watch[1]) if watch and watch[0] >= stop else None
+            return joined(first, self.step(rows[stop:], want_logits, late))
+        runner = self._placing.ready().runner
+        batch_size = runner.batch_size_for(len(rows))
+        requests = [self._requests[row.request_slot] for row in rows]
+        context_lens = [self._context_len(request.context_id) for request in requests]
+        positions = [context_len + length - 1 for context_len, length in zip(context_lens, lens, strict=True)]
+        places, request_slots = (
+            [self._place(request.context_id) for request in requests],
+            [row.request_slot for row in rows],
+        )
+        top_ks = [request.config.top_k(n) for request, n in zip(requests, context_lens, strict=True)]
+        own_lens = [self._segments_in_use(request_slot) * self._growth.segment_len for request_slot in request_slots]
+        starts, token_ids = list(map(self._placing.ready().rows.start, request_slots)), [row.token_id for row in rows]
+        reads_all = self._all_are_faster(places, context_lens, own_lens)
+        if reads_all:
+            watch = None  # there is no selection to compare
+        runner.fill(batch_size, token_ids, positions, places, request_slots, lens, top_ks, own_lens, starts, reads_all)
+        seen = None
+        if watch is None:
+            output = runner.step(batch_size)
+        else:
+            output, seen = self._watched_step(batch_size, rows[watch[0]].request_slot, lens[watch[0]], *watch)
+        self._draws.enqueue(rows, output)
+        # a copy that waits for the GPU keeps other threads out of the driver
+        synchronize_stream(output.next_ids.device)
+        next_ids = output.next_ids[: len(rows)].cpu().numpy()
+        logits = self._logits.take(rows, output.logits) if want_logits else None
+        for request, length, own_len in zip(requests, lens, own_lens, strict=True):
+            request.tail_len = length
+            request.own_read += length if reads_all else length - own_len + own_top_k(request.config, own_len)
+            request.num_steps += 1
+            request.num_all += reads_all
+        for request in requests:
+            if request.own is not None:
+                request.own.grow(request.tail_len)
+        return StepResult(next_ids, logits, seen, self._draws.likelihoods(rows, next_ids))
+
+    def _end_of_step(self, rows: Sequence[StepRow], lens: Sequence[int]) -> int:
+        """Return how many of the first rows have to be a step of their own; 0: all rows can run together."""
+        far, of_context = self._placing.ready().far, Counter[int]()
+        most = far.rows_at_once if isinstance(far, CachedLatents) else len(rows)
+        for i, row in enumerate(rows):
+            context_id = self._requests[row.request_slot].context_id
+            of_context[context_id] += context_id != NO_CONTEXT
+            if of_context[context_id] > most or self._segments(row.request_slot, lens[i]) != self._segments_in_use(
+                row.request_slot
+            ):
+                return i
+        return 0
+
+    def _all_are_faster(self, places: Sequence[int], context_lens: Sequence[int], own_lens: Sequence[int]) -> bool:
+        shape = self._placing.ready().shape
+        contexts = [(place, length) for place, length in zip(places, context_lens, strict=True) if place >= 0]
+        return shape.sparse_or_full and all_are_faster(shape, contexts, own_lens)
+
+    def reading(self, request_slot: int) -> Reading:
+        request = self._request(request_slot)
+        context_len, own = self._context_len(request.context_id), request.own_read / max(1, request.num_steps)
+        if model_selects_rows(self.model.spec):
+            return Reading(SELECTOR, rows_read(self.model.spec, context_len, request.tail_len))
+        if self._placing.ready().shape.attends_all:
+            return Reading("full", context_len + own)
+        resident = min(context_len, request.config.sink_len + request.config.window_len)
+        far = min(request.config.top_k(context_len), context_len - resident)
+        left = (context_len - resident - far) * request.num_all / max(1, request.num_steps)
+        return Reading(self.selector, resident + far + left + own)
+
+    def counts(self) -> EngineCounts:
+        """Return counts and bytes. Searches and attention overlap on a GPU, so they are not timed separately."""
+        placed = self._placing.placed
+        if placed is None:
+            return EngineCounts()
+        far, artifacts = placed.far, placed.artifacts.values()
+        layers = far.cache.statistics() if isinstance(far, CachedRows | CachedLatents) else []
+        return EngineCounts(
+            slot_lookups=sum(layer.num_selected for layer in layers),
+            slot_hits=sum(layer.num_found for layer in layers),
+            kv_bytes=sum(placed.shape.kv_bytes(artifact.spec.context_len) for artifact in artifacts),
+            index_bytes=sum(artifact.index_bytes for artifact in artifacts),
+            device_bytes=torch.cuda.memory_allocated(placed.device) if torch.cuda.is_available() else 0,
+        )
+
+    def close(self) -> None:
+        """Unpin host memory and stop the threads. No step may be in flight."""
+        for request in self._requests.values():
+            if request.own is not None:
+                request.own.close()
+        self._segment_executor.shutdown(cancel_futures=True)
+        self._parallel.shutdown()
+        try:
+            self._placing.close()
+        finally:
+            if self._searcher is not None:
+                self._searcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _watched_step(
+        self, batch_size: int, request_slot: int, tail_len: int, row: int, number: int
+    ) -> tuple[StepOutput, Fidelity | None]:
+        """Run the step call by call, not as a graph, and compare one row of one layer with exact attention.
+
+        number: of the layer among those that have an index. The fidelity is None for a request without a context.
+        """
+        placed, request = self._placing.ready(), self._requests[request_slot]
+        queries, choices = list[Tensor](), list[Selection]()
+
+        def copy_step_state(layer_idx: int, q: Tensor) -> None:
+            """Copy what later layers overwrite. Whatever may fail is done after the step."""
+            if layer_idx == self.model.spec.indexed_layers[number]:
+                queries.append(q[row].float().clone())
+                if isinstance(placed.attention, SearchOnDevice | SearchOnHost):
+                    both = [of for of in (placed.attention, placed.own) if of is not None]
+                    choices.extend(_of_row(of.chosen(number, placed.runner.rows(batch_size)), row) for of in both)
+
+        output = placed.runner.step_by_calls(batch_size, copy_step_state)
+        if request.context_id == NO_CONTEXT:
+            return output, None
+        shape, artifact = placed.shape, placed.artifacts[self._place(request.context_id)]
+        view = ContextView(artifact.spec.context_len, shape.softmax_scale, request.config, shape.logit_cap)
+        own_len = request.num_segments * self._growth.segment_len
+        chosen: Selection | slice = choices[0] if choices else view.middle
+        if own_len and choices:
+            chosen = join_choices(choices[0], choices[1], view.context_len)
+        tail, kv = placed.rows.layer(number, request_slot, tail_len), artifact.indexed_kv()[number].to(placed.device)
+        return output, fidelity(Seen(number, view, queries[0], tail, own_len, chosen), kv)
+
+    def _own_segments(self, request_slot: int, context_id: int, config: SearchConfig) -> OwnSegments | None:
+        placed = self._placing.ready()
+        if placed.own is None or (context_id == NO_CONTEXT and not grows_without_context(config)):
+            return None
+        assert isinstance(placed.index_config, SketchConfig)
+        return OwnSegments(
+            request_slot,
+            placed.shape.num_layers,
+            partial(placed.rows.segment, request_slot),
+            config,
+            placed.index_config,
+            self._growth,
+            self._segment_executor,
+            partial(place_segment, device=placed.device),
+            join_on_device,
+            layers_at_once=LAYERS_AT_ONCE,
+            parallel_map=self._parallel.map,
+        )
+
+    def _segments(self, request_slot: int, tail_len: int) -> int:
+        own = self._requests[request_slot].own
+        return own.num_segments(tail_len) if own is not None else 0
+
+    def _segments_in_use(self, request_slot: int) -> int:
+        return self._requests[request_slot].num_segments
+
+    def _settle_rows(self, request_slot: int) -> None:
+        """Wait until the rows from `write_rows` are in the tail; from then on they are like rows of steps."""
+        request = self._requests[request_slot]
+        if request.is_written:
+            self._placing.ready().rows.settle(request_slot, request.tail_len)
+            request.is_written = False
+            if request.own is not None:
+                request.own.grow(request.tail_len)
+
+    def _grow(self, request_slot: int, tail_len: int) -> None:
+        """Load the own segments that a row with that tail_len reads, and move rows to the host if they are due."""
+        request, num_segments, placed = (
+            self._requests[request_slot],
+            self._segments(request_slot, tail_len),
+            self._placing.ready(),
+        )
+        if num_segments != request.num_segments:
+            assert request.own is not None and placed.own is not None
+            num_rows = request.own.num_rows(num_segments)
+            placed.own.load(request_slot, request.config, num_rows, request.own.sketches(num_segments))
+            request.num_segments = num_segments
+        if placed.rows.must_move(request_slot, tail_len):
+            assert request.own is not None, "requests that do not grow have tails for all of their rows"
+            request.own.finish()
+            placed.rows.move(request_slot, tail_len)
+
+    def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
+        """Return how many rows of its tail each row sees, its own included. Raises before anything changes."""
+        require_num_rows(len(rows), self.max_rows)
+        for request_slot, num_new in Counter(row.request_slot for row in rows).items():
+            self._require_room(request_slot, num_new)
+        require_tokens([row.token_id for row in rows], self.model.spec.vocab_size)
+        return seen_lens(
+            [row.request_slot for row in rows],
+            {row.request_slot: self._requests[row.request_slot].tail_len for row in rows},
+        )
+
+    def _require_room(self, request_slot: int, num_new: int) -> None:
+        request = self._request(request_slot)
+        room = min(self.tail_capacity, self.max_positions - self._context_len(request.context_id))
+        require_room(request_slot, request.tail_len + num_new, room)
+
+    def _context_len(self, context_id: int) -> int:
+        if context_id == NO_CONTEXT:
+            return 0
+        return int(self._placing.ready().artifacts[self._place(context_id)].spec.context_len)
+
+    def _require_as_captured(self, config: SearchConfig, selector: SelectorName) -> None:
+        if selector != self.selector:
+            raise ConfigError(
+                f"selector is {selector!r}, but steps on this GPU are captured with {self.selector}; leave it out"
+            )
+        fits = config.keep <= self.config.keep and replace(config, keep=self.config.keep) == self.config
+        if selector != "full" and not fits:
+            raise ConfigError(
+                f"keep is {config.keep} and lookahead {config.lookahead}, but steps on a GPU are captured with up to "
+                f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the other options out"
+            )
+
+    def _place(self, context_id: int) -> int:
+        """Return the context's id in `PlacedModel`; -1 for no context."""
+        return -1 if context_id == NO_CONTEXT else loaded_context(context_id, self._places)
+
+    def _request(self, request_slot: int) -> _Request:
+        return open_request(request_slot, self._requests)
+
+
+def _of_row(selection: DeviceSelection, row: int) -> Selection:
+    return Selection(selection.kv_indices[row].cpu().numpy().copy(), selection.valid_len[row].cpu().numpy().copy())
+
+
+def require_selector(selector: str, placement: str, kv_format: KvFormat | None) -> None:
+    """Raise ConfigError for a selector that GPUs do not have, or not in this placement and KV format."""
+    everywhere = GPU_SELECTORS[:-1]
+    supported = GPU_SELECTORS if placement == "device" and kv_format is None else everywhere
+    if selector not in supported:
+        raise ConfigError(
+            f"selector is {selector!r}, but a GPU decodes with {' or '.join(everywhere)}, or with exact in placement "
+            "device without a KV codec, where it has all keys as they were built; choose one of them, or decode on "
+            "the CPU"
+        )
+
+
+def step_sizes(max_rows: int) -> tuple[int, ...]:
+    """Return the batch sizes of a service's steps: powers of two up to 64, and max_rows."""
+    return (*(size for size in (1, 2, 4, 8, 16, 32, 64) if size < max_rows), max_rows)

@@ -27,17 +27,17 @@ class LayerGeometry:
 
     def __post_init__(self) -> None:
         sizes = self.window, self.ratio, self.span, self.key_width, *self.conv, *self.memory
-        needed = {"window": self.window > 0, "compressed": self.window > 0, "state": all((*self.conv, *self.memory))}
-        if (
-            self.keeps not in get_args(Keeps)
-            or any(type(size) is not int or size < 0 for size in sizes)
-            or not needed.get(self.keeps, True)
-            or (self.window > 0) != (self.keeps in ("window", "compressed"))
-            or (len(self.conv), len(self.memory)) != ((2, 3) if self.keeps == "state" else (0, 0))
-            or (self.keeps != "compressed" and (self.ratio or self.span or self.key_width))
-            or self.span not in (self.ratio, 2 * self.ratio)
-            or (self.key_width and not self.ratio)
-            or (self.rows_of is not None and (type(self.rows_of) is not int or self.keeps not in ("rows", "window")))
+        is_compressed = self.keeps == "compressed"
+        if not (
+            self.keeps in get_args(Keeps)
+            and all(type(size) is int and size >= 0 for size in sizes)
+            and (self.window > 0) == (is_compressed or self.keeps == "window")
+            and (len(self.conv), len(self.memory)) == ((2, 3) if self.keeps == "state" else (0, 0))
+            and all((*self.conv, *self.memory))
+            and (is_compressed or self.ratio == 0)
+            and self.span in (self.ratio, 2 * self.ratio)
+            and (self.ratio > 0 or self.key_width == 0)
+            and (self.rows_of is None or (type(self.rows_of) is int and self.keeps in ("rows", "window")))
         ):
             raise ConfigError(f"a layer keeps rows, the last rows, latents, a state or compressed rows, got {self}")
 

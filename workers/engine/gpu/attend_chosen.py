@@ -1,7 +1,7 @@
 """Attention of whole steps on a GPU to selected rows, wherever they are searched for."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,21 @@ from workers.engine.gpu.schedule import Schedule
 from workers.engine.gpu.shape import EngineShape
 from workers.model.attention import StepAttention
 
-if TYPE_CHECKING:  # it imports a subclass of `AttendChosen`
-    from workers.engine.gpu.own_on_device import OwnOnDevice
 _PIECE_ROWS = 8192  # that are copied to the device at a time
+
+
+class OwnAttention(Protocol):
+    """Attention to requests' own segments, on another stream: an `OwnOnDevice`, which has an `AttendChosen` itself."""
+
+    def begin_step(self, rows: StepRows) -> None: ...
+
+    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
+
+    def begin(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
+
+    def join(self) -> None: ...
+
+    def attended(self, rows: StepRows) -> tuple[Tensor, Tensor]: ...
 
 
 class AttendChosen(StepAttention):
@@ -33,7 +45,7 @@ class AttendChosen(StepAttention):
         far: FarRows,
         device: torch.device,
         tails: Tensor | None,  # as from `make_tails`; None: makes its own
-        own: "OwnOnDevice | None",  # attends to requests' own segments, on another stream
+        own: OwnAttention | None,
         sinks: Tensor | None,  # [num_layers, num_q_heads] float32: sink logits, if the shape has them
         copies_beside: bool = False,  # whether `far` copies rows on another stream
     ) -> None:
@@ -60,7 +72,7 @@ class AttendChosen(StepAttention):
         if (own := self._own(rows)) is not None:
             own.begin_step(rows)
 
-    def _own(self, rows: StepRows) -> "OwnOnDevice | None":
+    def _own(self, rows: StepRows) -> OwnAttention | None:
         return self.own if rows.any_own else None
 
     def _post_rest(self, layer_idx: int, rows: StepRows) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +17,9 @@ from csattn.search.device import (
     SketchPass,
     SketchShape,
 )
-from workers.engine.gpu.attend_chosen import AttendChosen, make_passes
+from workers.engine.gpu.attend_chosen import AttendChosen, OwnAttention, make_passes
 from workers.engine.gpu.far_rows import FarRows
 from workers.engine.gpu.shape import EngineShape
-
-if TYPE_CHECKING:  # it imports this module
-    from workers.engine.gpu.own_on_device import OwnOnDevice
 
 
 class StepSearch(Protocol):
@@ -56,7 +53,7 @@ class SearchOnDevice(AttendChosen):
         far: FarRows,
         device: torch.device,
         tails: Tensor | None = None,
-        own: "OwnOnDevice | None" = None,
+        own: OwnAttention | None = None,
         sinks: Tensor | None = None,
         searches: Mapping[int, StepSearch] | None = None,  # by batch size; None: in the index, or in all keys
     ) -> None:

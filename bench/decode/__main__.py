@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.decode.options import SCHEDULES, SLOTS
-from bench.decode.recording import default_path, load_recording, record_demo
+from bench.decode.recording import default_path, load_recording
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
 from bench.timing import finish, gate, numbers
@@ -74,6 +74,8 @@ def main() -> None:
     show.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "record":
+        from bench.decode.record import record_demo  # the other commands need no model
+
         record_demo(arguments.recording)
     elif arguments.command == "show":
         _show(arguments)

@@ -20,9 +20,6 @@ from torch import Tensor
 from bench.timing import gate
 from csattn.cache import cache_dir
 
-TEXT, CONTEXT_LEN, NUM_STEPS = "novel", 7680, 256
-LAYERS = (3, 10, 17, 24)  # of 30
-
 
 @dataclass(frozen=True, slots=True)
 class Recording:
@@ -68,20 +65,6 @@ class Recording:
 
 def default_path() -> Path:
     return cache_dir() / "bench" / "recorded.npz"
-
-
-def record_demo(path: Path) -> None:
-    """Run the demo model and write the file. This takes minutes on two cores."""
-    # imported here because reading a recording needs no model
-    from bench.accuracy.attending.context import read_context
-    from bench.accuracy.attending.recording import record
-    from bench.accuracy.long import read_text
-    from csattn.models import load_model
-
-    loaded = load_model()
-    ids, sha256 = read_text(TEXT, loaded.tokenizer, CONTEXT_LEN, NUM_STEPS)
-    context = read_context(loaded, ids[:CONTEXT_LEN], ids[CONTEXT_LEN:])
-    save_recording(record(context, LAYERS, 1.0, sha256), path)
 
 
 def save_recording(recording: Recording, path: Path) -> None:

@@ -175,6 +175,17 @@ def make_answers() -> list[dict[str, object]]:
     return answers
 
 
+def test_scores_of_several_models_in_one_file_are_not_averaged(tmp_path, capsys):
+    answers = [{**of, "version": tasks.VERSION, "model": name} for name in ("a", "b") for of in make_answers()]
+    worse = [{**of, "score": 0.0} if of["model"] == "b" else of for of in answers]
+    (tmp_path / "answers.json").write_text(json.dumps({"cases": worse}))
+    tasks.run(SimpleNamespace(show=True, json=tmp_path / "answers.json", question="sparse", plot=None))
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("| passkey")] == [
+        "| passkey, 1024 | 50 | 50 (50 %) |",
+        "| passkey, 1024 | 0 | 0 (×) |",
+    ]
+
+
 def test_answers_that_full_attention_misses_do_not_count_against_a_selector(tmp_path):
     answers = make_answers()
     shown = table(answers)

@@ -275,6 +275,16 @@ def test_a_recording_is_loaded_as_it_was_saved(tmp_path):
         load_recording(tmp_path / "none.npz")
 
 
+def test_shares_that_no_search_can_keep_are_refused(capsys):
+    parser = argparse.ArgumentParser()
+    long.add_arguments(parser)
+    assert parser.parse_args(["--keep", "0.02,1"]).keep == [0.02, 1.0]
+    for wrong in ("5", "0.02,0", "nan"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--keep", wrong])
+        assert "keep must be more than 0 and at most 1, got" in capsys.readouterr().err
+
+
 def test_unknown_contenders_and_short_texts_are_refused(tmp_path):
     with pytest.raises(GateError, match="unknown contender nothing; choose from"):
         find_contenders("exact,nothing")

@@ -204,6 +204,20 @@ def test_the_pareto_front_holds_the_points_that_none_dominates():
     assert pareto.front({}) == []
 
 
+def test_contenders_are_compared_over_the_same_texts_and_lengths():
+    costs = dict.fromkeys(("search_bytes_per_step", "rest_bytes_per_step", "moved_bytes_per_step"), 1e6)
+    measured = [("default", 4096, 0.1), ("default", 8192, 0.4), ("quest", 4096, 0.1), ("quest", 8192, 0.1)]
+    measured.append(("sparq", 4096, 0.01))
+    cases = [
+        {"contender": name, "text": "novel", "keep": 0.02, "context_len": length, "kl": kl, **costs}
+        for name, length, kl in measured
+    ]
+    assert pareto.points(cases, 0.02, "moved") == {
+        "default": (1.0, pytest.approx(0.2)),
+        "quest": (1.0, pytest.approx(0.1)),
+    }
+
+
 def test_figures_of_version_2_are_counted_as_those_of_version_3(tmp_path):
     """`default` on SmolLM2-135M has 16 bytes of codes a key, transforms of 48 coordinates, and a bit of marks a key."""
     num_lists, context_len = 30 * 3, 7680

@@ -36,7 +36,7 @@ class Records:
         self.content: dict[str, Any] = {**header, "cases": []}
         if path is not None and path.exists():
             before = json.loads(path.read_text())
-            for name in fixed_fields:
+            for name in ("bench", *fixed_fields) if "bench" in header else fixed_fields:
                 gate(
                     name not in before or before[name] == json.loads(json.dumps(header[name])),
                     f"{path} was measured with {name} {before.get(name)}, not {header[name]}; name another file",

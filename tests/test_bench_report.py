@@ -8,6 +8,8 @@ import pytest
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
 from bench.length_figures import share_at
+from bench.plan import Wanted, plan
+from bench.records import Records
 from bench.timing import GateError
 
 
@@ -76,6 +78,21 @@ def test_a_file_of_other_settings_is_refused_and_cases_record_their_commit(tmp_p
     Results(path, {"machine": {"commit": "b"}, "keep": 0.02}, fixed_fields=("keep",)).add({**key, "variant": "lists"})
     found = json.loads(path.read_text())
     assert found["machine"]["commit"] == "b" and [case["commit"] for case in found["cases"]] == ["a", "b"]
+
+
+def test_a_file_of_another_benchmark_is_refused(tmp_path):
+    path = tmp_path / "results.json"
+    Results(path, {}).add({"kind": "op", "variant": "full"})
+    before = path.read_text()
+    with pytest.raises(GateError, match=r"measured with bench decode, not rest; name another file"):
+        Records(path, {"bench": "rest"}, ("text",)).add({"text": "novel"})
+    assert path.read_text() == before
+
+
+def test_contexts_that_fit_on_no_gpu_are_not_planned():
+    assert plan(Wanted(tokens=1 << 20))["contexts_on_a_gpu"] == 4
+    with pytest.raises(GateError, match=r"8,000,000 tokens takes 2\d\d GB of a GPU, which has 133 besides the weights"):
+        plan(Wanted(tokens=8_000_000))
 
 
 def test_the_sufficient_share_is_interpolated_between_tried_shares():

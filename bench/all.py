@@ -4,7 +4,8 @@
 
 Each part is a command of its own, which checks its results before it measures. Its figures go to DIR/PART.json. What
 it prints, or that it failed, goes to DIR/report.md. If a part fails, the others still run. When called again, it runs
-only the parts that are missing. With a GPU, quality is measured on the GPU too.
+only the parts that are missing, and refuses a DIR with parts of other options. With a GPU, quality is measured on the
+GPU too.
 
 quality    KL to full attention on real texts of 6K to 8K tokens, with exact Top-K and full attention over low-bit KV
 long       the same at 32K; a model with fewer positions is stretched (YaRN)
@@ -82,18 +83,20 @@ def parts(options: argparse.Namespace) -> dict[str, list[str]]:
     }
 
 
+def shown_command(name: str, command: list[str], out: Path) -> str:
+    """Return a part's command line, which begins its section of the report."""
+    at = command.index("--") if "--" in command else len(command)
+    words = [*command[:at], "--json", str(out / f"{name}.json"), *command[at:]]
+    return shlex.join(["python", "-m", f"bench.{words[0]}", *words[1:]])
+
+
 def run(name: str, command: list[str], out: Path) -> str:
     """Run a part and return its section of the report: its output without JSON. Raises GateError if it fails."""
-    path = out / f"{name}.json"
-    at = command.index("--") if "--" in command else len(command)
-    command = [*command[:at], "--json", str(path), *command[at:]]
-    shown = shlex.join(["python", "-m", f"bench.{command[0]}", *command[1:]])
+    path, shown = out / f"{name}.json", shown_command(name, command, out)
     print(f"{name}: {shown}", file=sys.stderr, flush=True)
     started = time.monotonic()
     with (out / f"{name}.log").open("w") as log:
-        done = subprocess.run(
-            [sys.executable, "-m", f"bench.{command[0]}", *command[1:]], stdout=subprocess.PIPE, stderr=log, text=True
-        )
+        done = subprocess.run([sys.executable, *shlex.split(shown)[1:]], stdout=subprocess.PIPE, stderr=log, text=True)
     if done.returncode:
         raise GateError(f"{name} ended with {done.returncode}; {out / name}.log says why")
     print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
@@ -116,6 +119,7 @@ def main() -> None:
         "--quick", action="store_true", help="take minutes instead of hours, with figures that are not worth keeping"
     )
     options = parser.parse_args()
+    options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
@@ -123,6 +127,10 @@ def main() -> None:
         wanted = [name for name in options.only.split(",") if name] or list(all_parts)
         if unknown := [name for name in wanted if name not in all_parts]:
             parser.error(f"there is no part {', '.join(unknown)}; choose of {', '.join(all_parts)}")
+        for name, command in all_parts.items():
+            section = options.out / f"{name}.md"
+            if section.exists() and shown_command(name, command, options.out) not in section.read_text():
+                parser.error(f"{section} has figures of another command; give its options, or another --out")
         failures: dict[str, str] = {}
         for name in wanted:
             section = options.out / f"{name}.md"

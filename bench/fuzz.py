@@ -140,10 +140,10 @@ def main() -> None:
     tries: Counter[str] = Counter()  # by kind of damage; most tries combine several
     faults: list[str] = []
     first, end = (0, 10**9) if options.only is None else (options.only, options.only + 1)
-    until = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         artifacts = [(path, ask(loaded, path, True)) for path in build_all(loaded, scratch / "store")]
+        until = time.monotonic() + options.seconds
         while first < end and time.monotonic() < until:
             lines, pipe = os.pipe()
             if (child := os.fork()) == 0:
@@ -161,6 +161,7 @@ def main() -> None:
             os.close(lines)
         for path, _ in artifacts:
             verify_artifact(path)  # only copies were damaged
+    gate(outcomes.total() > 0, f"nothing was tried in {options.seconds:g} s; give more --seconds")
     result = {"bench": "fuzz", "seed": options.seed, "tries": outcomes.total(), "faults": len(faults)}
     result |= {"by_kind": dict(sorted(tries.items())), "outcomes": dict(outcomes.most_common())}
     finish(result | {"first_faults": faults[:10]}, options.json)

@@ -2,7 +2,7 @@
 
 python -m bench.hostile [--url http://127.0.0.1:8000 --key KEY] [--requests 5000 | --seconds 600] [--json FILE]
 
-Without --url, it starts a service of its own, which requires a key.
+Without --url, it starts a service of its own, which requires a key. Without --key, no wrong keys are sent.
 
 Gate: every client that waits for a reply gets a whole one; no 5xx except 503 with Retry-After; no refusal of more than
 4 KB; no wrong key is accepted; /health always answers. Slow clients are connected at the same time, until they are cut
@@ -102,6 +102,7 @@ async def attack(
     outcome, until = Outcome(), None if seconds is None else time.monotonic() + seconds
     todo = iter(range(num_requests if seconds is None else sys.maxsize))
     stop = asyncio.Event()
+    kinds = [kind for kind in KINDS if target.key or kind != "bad key"]  # without a key, the service wants none
     slow = [asyncio.create_task(_slow_client(target, stop, outcome)) for _ in range(num_slow)]
 
     async def work() -> None:
@@ -109,7 +110,7 @@ async def attack(
             if until is not None and time.monotonic() > until:
                 return
             own = random.Random(f"{seed} {number}")  # so a fault can be reproduced by its number
-            kind = own.choice(list(KINDS))
+            kind = own.choice(kinds)
             pieces = KINDS[kind](own, target)
             outcome.saw(f"{kind} (request {number})", kind, await _exchange(target, pieces, own), -1.0 not in pieces)
 

@@ -95,7 +95,7 @@ def context_text(number: int, num_chars: int) -> str:
     """Return a passage of the texts in bench/texts; after their end they begin again, shifted."""
     whole = "\n\n".join(path.read_text() for path in sorted(TEXTS.glob("*.txt")))
     at = number * num_chars + number * num_chars // len(whole) * 997
-    return f"Document {number}.\n\n" + (whole[at % len(whole) :] + whole)[:num_chars]
+    return f"Document {number}.\n\n" + (whole[at % len(whole) :] + whole * (1 + num_chars // len(whole)))[:num_chars]
 
 
 async def replay(

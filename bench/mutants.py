@@ -4,7 +4,7 @@ python -m bench.mutants [--number 300] [--seed 0] [--only csattn/sketch] [--whol
 
 An operator, a bound or a constant is changed in a copy of the last commit, and the tests of its package run until one
 fails; with --whole, all tests run if none of those fails. FILE has the results so far; its mutants are not tested
-again. Survivors are listed: each one needs a test, or does not change behaviour.
+again. Survivors are listed: each one needs a test, or does not change behaviour. Gate: without a fault, the tests pass.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from queue import Queue
 from threading import Lock
 from typing import Any
 
-from bench.timing import finish
+from bench.timing import finish, gate, write_json
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("csattn", "offload", "index_build", "workers")
@@ -121,10 +121,18 @@ def tests_of(file: str) -> str:
 
 
 def notices(checkout: Path, mutant: Mutant, tests: str) -> str | None:
-    """Return the test that fails, or another sign of the fault; None: the tests pass."""
+    """Return the test that fails with that fault, or another sign of it; None: the tests pass."""
     file = checkout / mutant.file
     text = file.read_text()
     file.write_text(mutant.of(text))
+    try:
+        return failure(checkout, tests)
+    finally:
+        file.write_text(text)
+
+
+def failure(checkout: Path, tests: str) -> str | None:
+    """Return the test that fails, or another sign that they do not pass; None: they pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", tests]
     environment = {**os.environ, "PYTHONPATH": str(checkout), "NUMBA_CACHE_DIR": str(checkout / ".numba")}
     try:
@@ -133,8 +141,6 @@ def notices(checkout: Path, mutant: Mutant, tests: str) -> str | None:
         )
     except subprocess.TimeoutExpired:
         return "hangs"
-    finally:
-        file.write_text(text)
     if done.returncode == 0:
         return None
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
@@ -177,18 +183,21 @@ def run(chosen: list[Mutant], options: argparse.Namespace) -> dict[str, Any]:
         with writing:
             results[key] = {**asdict(mutant), "noticed_by": by}
             if options.json is not None:
-                options.json.write_text(json.dumps(summary()))
+                write_json(options.json, summary())
         print(f"{mutant.file}:{mutant.line}: {mutant.before} → {mutant.after}: {by or 'NOT NOTICED'}", flush=True)
 
     def summary() -> dict[str, Any]:
-        of_chosen = [results[key] for mutant in chosen if (key := (mutant.file, mutant.at, mutant.after)) in results]
-        noticed = sum(of["noticed_by"] is not None for of in of_chosen)
-        return {"seed": options.seed, "faults": len(of_chosen), "noticed": noticed, "mutants": of_chosen}
+        noticed = sum(of["noticed_by"] is not None for of in results.values())
+        return {"seed": options.seed, "faults": len(results), "noticed": noticed, "mutants": list(results.values())}
 
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.processes) as pool:
         for number in range(options.processes):
             checkouts.put(Path(scratch, str(number)))
             subprocess.run(["git", "clone", "-q", str(ROOT), f"{scratch}/{number}"], check=True)
+        folders = {tests_of(of.file) for of in chosen if (of.file, of.at, of.after) not in results}
+        for tests in sorted(folders | ({"tests"} if folders and options.whole else set())):
+            by = failure(Path(scratch, "0"), tests)
+            gate(by is None, f"the tests do not pass without a fault either: {by}; mend them first")
         list(pool.map(judge, chosen))
     return summary()
 

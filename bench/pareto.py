@@ -39,9 +39,9 @@ _OUR_COLOUR, _COLOUR, _LINE = "#0b61a4", "#7a4b12", "#b3261e"
 
 
 def points(cases: list[Case], keep: float, axis: str) -> dict[str, tuple[float, float]]:
-    """Return cost and KL of each contender that has all texts: the mean cost and the geometric mean KL."""
+    """Return cost and KL of each contender that has all texts and lengths: the mean cost, the geometric mean KL."""
     shown = [case for case in cases if case["keep"] == keep]
-    texts = {case["text"] for case in shown}
+    settings = {(case["text"], case["context_len"]) for case in shown}
     by_name: dict[str, list[Case]] = {}
     for case in shown:
         by_name.setdefault(case["contender"], []).append(case)
@@ -52,7 +52,7 @@ def points(cases: list[Case], keep: float, axis: str) -> dict[str, tuple[float, 
             float(np.exp(np.mean([np.log(max(case["kl"], 1e-7)) for case in own]))),
         )
         for name, own in by_name.items()
-        if {case["text"] for case in own} == texts
+        if {(case["text"], case["context_len"]) for case in own} == settings
     }
 
 

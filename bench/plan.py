@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.step_figures import case
-from bench.timing import finish
+from bench.timing import GateError, finish, gate
 from csattn.artifact import ModelGeometry
 from offload.codecs.formats import KvFormat
 from workers.capacity import context_bytes, spec_of
@@ -59,7 +59,12 @@ def plan(wanted: Wanted) -> dict[str, Any]:
     own = max(at_short + between * (at_long - at_short), at_short * min(1.0, wanted.tokens / SHORT))
     link_bytes = one["link_bytes"] + between * (longest["link_bytes"] - one["link_bytes"])
     on_device = max(1.0, one["hbm_bytes"] - WEIGHT_BYTES + between * (longest["hbm_bytes"] - one["hbm_bytes"]))
-    at_once = max(1, int((GPU_BYTES - WEIGHT_BYTES) // on_device))
+    at_once = int((GPU_BYTES - WEIGHT_BYTES) // on_device)
+    gate(
+        at_once > 0,
+        f"a context of {wanted.tokens:,} tokens takes {on_device / 1e9:.0f} GB of a GPU, which has "
+        f"{(GPU_BYTES - WEIGHT_BYTES) / 1e9:.0f} besides the weights; plan with fewer tokens",
+    )
     step_ms = base_ms + at_once * own
     tokens_per_s = wanted.requests_per_minute / 60 * wanted.answer_tokens
     of_gpu = 1e3 * at_once / step_ms
@@ -128,7 +133,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = vars(parser.parse_args())
     to = options.pop("json")
-    finish({**options, **plan(Wanted(**options))}, to)
+    try:
+        finish({**options, **plan(Wanted(**options))}, to)
+    except GateError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Saves measured cases in one JSON file, which is rewritten after every case, so that a stopped run loses nothing."""
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class Records:
         self.content: dict[str, Any] = {**header, "cases": []}
         if path is not None and path.exists():
             before = json.loads(path.read_text())
-            for name in fixed_fields:
+            for name in ("bench", *fixed_fields) if "bench" in header else fixed_fields:
                 gate(
                     name not in before or before[name] == json.loads(json.dumps(header[name])),
                     f"{path} was measured with {name} {before.get(name)}, not {header[name]}; name another file",
@@ -65,6 +66,23 @@ class Records:
         print(json.dumps(case), flush=True)
         if self._path is not None:
             write_json(self._path, self.content)
+
+
+def tables(cases: list[Case], fields: tuple[str, ...], table: Callable[[list[Case]], str]) -> str:
+    """Return the table of the cases; if they differ in `fields`, one for each, because their figures do not compare."""
+    parts: dict[str, list[Case]] = {}
+    for case in cases:
+        parts.setdefault(", ".join(f"{name} {case.get(name)}" for name in fields), []).append(case)
+    if len(parts) < 2:
+        return table(cases)
+    return "\n\n".join(f"{title}:\n\n{table(of)}" for title, of in parts.items())
+
+
+def require_one(cases: list[Case], fields: tuple[str, ...]) -> None:
+    """Raise GateError if the cases differ in one of `fields`: a plot would mix figures that do not compare."""
+    for name in fields:
+        found = {str(case.get(name)) for case in cases}
+        gate(len(found) < 2, f"a plot is of one {name}, the file has {', '.join(sorted(found))}; use a file for each")
 
 
 def load_cases(path: Path) -> list[Case]:

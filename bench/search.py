@@ -119,6 +119,10 @@ def measure_layout(layout: str, context_len: int, peaks: dict[int, float], secon
     for num_threads, peak_gbps in peaks.items():
         with SearchPool(num_threads) as pool:
             for kind, wanted in outs.items():
+                wanted.kv_indices.fill(-1)
+                search_next(pool, queries, itertools.count(), layers, wanted)
+                same = bool((wanted.kv_indices[0, 0] == out_one.kv_indices[0, 0]).all())
+                gate(same, f"{context_len} keys: {num_threads} threads choose otherwise than one")
                 timed = measure(partial(search_next, pool, queries, turn, layers, wanted), seconds)
                 # One thread's CPU time is not affected by other processes. For several there is only wall-clock time.
                 spent_ms = timed["cpu_p50_ms"] if num_threads == 1 else timed["p50_ms"]

@@ -135,6 +135,8 @@ def main(json_path: Path | None, context_len: int, thread_counts: list[int], sec
     read_mbytes = indexes[0].codes.nbytes / 1e6
     results = []
     for num_threads, peak_gbps in peaks.items():
+        for search in searches:
+            search.out.kv_indices.fill(-1)  # else what one thread chose would pass as theirs
         timed = measure_threads(searches, num_threads, seconds)
         for search, want in zip(searches, wanted, strict=False):
             gate(bool((search.out.kv_indices == want).all()), f"{num_threads} threads choose otherwise than one")

@@ -48,6 +48,7 @@ def numbers(text: str) -> list[int]:
 def measure(run: Callable[[], object], seconds: float = 0.5, least: int = 5) -> dict[str, float]:
     """Return p50, p99 and the least time of `run` in ms, after one warm-up run, over about `seconds` seconds.
 
+    `num` is the number of times; of few, p99 is about the longest.
     `cpu_p50_ms` is the calling thread's CPU time, which leaves out waiting for other processes on a shared machine.
     """
     run()
@@ -65,6 +66,7 @@ def measure(run: Callable[[], object], seconds: float = 0.5, least: int = 5) -> 
         "p99_ms": round(float(p99), 4),
         "min_ms": round(min(times_ms), 4),
         "cpu_p50_ms": round(float(np.median(cpu_ms)), 4),
+        "num": len(times_ms),
     }
 
 

@@ -44,6 +44,27 @@ def test_a_failed_part_does_not_stop_the_others_and_is_reported(
     )
 
 
+def test_figures_of_other_options_are_not_mixed_into_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def run(name: str, command: list[str], out: Path) -> str:
+        ran.append(name)
+        return bench.all.shown_command(name, command, out)
+
+    monkeypatch.setattr(bench.all, "run", run)
+    given = ["all", "--out", str(tmp_path), "--only", "rounding", "--placement", "cpu"]
+    for words in (["--quick"], ["--quick"]):
+        monkeypatch.setattr(sys, "argv", [*given, *words])
+        bench.all.main()
+    assert ran == ["rounding"]
+    monkeypatch.setattr(sys, "argv", given)
+    with pytest.raises(SystemExit):
+        bench.all.main()
+    assert "rounding.md has figures of another command; give its options, or another --out" in capsys.readouterr().err
+
+
 def _file_of(module: str) -> Path:
     folder = Path(bench.all.__file__).parent
     return next(file for file in (folder / f"{module}.py", folder / module / "__main__.py") if file.exists())

@@ -1,5 +1,7 @@
 """`bench.lightning real`: HISA's choice among a model's own keys."""
 
+import json
+
 import pytest
 import torch
 
@@ -42,6 +44,12 @@ def test_texts_and_needles_are_measured_once(tmp_path, monkeypatch):
     assert len(cases) == settings * (1 + len(hisa_real.DEPTHS))
     monkeypatch.setattr(hisa_real, "read_context", None)  # a call would fail
     assert hisa_real.run_real(path, ["novel"], 512, seconds=1e9).cases == cases
+    path.write_text(json.dumps({"cases": cases[:-1]}))  # as of a run that was stopped before its last needle
+    monkeypatch.undo()
+    monkeypatch.setattr(long, "_LEAST_CONTEXT", 100)
+    monkeypatch.setattr(hisa_real, "load_model", lambda device: loaded())
+    monkeypatch.setattr(hisa_real, "NEEDLES_LEN", 1200)
+    assert len(hisa_real.run_real(path, ["novel"], 512, seconds=1e9).cases) == len(cases)
     ious = {(c["block_size"], c["share"]): c["iou_mean"] for c in cases if c["what"] == "iou"}
     assert ious[16, 1 / 16] < ious[16, 1 / 2] <= 1
     lines = hisa_real.real_tables(cases)

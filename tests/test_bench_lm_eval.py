@@ -33,7 +33,10 @@ def test_recorded_outcomes_are_not_evaluated_again(tmp_path: Path) -> None:
     Outcomes(path, "a model").add(outcome(FULL, {"0": 1.0, "2": 0.0}))
     again = Outcomes(path, "a model")
     assert again.has(Part(TASK, 4096, (0, 2)), FULL_VARIANT)
-    assert not again.has(Part(TASK, 4096, (1,)), FULL_VARIANT)
+    assert again.has(Part(TASK, 4096, (2,)), FULL_VARIANT)  # divided into more parts than before
+    again.add(outcome(FULL, {"1": 0.0}))
+    assert again.has(Part(TASK, 4096, (0, 1, 2)), FULL_VARIANT)
+    assert not again.has(Part(TASK, 4096, (0, 3)), FULL_VARIANT)
     assert not again.has(Part(TASK, 8192, (0, 2)), FULL_VARIANT)
     assert not again.has(Part(TASK, 4096, (0, 2)), SPARSE)
     with pytest.raises(GateError, match="has outcomes of a model, these are of another"):

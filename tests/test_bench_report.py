@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from bench.decode.report import tables
+from bench.decode.report import best_speedup, label, tables
 from bench.decode.results import Results, merge_files
 from bench.length_figures import share_at
+from bench.plan import Wanted, plan
+from bench.records import Records
 from bench.timing import GateError
 
 
@@ -40,6 +42,25 @@ def test_tables_show_ratios_and_refusals():
     assert all("| 20.0 | 10.0 | 4.0 |" in line for line in ours)
     assert "requests that share one context, µs" in text
     assert text.count("no room for it") == 8
+
+
+def test_cases_of_several_shapes_and_settings_can_be_told_apart(tmp_path):
+    paths = [tmp_path / "one.json", tmp_path / "two.json"]
+    for path, shape, times in zip(paths, ("llama-3.1-8b", "qwen3.5-27b"), (1, 3), strict=True):
+        content = make_content()
+        cases = [{**of, "p50_us": times * of["p50_us"]} if "p50_us" in of else of for of in content["cases"]]
+        path.write_text(json.dumps({**content, "shape": shape, "cases": cases}))
+    merged = merge_files(paths)
+    assert len(merged["cases"]) == 2 * len(content["cases"])
+    text = tables(merged)
+    assert "### Whole steps: llama-3.1-8b\n" in text and "### Whole steps: qwen3.5-27b\n" in text
+    assert text.count("| 2.50 |") == 16
+    assert {case["shape"] for case in merged["cases"]} == {"llama-3.1-8b", "qwen3.5-27b"}
+    case = {"variant": "default", "schedule": "every step"}
+    assert label({**case, "kv_codec": "q8_0", "slots": 0.08}) == "csattn, KV in q8_0, slots for 8 %"
+    assert label({**case, "as_ampere": True}) == "csattn, as Ampere"
+    whole = {**case, "kind": "e2e", "context_len": 8192, "batch_size": 1}
+    assert best_speedup(whole, merged) is not None and best_speedup({**whole, "kv_codec": "q8_0"}, merged) is None
 
 
 def test_magicpigs_steps_are_listed_without_figures_of_gpu_work():
@@ -76,6 +97,21 @@ def test_a_file_of_other_settings_is_refused_and_cases_record_their_commit(tmp_p
     Results(path, {"machine": {"commit": "b"}, "keep": 0.02}, fixed_fields=("keep",)).add({**key, "variant": "lists"})
     found = json.loads(path.read_text())
     assert found["machine"]["commit"] == "b" and [case["commit"] for case in found["cases"]] == ["a", "b"]
+
+
+def test_a_file_of_another_benchmark_is_refused(tmp_path):
+    path = tmp_path / "results.json"
+    Results(path, {}).add({"kind": "op", "variant": "full"})
+    before = path.read_text()
+    with pytest.raises(GateError, match=r"measured with bench decode, not rest; name another file"):
+        Records(path, {"bench": "rest"}, ("text",)).add({"text": "novel"})
+    assert path.read_text() == before
+
+
+def test_contexts_that_fit_on_no_gpu_are_not_planned():
+    assert plan(Wanted(tokens=1 << 20))["contexts_on_a_gpu"] == 4
+    with pytest.raises(GateError, match=r"8,000,000 tokens takes 2\d\d GB of a GPU, which has 133 besides the weights"):
+        plan(Wanted(tokens=8_000_000))
 
 
 def test_the_sufficient_share_is_interpolated_between_tried_shares():

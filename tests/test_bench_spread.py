@@ -50,6 +50,11 @@ def test_a_trace_replayed_until_enough_kills_counts_every_replay(monkeypatch: py
     assert result["killed"] == 3 and result["turns"] == 3 * once
 
 
+def test_a_context_has_as_many_characters_as_requested() -> None:
+    for number, num_chars in ((0, 300), (3, 100_000), (7, 1_000_000)):
+        assert len(load.context_text(number, num_chars)) == len(f"Document {number}.\n\n") + num_chars
+
+
 def options_of(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     load.add_options(parser)

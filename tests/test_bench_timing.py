@@ -23,6 +23,11 @@ def test_a_result_records_its_machine_commit_and_command(commit, tmp_path, monke
     assert json.loads(path.read_text()) == {"bench": "two", "machine": {"gpu": "mine"}}
 
 
+def test_a_measurement_reports_how_many_times_its_percentiles_are_of() -> None:
+    runs = []
+    assert timing.measure(lambda: runs.append(0), seconds=0.0, least=7)["num"] == 7 and len(runs) == 8
+
+
 def test_sigterm_raises_system_exit_in_a_benchmark() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:

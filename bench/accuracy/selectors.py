@@ -13,7 +13,7 @@ from typing import Any
 from bench.accuracy.contenders import Contender, find_contenders, shares
 from bench.accuracy.contexts import Context
 from bench.accuracy.texts import TEXTS, cut_text, find_text
-from bench.records import Case, Records
+from bench.records import Case, Records, tables
 from bench.selector_cases import VERSION
 from bench.timing import finish, gate, machine
 from csattn.config import SearchConfig
@@ -120,5 +120,6 @@ def run(arguments: argparse.Namespace) -> None:
     for name in arguments.texts.split(","):
         lengths = arguments.context_len, arguments.eval_len
         compare(loaded, name, lengths, contenders, arguments.keep, arguments.store, records)
-    print(table([case for case in records.cases if case["version"] == VERSION]))
+    cases = [case for case in records.cases if case["version"] == VERSION]
+    print(tables(cases, ("model", "context_len", "eval_len"), table))
     finish(records.content, arguments.json)

@@ -20,7 +20,7 @@ from bench.accuracy.contexts import Context
 from bench.accuracy.fitting import fit
 from bench.accuracy.ruler import TASKS, Haystack, Question, string_match
 from bench.accuracy.task_report import draw_depths, table
-from bench.records import Records, load_cases
+from bench.records import Records, load_cases, require_one, tables
 from bench.timing import finish, gate, machine
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel, load_model
@@ -152,8 +152,9 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         content = _ask_all(arguments)
     cases = [c for c in content["cases"] if c["version"] == VERSION and c["question"] == arguments.question]
-    print(table(cases))
+    print(tables(cases, ("model",), table))
     if arguments.plot:
+        require_one(cases, ("model",))
         draw_depths(cases, arguments.plot)
     finish(content, None)
 

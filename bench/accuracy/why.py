@@ -28,13 +28,14 @@ from bench.accuracy.long import read_text
 from bench.accuracy.texts import TEXTS
 from bench.accuracy.ways import CURVES, Way, find_ways
 from bench.accuracy.why_report import draw, table
-from bench.records import Records
+from bench.records import Records, require_one, tables
 from bench.timing import finish, gate, machine
 from csattn.config import ListConfig, SearchConfig, SketchConfig
 from csattn.models import LoadedModel, load_model
 
 VERSION = 1
 KEY = ("version", "model", "text", "text_sha256", "context_len", "eval_len", "way", "keep")
+COMPARED = "version", "model", "eval_len"  # a table or plot is of one of each
 KEEPS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)  # the shares kept of the curves
 HEADS, OVER_KEEP = "the heads themselves", "all"  # in a case's key, in place of a way's name and of a share kept
 
@@ -206,7 +207,8 @@ def run(arguments: argparse.Namespace) -> None:
             if not compare(loaded, text, lengths, found, arguments.keep, records, deadline):
                 print("time is up; call again to go on")
                 break
-    print(table(records.cases))
+    print(tables(records.cases, (*COMPARED, "context_len"), table))
     if arguments.plot:
+        require_one(records.cases, COMPARED)
         draw(records.cases, arguments.plot)
     finish(records.content, arguments.json)

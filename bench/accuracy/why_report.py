@@ -1,7 +1,7 @@
 """Tables and a picture of the figures of `bench.accuracy why`; the picture is like Fig. 1 of the publication."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean, mean
 from typing import Any
@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from bench.accuracy.ways import CURVES, ways
 from bench.records import Case
 
+LEAST_KL = 1e-7  # in a geometric mean: less is 0 within float32
 _COLOURS = {"exact": "#222222", "letter": "#b3261e", "path": "#0b61a4"}
 _CURVE_STYLES = dict(
     zip(
@@ -34,8 +35,9 @@ def by_way(cases: Sequence[Case], keep: float) -> dict[str, list[Case]]:
 
 def over_texts(cases: Sequence[Case], name: str) -> float:
     """Return the mean over texts of the figure `name`: geometric for KL, else arithmetic."""
-    of_mean: Callable[[list[float]], float] = geometric_mean if name == "kl" else mean
-    return of_mean([case[name] for case in cases])
+    if name == "kl":
+        return geometric_mean([max(case[name], LEAST_KL) for case in cases])
+    return mean([case[name] for case in cases])
 
 
 def table(cases: Sequence[Case]) -> str:

@@ -25,7 +25,7 @@ NAMES = {
 
 
 def tables(content: dict[str, Any]) -> str:
-    """Return a description of the run and a table for each kind of case."""
+    """Return a description of the run and a table for each kind of case and each shape."""
     cases, parts = content["cases"], []
     titles = {
         "op": "One layer's attention, µs",
@@ -33,10 +33,12 @@ def tables(content: dict[str, Any]) -> str:
         "e2e": "Whole steps",
         "shared": "Whole steps of requests that share one context",
     }
+    shapes = list(dict.fromkeys(case.get("shape") for case in cases))
     for kind, title in titles.items():
-        if shown := [case for case in cases if case["kind"] == kind]:
-            table = op_table(shown) if kind.endswith("op") else end_to_end_table(shown, content)
-            parts += ["", f"### {title}", "", table]
+        for shape in shapes:
+            if shown := [case for case in cases if (case["kind"], case.get("shape")) == (kind, shape)]:
+                table = op_table(shown) if kind.endswith("op") else end_to_end_table(shown, content)
+                parts += ["", f"### {title}" + (f": {shape}" if len(shapes) > 1 else ""), "", table]
     return "\n".join([describe(content), *parts])
 
 
@@ -104,6 +106,9 @@ def label(case: Case) -> str:
     name = NAMES.get(variant, variant) + (f", rest {rest}" if rest else "")
     name += f", {100 * case['keep']:g} %" if case.get("keep") not in (None, 0.02) else ""
     name += f", weights in {case['weights']}" if case.get("weights") else ""
+    name += f", KV in {case['kv_codec']}" if case.get("kv_codec") else ""
+    name += f", slots for {100 * case['slots']:g} %" if case.get("slots") else ""
+    name += ", as Ampere" if case.get("as_ampere") else ""
     return name if case["schedule"] in ("none", "every step") else f"{name}, {case['schedule']}"
 
 
@@ -129,9 +134,10 @@ def speedup(case: Case, cases: list[Case]) -> float | None:
 def best_speedup(case: Case, content: dict[str, Any]) -> float | None:
     """Return the speedup over full attention that the roofline allows a whole step of a case.
 
-    None for a variant without an index, a shared context, or weights in fewer than 16 bits.
+    None for a variant without an index, a shared context, or weights or KV in fewer than 16 bits.
     """
-    if case["variant"] not in INDEXES or case["kind"].startswith("shared") or case.get("weights"):
+    in_fewer_bits = case.get("weights") or case.get("kv_codec")
+    if case["variant"] not in INDEXES or case["kind"].startswith("shared") or in_fewer_bits:
         return None
     config = INDEXES[case["variant"]]
     shape = shape_named(case.get("shape") or content["shape"])

@@ -21,7 +21,13 @@ class Results(Records):
 
 
 def merge_files(paths: list[Path]) -> dict[str, Any]:
-    """Merge the content of several files: the header of the first, and the last of cases that have the same key."""
+    """Merge the content of several files: the header of the first, and the last of cases that have the same key.
+
+    If the files differ in shape, each case gets that of its file.
+    """
     contents = [json.loads(path.read_text()) for path in paths]
+    if len({content.get("shape") for content in contents}) > 1:
+        for content in contents:
+            content["cases"] = [{"shape": content.get("shape"), **case} for case in content["cases"]]
     cases = {tuple(case.get(name) for name in KEY): case for content in contents for case in content["cases"]}
     return {**contents[0], "cases": list(cases.values())}

@@ -110,7 +110,11 @@ def _compare_layer(layer: ContextLayer, lens: Tensor, k: int) -> list[list[tuple
 
 def _find_needles(loaded: LoadedModel, text: str, context_len: int, records: Records) -> None:
     key = {"what": "needles", "text": text, "text_sha256": sha256_of(find_text(text)), "context_len": context_len}
-    if any(case["what"] == "needles" and case["context_len"] == context_len for case in records.cases):
+    if all(
+        records.has(**key, depth=depth, **{n: setting[n] for n in ("block_size", "share")})
+        for depth in DEPTHS
+        for setting, _ in _settings(context_len)
+    ):
         return
     [haystack] = TASKS["multikey"].make(Random("needles"), DEPTHS, context_len)
     prompts = make_prompts(loaded, haystack, context_len)

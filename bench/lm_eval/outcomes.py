@@ -92,8 +92,8 @@ class Outcomes:
 
     def has(self, part: Part, variant: Variant) -> bool:
         of = part.task, part.length, variant.name
-        found = [o.scores.keys() for o in self.all if (o.task, o.length, o.variant) == of]
-        return set(map(str, part.samples)) in found
+        found = {sample for o in self.all if (o.task, o.length, o.variant) == of for sample in o.scores}
+        return found >= set(map(str, part.samples))
 
     def add(self, outcome: Outcome) -> None:
         outcome = replace(outcome, of=self._of)

@@ -24,8 +24,9 @@ from bench.accuracy.texts import find_text
 from bench.served_model import saved_model
 from bench.timing import end_as_interrupted, finish, gate
 from bench.turns.service import MODEL, NEVER_ENDS, Service, ask, serving, user
+from csattn.models import load_model
+from tests.tiny import byte_tokenizer
 
-CHARS_A_TOKEN = 4  # of the demo model
 LETTERS = dict.fromkeys(map(str, range(33, 59)), 100)  # logit bias of a byte model: every token is text at once
 QUIET_TOKENS = 150  # of each decoding request, before the prompt arrives
 
@@ -77,6 +78,17 @@ def until_all(decoders: list[Decoder], is_so: Callable[[Decoder], bool]) -> floa
     return time.perf_counter()
 
 
+def cut_prompts(tokenizer: Any, num_tokens: int) -> list[str]:
+    """Return three prompts of as many tokens, so that their prefills take the same time."""
+    ids = tokenizer(find_text("manual").content()).input_ids
+    gate(
+        len(ids) >= 3 * num_tokens,
+        f"the manual has {len(ids)} tokens, and three prompts of {num_tokens} are needed; give a smaller "
+        "--prompt-tokens",
+    )
+    return [tokenizer.decode(ids[i * num_tokens : (i + 1) * num_tokens]) for i in range(3)]
+
+
 def run(service: Service, prompts: list[str], num_decoding: int) -> dict[str, Any]:
     with service.client() as client:
         ask(client, [user(prompts[0])], 1, model=service.model)  # warm-up: compiles kernels
@@ -117,9 +129,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     end_as_interrupted()
-    num_chars = options.prompt_tokens * (CHARS_A_TOKEN if options.model == "demo" else 1)
-    manual = find_text("manual").content()
-    prompts = [manual[start : start + num_chars] for start in (0, num_chars, 2 * num_chars)]
+    tokenizer = load_model().tokenizer if options.model == "demo" else byte_tokenizer()
+    prompts = cut_prompts(tokenizer, options.prompt_tokens)
     with tempfile.TemporaryDirectory() as directory:
         path, dtype = saved_model(options.model, options.layers, Path(directory))
         settings = options.set if path is None else [f"build.dtype={dtype}", *options.set]

@@ -1,5 +1,6 @@
 """`bench.accuracy long` agrees with the definitions, and with the product."""
 
+import argparse
 import importlib.util
 import json
 from collections import OrderedDict
@@ -22,7 +23,7 @@ from bench.accuracy.long_gate import require_product
 from bench.accuracy.long_report import _BY_BYTES, _BY_SHARE, draw, hybrid_bytes, table
 from bench.accuracy.texts import find_text, tokenize
 from bench.decode.recording import load_recording, save_recording
-from bench.records import Records
+from bench.records import RESULTS, Records, load_cases
 from bench.timing import GateError
 from csattn.models import load_model
 from csattn.rest import moments_of
@@ -274,6 +275,16 @@ def test_a_recording_is_loaded_as_it_was_saved(tmp_path):
         load_recording(tmp_path / "none.npz")
 
 
+def test_shares_that_no_search_can_keep_are_refused(capsys):
+    parser = argparse.ArgumentParser()
+    long.add_arguments(parser)
+    assert parser.parse_args(["--keep", "0.02,1"]).keep == [0.02, 1.0]
+    for wrong in ("5", "0.02,0", "nan"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--keep", wrong])
+        assert "keep must be more than 0 and at most 1, got" in capsys.readouterr().err
+
+
 def test_unknown_contenders_and_short_texts_are_refused(tmp_path):
     with pytest.raises(GateError, match="unknown contender nothing; choose from"):
         find_contenders("exact,nothing")
@@ -300,6 +311,17 @@ def test_the_newest_figure_of_a_case_is_kept():
     other = {"version": 1, "text": "b", "kl": 3.0}
     for files in ([[older, other], [newer]], [[newer, other], [older]]):
         assert long.merge(files, records) == [newer, other]
+
+
+def test_models_of_one_file_have_tables_of_their_own(capsys, tmp_path):
+    path, parser = RESULTS / "quality-larger.json", argparse.ArgumentParser()
+    long.add_arguments(parser)
+    long.run(parser.parse_args(["--show", str(path)]))
+    text = capsys.readouterr().out
+    assert "model qwen2.5-coder-1.5b, eval_len 256:" in text and "model qwen2.5-coder-0.5b, eval_len 256:" in text
+    assert all(f" {case['kl']:.5f} |" in text for case in load_cases(path))
+    with pytest.raises(GateError, match=r"a plot is of one model, the file has qwen2.5-coder-0.5b, qwen2.5-coder-1.5b"):
+        long.run(parser.parse_args(["--show", str(path), "--plot", str(tmp_path / "plot.png")]))
 
 
 def test_all_tokens_read_marked_rows_if_these_take_at_most_half_of_the_choice(rng):

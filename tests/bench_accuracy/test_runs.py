@@ -175,6 +175,17 @@ def make_answers() -> list[dict[str, object]]:
     return answers
 
 
+def test_scores_of_several_models_in_one_file_are_not_averaged(tmp_path, capsys):
+    answers = [{**of, "version": tasks.VERSION, "model": name} for name in ("a", "b") for of in make_answers()]
+    worse = [{**of, "score": 0.0} if of["model"] == "b" else of for of in answers]
+    (tmp_path / "answers.json").write_text(json.dumps({"cases": worse}))
+    tasks.run(SimpleNamespace(show=True, json=tmp_path / "answers.json", question="sparse", plot=None))
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("| passkey")] == [
+        "| passkey, 1024 | 50 | 50 (50 %) |",
+        "| passkey, 1024 | 0 | 0 (×) |",
+    ]
+
+
 def test_answers_that_full_attention_misses_do_not_count_against_a_selector(tmp_path):
     answers = make_answers()
     shown = table(answers)
@@ -191,6 +202,20 @@ def test_the_pareto_front_holds_the_points_that_none_dominates():
     assert pareto.front(points) == ["f", "a", "b", "d"]
     assert pareto.front({"a": (1.0, 1.0), "b": (1.0, 1.0)}) == ["a", "b"]  # neither is better
     assert pareto.front({}) == []
+
+
+def test_contenders_are_compared_over_the_same_texts_and_lengths():
+    costs = dict.fromkeys(("search_bytes_per_step", "rest_bytes_per_step", "moved_bytes_per_step"), 1e6)
+    measured = [("default", 4096, 0.1), ("default", 8192, 0.4), ("quest", 4096, 0.1), ("quest", 8192, 0.1)]
+    measured.append(("sparq", 4096, 0.01))
+    cases = [
+        {"contender": name, "text": "novel", "keep": 0.02, "context_len": length, "kl": kl, **costs}
+        for name, length, kl in measured
+    ]
+    assert pareto.points(cases, 0.02, "moved") == {
+        "default": (1.0, pytest.approx(0.2)),
+        "quest": (1.0, pytest.approx(0.1)),
+    }
 
 
 def test_figures_of_version_2_are_counted_as_those_of_version_3(tmp_path):

@@ -89,6 +89,11 @@ def test_describe_heads_gives_normalised_statistics_and_finds_a_common_direction
     assert (described["share_plain"].diff() <= 0).all()
 
 
+def test_ways_that_lose_nothing_have_a_mean():
+    case = {"text": "novel", "keep": 1.0, "way": "paper", "recall": 1.0, "mass": 1.0, "rows_per_kv_head": 1.0}
+    assert "| paper | 0.0000 | 0.0000 | 1.000 |" in table([{**case, "kl": 0.0}])
+
+
 def test_unknown_ways_are_refused():
     assert [way.name for way in find_ways("exact;paper")] == ["exact, per query head", "exact, per KV head", "paper"]
     with pytest.raises(GateError, match="unknown way nothing; choose from"):

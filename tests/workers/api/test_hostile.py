@@ -6,6 +6,7 @@ from bench.hostile import Outcome, judged, measured
 from bench.hostile_requests import KINDS
 from tests.workers.api.fake_backend import FakeBackend, Script
 from tests.workers.api.running import KEY, eventually, serving, settings_with
+from workers.settings import ServerSettings, Settings
 
 MODEL = "smollm2-135m@handbook"
 
@@ -20,6 +21,12 @@ def test_the_service_withstands_hostile_clients() -> None:
         assert set(report["by_kind"]) >= set(KINDS)
         assert report["health_p99_ms"] < 2000  # a loose bound for any machine; the benchmark measures the figure
         assert eventually(lambda: not backend.running and not backend.num_queued)
+
+
+def test_a_service_that_requires_no_key_gets_no_wrong_ones() -> None:
+    with serving(FakeBackend(), Settings(server=ServerSettings(port=0))) as service:
+        report = measured(service.url, "", MODEL, num_requests=100, num_slow=0)
+    assert report["faults"] == [] and "bad key" not in report["by_kind"]
 
 
 def test_the_hostile_bench_measures_a_refusal_by_its_content_length() -> None:

@@ -45,6 +45,12 @@ def test_layers_that_keep_something_else_are_refused(layer: dict[str, Any]) -> N
         LayerGeometry(**layer)
 
 
+def test_models_of_which_no_layer_keeps_all_of_a_context_are_refused() -> None:
+    layers = LayerGeometry(keeps="window", window=4), LayerGeometry(keeps="state", conv=(4, 3), memory=(2, 8, 8))
+    with pytest.raises(ConfigError, match="at least one of 2 layers must attend to the whole context"):
+        ModelGeometry(**(LEAST | {"num_layers": 2}), layers=layers)
+
+
 @pytest.mark.parametrize(
     "layer",
     [
@@ -54,7 +60,7 @@ def test_layers_that_keep_something_else_are_refused(layer: dict[str, Any]) -> N
         LayerGeometry(keeps="state", conv=(4, 3), memory=(2, 8, 8)),
         LayerGeometry(keeps="compressed", window=4),
         LayerGeometry(keeps="compressed", window=4, ratio=4, span=8, key_width=16),
-        LayerGeometry(keeps="compressed", window=4, ratio=1, span=1),
+        LayerGeometry(keeps="compressed", window=4, ratio=1, span=1, key_width=1),
     ],
 )
 def test_json_keeps_what_a_layer_keeps(layer: LayerGeometry) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import threading
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ from tests.workers.serving.test_local import answer, ask, running, settings_of, 
 from tests.workers.serving.test_preparation import path_of
 from workers.capacity import context_bytes, room_for_contexts
 from workers.serving import page_cache, resident
+from workers.serving.kept_store import remove_at_once
 from workers.serving.local import LocalBackend
 from workers.serving.messages import ContextTooLongError, Held
 from workers.settings import EngineSettings
@@ -255,6 +257,23 @@ def test_a_context_deleted_while_loading_for_a_cancelled_request_is_unloaded(bui
             may_end.set()
             await until(lambda: not backend._residency.is_used(path) and not backend._residency.loaded_below(built))
             assert not backend._residency._forgotten
+
+    asyncio.run(main())
+
+
+def test_a_context_removed_while_it_waits_for_room_is_answered_from(built: Path, tmp_path: Path) -> None:
+    """As by another service that shares the store: what is open stays readable."""
+    store = shutil.copytree(built, tmp_path / "store")
+
+    async def main() -> None:
+        async with within(store, FullEngine(loaded()), max(size_of(store, name) for name in SECRETS)) as backend:
+            events = backend.generate(ask("heron", max_new_tokens=100))
+            await anext(events)
+            asked = asyncio.create_task(answer(backend, ask("walnut")))
+            await until(backend._residency._one_at_a_time.locked)
+            remove_at_once(path_of(store, "walnut"))
+            await events.aclose()
+            assert (await asked)[1].reason == "length"
 
     asyncio.run(main())
 

@@ -328,6 +328,33 @@ def test_preloaded_contexts_never_evict_another(built: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_preloaded_context_evicts_none_for_room_that_requests_took_before_it(built: Path) -> None:
+    may_end = threading.Event()
+
+    class Slow(Counting):
+        def add_context(self, context_id, artifact, meanwhile):
+            assert may_end.wait(60)
+            super().add_context(context_id, artifact, meanwhile)
+
+    async def main() -> None:
+        engine = Slow()
+        async with within(built, engine, 2 * max(size_of(built, name) for name in SECRETS)) as backend:
+            turns = backend._residency._one_at_a_time
+            asked = [asyncio.create_task(answer(backend, ask("heron")))]
+            await until(turns.locked)
+            asked.append(asyncio.create_task(answer(backend, ask("walnut"))))
+            await until(lambda: bool(turns._waiters))  # it has reserved no bytes yet
+            held = Held(path_of(built, "quartz").name, ("quartz",), size_of(built, "quartz"), 0)
+            holding = asyncio.create_task(backend.hold([held]))
+            await until(lambda: path_of(built, "quartz") in backend._residency._loading)
+            may_end.set()
+            await asyncio.gather(*asked, holding)
+            assert backend.status().has("heron") and backend.status().has("walnut")
+            assert (await answer(backend, ask("quartz")))[1].reason == "length"
+
+    asyncio.run(main())
+
+
 def test_files_are_read_ahead_until_no_longer_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing directory is no error here: whoever needs its files reports it."""
     for name in ("layer-000.kv.safetensors", "layer-000.index.safetensors", "tokens.safetensors"):

@@ -235,7 +235,7 @@ class Residency:
         resident.released_at = time.monotonic()
         self._left.set()
         if path in self._forgotten:
-            await asyncio.shield(self._unload(path))
+            await self._unload(path)
 
     async def _load(self, path: Path) -> Resident:
         """Load a context, after those that were requested before it."""
@@ -385,12 +385,16 @@ class Residency:
             resident.is_leaving = False
 
     async def _unload(self, path: Path) -> None:
+        """Unload a context, if it is loaded. If the caller is cancelled, this goes on: the engine has it until then."""
         if (resident := self._residents.pop(path, None)) is None:
             return
         self._forgotten.discard(path)
         resident.is_gone = True
-        scheduler = self._scheduler
         self._moving_bytes += resident.num_bytes
+        await asyncio.shield(self._remove(path, resident))
+
+    async def _remove(self, path: Path, resident: Resident) -> None:
+        scheduler = self._scheduler
         try:
             with suppress(WorkerLostError):  # the engine is closed, and so are its contexts
                 await asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.unload(resident.context_id)))

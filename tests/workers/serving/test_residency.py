@@ -26,7 +26,7 @@ from tests.workers.serving.soundness import check
 from tests.workers.serving.test_local import answer, ask, running, settings_of, until
 from tests.workers.serving.test_preparation import path_of
 from workers.capacity import context_bytes, room_for_contexts
-from workers.serving import page_cache, resident
+from workers.serving import page_cache, residency, resident
 from workers.serving.kept_store import remove_at_once
 from workers.serving.local import LocalBackend
 from workers.serving.messages import ContextTooLongError, Held
@@ -257,6 +257,38 @@ def test_a_context_deleted_while_loading_for_a_cancelled_request_is_unloaded(bui
             may_end.set()
             await until(lambda: not backend._residency.is_used(path) and not backend._residency.loaded_below(built))
             assert not backend._residency._forgotten
+
+    asyncio.run(main())
+
+
+def test_a_context_is_unloaded_even_if_the_request_that_found_it_truncated_is_cancelled(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the engine would keep it, and load no other under its number."""
+    monkeypatch.setattr(residency, "_CHECK_S", 0.0)
+    store, may_step, engine = shutil.copytree(built, tmp_path / "store"), threading.Event(), FullEngine(loaded())
+    step = engine.step
+
+    def slow_step(*arguments: Any) -> Any:
+        assert may_step.wait(60)
+        return step(*arguments)
+
+    async def main() -> None:
+        async with within(store, engine, None) as backend:
+            await answer(backend, ask("heron"))
+            engine.step = slow_step  # type: ignore[method-assign]
+            running = asyncio.create_task(answer(backend, ask("walnut")))
+            await until(lambda: backend._scheduler.flow.num_in_flight == 1 and bool(engine.request_slots))
+            rows = next(path_of(store, "heron").glob("*.kv.*"))
+            os.truncate(rows, rows.stat().st_size // 2)
+            refused = asyncio.create_task(answer(backend, ask("heron")))
+            await until(lambda: not backend.status().has("heron"))
+            refused.cancel()
+            await asyncio.wait([refused])
+            may_step.set()
+            await running
+            await until(lambda: len(engine.contexts) == 1)
+            assert (await answer(backend, ask("quartz")))[1].reason == "length"
 
     asyncio.run(main())
 

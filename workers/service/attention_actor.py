@@ -156,11 +156,17 @@ class AttentionActor:
             running.pump.cancel()
 
     async def _end_orphans(self) -> None:
-        """End the requests of ingresses without a heartbeat: one that was killed cannot cancel them."""
+        """End the requests of ingresses without a heartbeat: one that was killed cannot cancel them.
+
+        Time during which this process stood still does not count: it could not receive any.
+        """
         while True:
+            slept_at = time.monotonic()
             await asyncio.sleep(LEASE_S / 4)
-            latest = time.monotonic() - LEASE_S
-            self._heartbeat_s = {ingress: at_s for ingress, at_s in self._heartbeat_s.items() if at_s >= latest}
+            now = time.monotonic()
+            late_s = now - slept_at - LEASE_S / 4
+            beats = {ingress: min(now, at_s + late_s) for ingress, at_s in self._heartbeat_s.items()}
+            self._heartbeat_s = {ingress: at_s for ingress, at_s in beats.items() if at_s >= now - LEASE_S}
             for key, running in list(self._running.items()):
                 if running.ingress not in self._heartbeat_s:
                     self._end(key)

@@ -38,6 +38,7 @@ HEARTBEAT_S = 1.0  # between heartbeats to the workers
 LOAD_GAP = (
     0.5  # share of a worker's `max_requests`: with so many requests more than another, the other loads its contexts too
 )
+METRICS_S = 2.0  # how long metrics wait for a worker: monitors give up after ten seconds
 IDLE_S = 30.0  # a worker drops a context that has been idle for so long, if another worker has it
 _log = logging.getLogger(__name__)
 _STATES = ("ready", "building", "failed")  # the most usable one first
@@ -111,8 +112,8 @@ class SpreadBackend:
         return Health(any(answer.ready for answer in answers), why)
 
     async def metrics(self) -> list[Metric]:
-        """Return the metrics of those workers that answer."""
-        answers = await self._call_all("metrics")
+        """Return the metrics of those workers that answer within METRICS_S."""
+        answers = await self._call_all("metrics", timeout_s=METRICS_S)
         named = zip((worker.name for worker in self._workers), answers, strict=True)
         return join_metrics({name: metrics for name, metrics in named if not isinstance(metrics, ServingError)})
 
@@ -126,12 +127,18 @@ class SpreadBackend:
                 lost.append(error)
         raise lost[0]
 
-    async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all workers; return answers, or the ServingErrors raised, in the workers' order."""
+    async def _call_all(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
+        """Call a method on all workers; return answers, or the ServingErrors raised, in the workers' order.
+
+        timeout_s: shorter than that of any call; None: that.
+        """
 
         async def ask(worker: "RayWorker") -> Any:
             try:
-                return await worker.call(method, *arguments)
+                async with asyncio.timeout(timeout_s):
+                    return await worker.call(method, *arguments)
+            except TimeoutError:
+                return WorkerLostError(f"the worker {worker.name} has not answered within {timeout_s:g} s")
             except ServingError as error:
                 return error
 

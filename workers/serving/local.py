@@ -127,7 +127,9 @@ class LocalBackend:
         await self._contexts.close()
         await self._prefixes.close()
         await self._builder.close()
-        if self._steps is not None:
+        if self._steps is None:  # it was never started
+            await asyncio.to_thread(self._engine.close)
+        else:
             await asyncio.to_thread(self._steps.close, max(0.0, ends_at - time.monotonic()))
         self._scheduler.close()
         self._residency.close()

@@ -58,7 +58,8 @@ class Residency:
         self._residents: dict[Path, Resident] = {}
         self._loading: dict[Path, asyncio.Task[Resident]] = {}
         self._forgotten: set[Path] = set()  # loaded or loading; unloaded with the last user unless requested again
-        self._wanted: Counter[Path] = Counter()  # how many requests wait for a context to be loaded
+        self._wanted: Counter[Path] = Counter()  # how many requests, or `hold`, wait for a context to be loaded
+        self._ahead: set[Path] = set()  # what `hold` waits for
         self._moving_bytes = 0  # of contexts that are being loaded and unloaded
         self._one_at_a_time = asyncio.Lock()  # fair (first come, first served); without it, two could evict each other
         self._left = asyncio.Event()  # set when those who wait for room should look again
@@ -116,7 +117,11 @@ class Residency:
     async def hold(self, path: Path, held: Held) -> None:
         """Load a context ahead of need, if it fits beside those that are loaded or being loaded."""
         if path not in self._residents and path not in self._loading and self._fits(held.num_bytes):
-            resident = await self._resident(path)
+            self._ahead.add(path)
+            try:
+                resident = await self._resident(path)
+            finally:
+                self._ahead.discard(path)
             for name in held.routing_keys:
                 resident.remember(name)
             await self._release(path, resident)
@@ -230,7 +235,7 @@ class Residency:
         resident.released_at = time.monotonic()
         self._left.set()
         if path in self._forgotten:
-            await asyncio.shield(self._unload(path))
+            await self._unload(path)
 
     async def _load(self, path: Path) -> Resident:
         """Load a context, after those that were requested before it."""
@@ -326,6 +331,8 @@ class Residency:
         """Reserve bytes of the budget for a context, as soon as they are free."""
         try:
             while not self._fits(num_bytes):
+                if path in self._ahead and self._wanted[path] == 1:  # no request waits for it
+                    raise OverloadedError("there is no room to load the context ahead of need")
                 if not await self._make_room():
                     await self._wait_for_room(num_bytes)
                 self._require_wanted(path)
@@ -378,12 +385,16 @@ class Residency:
             resident.is_leaving = False
 
     async def _unload(self, path: Path) -> None:
+        """Unload a context, if it is loaded. If the caller is cancelled, this goes on: the engine has it until then."""
         if (resident := self._residents.pop(path, None)) is None:
             return
         self._forgotten.discard(path)
         resident.is_gone = True
-        scheduler = self._scheduler
         self._moving_bytes += resident.num_bytes
+        await asyncio.shield(self._remove(path, resident))
+
+    async def _remove(self, path: Path, resident: Resident) -> None:
+        scheduler = self._scheduler
         try:
             with suppress(WorkerLostError):  # the engine is closed, and so are its contexts
                 await asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.unload(resident.context_id)))

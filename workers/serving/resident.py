@@ -50,9 +50,12 @@ class Resident:
 
 
 def files_of(path: Path) -> Files:
-    """Inodes and sizes of the files in an artifact's directory."""
-    with os.scandir(path) as entries:
-        return {Path(entry.path): (of.st_ino, of.st_size) for entry in entries for of in [entry.stat()]}
+    """Inodes and sizes of the files in an artifact's directory; none if it is gone: mapped files stay as they were."""
+    try:
+        with os.scandir(path) as entries:
+            return {Path(entry.path): (of.st_ino, of.st_size) for entry in entries for of in [entry.stat()]}
+    except FileNotFoundError:
+        return {}
 
 
 def lost_bytes(files: Files) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from types import SimpleNamespace
@@ -157,6 +158,22 @@ def test_requests_of_an_ingress_without_heartbeats_are_ended_and_no_others(backe
         await until(lambda: not backend.running)
 
     backend.scripts["slow"] = SLOW
+    asyncio.run(run())
+
+
+def test_requests_outlive_a_standstill_of_the_workers_own_process(backend: Startable) -> None:
+    """As of one that is stopped for a while: heartbeats that were sent meanwhile arrive afterwards."""
+
+    async def run() -> None:
+        actor = AttentionActor(Settings())
+        events = actor.generate("1", "here", ask("slow"))
+        await anext(events)
+        time.sleep(3 * attention_actor.LEASE_S)
+        await asyncio.sleep(0.3 * attention_actor.LEASE_S)
+        assert len(backend.running) == 1
+        await until(lambda: not backend.running)
+        assert backend.num_ended_early == 1, "no heartbeat has followed"
+
     asyncio.run(run())
 
 

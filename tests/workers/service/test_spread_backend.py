@@ -217,6 +217,19 @@ def test_metrics_are_collected_from_the_reachable_workers() -> None:
     assert [sample.labels for sample in metric.samples] == [{"worker": "attention-1"}]
 
 
+def test_metrics_do_not_wait_for_a_worker_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread_backend, "METRICS_S", 0.05)
+    given = workers(2, answers={"metrics": [GaugeMetricFamily("running", "Now.", value=1.0)]})
+
+    async def run() -> None:
+        given[0].may_answer = asyncio.Event()
+        async with asyncio.timeout(5):
+            [metric] = await SpreadBackend(given).metrics()
+        assert [sample.labels for sample in metric.samples] == [{"worker": "attention-1"}]
+
+    asyncio.run(run())
+
+
 def test_a_conversations_turns_share_a_worker_and_conversations_spread() -> None:
     """Conversations with other salts are distributed separately. Prompts of token ids go by their beginnings, too."""
     some = workers()

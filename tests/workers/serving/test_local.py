@@ -336,6 +336,12 @@ def test_closing_a_backend_ends_all_of_its_threads(built: Path) -> None:
     assert not asyncio.run(backend.health()).ready
 
 
+def test_closing_a_backend_that_was_never_started_closes_its_engine(built: Path) -> None:
+    engine = FullEngine(loaded())
+    asyncio.run(LocalBackend(engine, loaded(), settings_of(built)).close())
+    assert engine.is_closed
+
+
 def test_drain_time_counts_from_the_start_of_closing(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ending the builds may take as long again."""
     given: list[float] = []

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import threading
 import time
 from collections import Counter
@@ -25,7 +26,8 @@ from tests.workers.serving.soundness import check
 from tests.workers.serving.test_local import answer, ask, running, settings_of, until
 from tests.workers.serving.test_preparation import path_of
 from workers.capacity import context_bytes, room_for_contexts
-from workers.serving import page_cache, resident
+from workers.serving import page_cache, residency, resident
+from workers.serving.kept_store import remove_at_once
 from workers.serving.local import LocalBackend
 from workers.serving.messages import ContextTooLongError, Held
 from workers.settings import EngineSettings
@@ -259,6 +261,55 @@ def test_a_context_deleted_while_loading_for_a_cancelled_request_is_unloaded(bui
     asyncio.run(main())
 
 
+def test_a_context_is_unloaded_even_if_the_request_that_found_it_truncated_is_cancelled(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the engine would keep it, and load no other under its number."""
+    monkeypatch.setattr(residency, "_CHECK_S", 0.0)
+    store, may_step, engine = shutil.copytree(built, tmp_path / "store"), threading.Event(), FullEngine(loaded())
+    step = engine.step
+
+    def slow_step(*arguments: Any) -> Any:
+        assert may_step.wait(60)
+        return step(*arguments)
+
+    async def main() -> None:
+        async with within(store, engine, None) as backend:
+            await answer(backend, ask("heron"))
+            engine.step = slow_step  # type: ignore[method-assign]
+            running = asyncio.create_task(answer(backend, ask("walnut")))
+            await until(lambda: backend._scheduler.flow.num_in_flight == 1 and bool(engine.request_slots))
+            rows = next(path_of(store, "heron").glob("*.kv.*"))
+            os.truncate(rows, rows.stat().st_size // 2)
+            refused = asyncio.create_task(answer(backend, ask("heron")))
+            await until(lambda: not backend.status().has("heron"))
+            refused.cancel()
+            await asyncio.wait([refused])
+            may_step.set()
+            await running
+            await until(lambda: len(engine.contexts) == 1)
+            assert (await answer(backend, ask("quartz")))[1].reason == "length"
+
+    asyncio.run(main())
+
+
+def test_a_context_removed_while_it_waits_for_room_is_answered_from(built: Path, tmp_path: Path) -> None:
+    """As by another service that shares the store: what is open stays readable."""
+    store = shutil.copytree(built, tmp_path / "store")
+
+    async def main() -> None:
+        async with within(store, FullEngine(loaded()), max(size_of(store, name) for name in SECRETS)) as backend:
+            events = backend.generate(ask("heron", max_new_tokens=100))
+            await anext(events)
+            asked = asyncio.create_task(answer(backend, ask("walnut")))
+            await until(backend._residency._one_at_a_time.locked)
+            remove_at_once(path_of(store, "walnut"))
+            await events.aclose()
+            assert (await asked)[1].reason == "length"
+
+    asyncio.run(main())
+
+
 def test_a_context_larger_than_the_budget_is_refused_with_the_reason(built: Path) -> None:
     async def main() -> None:
         async with within(built, Counting(), 5000) as backend:
@@ -305,6 +356,33 @@ def test_preloaded_contexts_never_evict_another(built: Path) -> None:
             assert not backend.status().has("heron") and len(engine.contexts) == 1
             assert (await answer(backend, ask("walnut")))[1].reason == "length"
             assert sum(engine.loads.values()) == 2
+
+    asyncio.run(main())
+
+
+def test_a_preloaded_context_evicts_none_for_room_that_requests_took_before_it(built: Path) -> None:
+    may_end = threading.Event()
+
+    class Slow(Counting):
+        def add_context(self, context_id, artifact, meanwhile):
+            assert may_end.wait(60)
+            super().add_context(context_id, artifact, meanwhile)
+
+    async def main() -> None:
+        engine = Slow()
+        async with within(built, engine, 2 * max(size_of(built, name) for name in SECRETS)) as backend:
+            turns = backend._residency._one_at_a_time
+            asked = [asyncio.create_task(answer(backend, ask("heron")))]
+            await until(turns.locked)
+            asked.append(asyncio.create_task(answer(backend, ask("walnut"))))
+            await until(lambda: bool(turns._waiters))  # it has reserved no bytes yet
+            held = Held(path_of(built, "quartz").name, ("quartz",), size_of(built, "quartz"), 0)
+            holding = asyncio.create_task(backend.hold([held]))
+            await until(lambda: path_of(built, "quartz") in backend._residency._loading)
+            may_end.set()
+            await asyncio.gather(*asked, holding)
+            assert backend.status().has("heron") and backend.status().has("walnut")
+            assert (await answer(backend, ask("quartz")))[1].reason == "length"
 
     asyncio.run(main())
 

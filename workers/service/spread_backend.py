@@ -35,9 +35,7 @@ if TYPE_CHECKING:  # it imports Ray
     from workers.service.ray_worker import RayWorker
 
 HEARTBEAT_S = 1.0  # between heartbeats to the workers
-LOAD_GAP = (
-    0.5  # share of a worker's `max_requests`: with so many requests more than another, the other loads its contexts too
-)
+LOAD_GAP = 0.5  # of a worker's `max_requests`: if it has so many more than another, that one loads its contexts too
 METRICS_S = 2.0  # how long metrics wait for a worker: monitors give up after ten seconds
 IDLE_S = 30.0  # a worker drops a context that has been idle for so long, if another worker has it
 _log = logging.getLogger(__name__)

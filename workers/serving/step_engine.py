@@ -43,9 +43,7 @@ class StepRow:
 
     request_slot: int
     token_id: int
-    wants_token: bool = (
-        True  # the next token is wanted; for other rows, next_ids and logits of the result are undefined
-    )
+    wants_token: bool = True  # the next token is wanted; of other rows, next_ids and logits of the result are undefined
     draw: DrawSpec | None = None  # for an engine with `draws`; None: take the argmax
 
 

@@ -1,6 +1,7 @@
 """The demo model: an answer of twelve tokens that reads every row has the tokens of full attention."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,17 +15,20 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.artifact import Artifact, open_artifact
+from csattn.build_options import BuildOptions
 from csattn.config import SearchConfig, preset
 from csattn.models import LoadedModel, load_model
 from csattn.models.attending_cache import CACHE
 from csattn.models.prompt import context_ids
 from index_build.pipeline import build_artifact
+from index_build.plan import plan_text
 from workers.engine.cpu.engine import CpuEngine
 from workers.evaluate import full_attention, measure
 from workers.serving.step_engine import StepRow
 from workers.session import csattn_session
 
-TEXT = Path(__file__).parents[2] / "bench" / "texts" / "novel.txt"
+ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "bench" / "texts" / "novel.txt"
 NUM_TOKENS = 12
 
 
@@ -49,6 +53,14 @@ def artifact(
     report = build_artifact(demo, token_ids[:600], preset("default"), store)
     with open_artifact(report.path) as opened:
         yield opened
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/use.md"])
+def test_pages_name_the_artifact_that_their_build_command_makes(demo, page) -> None:
+    island = ROOT / "workers" / "demo" / "gannet-island.txt"
+    made = plan_text(island.read_text(), island.name, BuildOptions(), demo, "cpu").spec.artifact_id
+    named = re.findall(r"\bstore/([0-9a-f]{4,16})\b", (ROOT / page).read_text())
+    assert named and all(made.startswith(name) for name in named), f"the build makes {made}"
 
 
 def test_keep_1_gives_full_attentions_tokens_and_logits(demo, token_ids, artifact) -> None:

@@ -1,12 +1,23 @@
 """Checks of contexts, requests and rows that all engines make before they accept them."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from csattn.artifact import Artifact
 from csattn.errors import ConfigError, ContextError, ModelError
 
 Found = TypeVar("Found")
+
+
+class OpenRequest(Protocol):
+    """What the engines' requests have in common."""
+
+    @property
+    def context_id(self) -> int: ...
+
+    @property
+    def tail_len(self) -> int: ...
 
 
 def require_new_context(context_id: int, loaded: Collection[int], artifact: Artifact, max_positions: int) -> None:
@@ -34,9 +45,9 @@ def open_request(request_slot: int, requests: Mapping[int, Found]) -> Found:
     return requests[request_slot]
 
 
-def require_unused(context_id: int, contexts: Mapping[int, int]) -> None:
-    """Raise ConfigError if the context is in use. contexts: the context of each open request slot."""
-    users = [request_slot for request_slot, used in contexts.items() if used == context_id]
+def require_unused(context_id: int, requests: Mapping[int, OpenRequest]) -> None:
+    """Raise ConfigError if the context is in use. requests: the open ones, by request slot."""
+    users = [request_slot for request_slot, request in requests.items() if request.context_id == context_id]
     if users:
         raise ConfigError(f"context {context_id} is in use in request slots {users}; close them first")
 
@@ -80,13 +91,13 @@ def require_token(next_id: int) -> int:
     return next_id
 
 
-def seen_lens(request_slots: Sequence[int], tail_lens: Mapping[int, int]) -> list[int]:
+def seen_lens(request_slots: Sequence[int], requests: Mapping[int, OpenRequest]) -> list[int]:
     """Return how many rows of its tail each row of a step sees, its own included.
 
-    request_slots: of the rows, in order; tail_lens: of each slot, before the step.
+    request_slots: of the rows, in order; requests: the open ones, by request slot, before the step.
     """
-    lens, seen = dict(tail_lens), []
+    num_new, seen = Counter[int](), []
     for request_slot in request_slots:
-        lens[request_slot] += 1
-        seen.append(lens[request_slot])
+        num_new[request_slot] += 1
+        seen.append(requests[request_slot].tail_len + num_new[request_slot])
     return seen

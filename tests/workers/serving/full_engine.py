@@ -106,9 +106,8 @@ class FullEngine:
         for i in range(self.num_layers):
             layer = f"model.layers.{i}"
             normed = self._norm(hidden, f"{layer}.input_layernorm.weight")
-            hidden = (
-                hidden + self._attend(request_slot, i, normed, position) @ weights[f"{layer}.self_attn.o_proj.weight"].T
-            )
+            attended = self._attend(request_slot, i, normed, position)
+            hidden = hidden + attended @ weights[f"{layer}.self_attn.o_proj.weight"].T
             normed = self._norm(hidden, f"{layer}.post_attention_layernorm.weight")
             gate = weights[f"{layer}.mlp.gate_proj.weight"] @ normed
             up = weights[f"{layer}.mlp.up_proj.weight"] @ normed

@@ -140,9 +140,7 @@ class CpuEngine:
 
     def remove_context(self, context_id: int) -> None:
         context = self.context(context_id)
-        require_unused(
-            context_id, {request_slot: request.context_id for request_slot, request in self._requests.items()}
-        )
+        require_unused(context_id, self._requests)
         self._forget_plans()
         self._searcher.unload(context_id)
         del self._contexts[context_id]
@@ -208,12 +206,7 @@ class CpuEngine:
         """
         self._require_rows(rows, watch)
         request_slots = [row.request_slot for row in rows]
-        lens = np.array(
-            seen_lens(
-                request_slots, {request_slot: self._requests[request_slot].tail_len for request_slot in request_slots}
-            ),
-            np.int64,
-        )
+        lens = np.array(seen_lens(request_slots, self._requests), np.int64)
         plan = self._plans.plan([self._requests[request_slot] for request_slot in request_slots], lens)
         if plan is not self._plan:
             self._plan = None  # if set_plan fails halfway, it leaves a mixture of both plans

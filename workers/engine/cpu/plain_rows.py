@@ -63,10 +63,8 @@ class PlainRows:
         """Choose for all rows that choose alone, in order within a request: its selector may keep a state."""
         for row, request, tail_len in self._choosing:
             choice, count = self._choices[request.request_slot][layer_idx], self._counts[request.request_slot]
-            tail, num_outside = (
-                self._model.indexed_tails[layer_idx][request.request_slot],
-                request.num_outside_window(tail_len),
-            )
+            tail = self._model.indexed_tails[layer_idx][request.request_slot]
+            num_outside = request.num_outside_window(tail_len)
             _append_rows(choice, tail, num_outside)
             if (tail_len - 1) % request.view.config.search_period == 0:
                 ahead = request.looks_ahead and layer_idx > 0  # then the token's own row must not be read

@@ -101,11 +101,7 @@ class AttendChosen(StepAttention):
         attend(q, near, self.tails[layer_idx], source, fetched, rows, out, spill, moments, other, sinks)
 
 
-def plan_attention(
-    shape: EngineShape,
-    device: torch.device,
-    copies_beside: bool = False,
-) -> dict[int, DeviceAttention]:
+def plan_attention(shape: EngineShape, device: torch.device, copies_beside: bool = False) -> dict[int, DeviceAttention]:
     """Make the attention kernels of each batch size, with their workspace."""
     return {
         batch_size: DeviceAttention(

@@ -189,9 +189,7 @@ class GpuEngine:
 
     def remove_context(self, context_id: int) -> None:
         place = self._place(context_id)
-        require_unused(
-            context_id, {request_slot: request.context_id for request_slot, request in self._requests.items()}
-        )
+        require_unused(context_id, self._requests)
         self._placing.ready().remove_context(place)
         del self._places[context_id]
 
@@ -266,10 +264,8 @@ class GpuEngine:
         requests = [self._requests[row.request_slot] for row in rows]
         context_lens = [self._context_len(request.context_id) for request in requests]
         positions = [context_len + length - 1 for context_len, length in zip(context_lens, lens, strict=True)]
-        places, request_slots = (
-            [self._place(request.context_id) for request in requests],
-            [row.request_slot for row in rows],
-        )
+        places = [self._place(request.context_id) for request in requests]
+        request_slots = [row.request_slot for row in rows]
         top_ks = [request.config.top_k(n) for request, n in zip(requests, context_lens, strict=True)]
         own_lens = [self._segments_in_use(request_slot) * self._growth.segment_len for request_slot in request_slots]
         starts, token_ids = list(map(self._placing.ready().rows.start, request_slots)), [row.token_id for row in rows]
@@ -428,11 +424,8 @@ class GpuEngine:
 
     def _grow(self, request_slot: int, tail_len: int) -> None:
         """Load the own segments that a row with that tail_len reads, and move rows to the host if they are due."""
-        request, num_segments, placed = (
-            self._requests[request_slot],
-            self._segments(request_slot, tail_len),
-            self._placing.ready(),
-        )
+        request, placed = self._requests[request_slot], self._placing.ready()
+        num_segments = self._segments(request_slot, tail_len)
         if num_segments != request.num_segments:
             assert request.own is not None and placed.own is not None
             num_rows = request.own.num_rows(num_segments)
@@ -449,10 +442,7 @@ class GpuEngine:
         for request_slot, num_new in Counter(row.request_slot for row in rows).items():
             self._require_room(request_slot, num_new)
         require_tokens([row.token_id for row in rows], self.model.spec.vocab_size)
-        return seen_lens(
-            [row.request_slot for row in rows],
-            {row.request_slot: self._requests[row.request_slot].tail_len for row in rows},
-        )
+        return seen_lens([row.request_slot for row in rows], self._requests)
 
     def _require_room(self, request_slot: int, num_new: int) -> None:
         request = self._request(request_slot)

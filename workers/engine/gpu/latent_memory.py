@@ -139,11 +139,9 @@ class CachedLatents:
     def rows_at_once(self) -> int:
         """The most rows of a step over one context, such that all that they choose has slots at the same time."""
         num_cache_slots, most = self.cache.shape.num_slots, max(self._shape.batch_sizes)
-        return (
-            most
-            if num_cache_slots >= self._shape.max_context_len
-            else min(most, num_cache_slots // self._shape.max_top_k)
-        )
+        if num_cache_slots >= self._shape.max_context_len:
+            return most
+        return min(most, num_cache_slots // self._shape.max_top_k)
 
     def load(self, context_id: int, kv: PinnedRows) -> None:
         """Register a context, whose rows stay on the host, and copy its index keys. No step may be in flight."""

@@ -127,15 +127,16 @@ def test_all_placements_give_the_same_bits(store, keep, rest, codec, lookahead) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("rest", ["none", "sketch"])
-def test_attention_waits_for_rows_that_are_still_being_copied(store, rest, tmp_path, monkeypatch) -> None:
+def test_attention_waits_for_rows_that_are_still_being_copied(store, rest, lookahead, tmp_path, monkeypatch) -> None:
     source = Path(gather.__file__).with_name("gather.cu")
     let_next_start = "wait_then_let_next_start();"
     text = source.read_text().replace('#include "..', f'#include "{source.parent.parent}')
     assert text.count(let_next_start) == 1
     slow = tmp_path / "gather.cu"
     slow.write_text(text.replace(let_next_start, let_next_start + " for (int i = 0; i < 200; ++i) __nanosleep(1000);"))
-    config = SearchConfig(keep=0.05, window_len=64, rest=rest)
+    config = SearchConfig(keep=0.05, window_len=64, rest=rest, lookahead=lookahead)
     with open_artifact(artifact_path(store)) as artifact:
         with ready_engine(artifact, config, "device") as ready:
             _, want = decode(ready, NUM_STEPS)

@@ -7,9 +7,10 @@ does not fit is `refused`. If one GPU has room, a step's logits must be those of
 are timed in the same run. `--devices 4` leaves one GPU out. In `host`, a layer's rows are searched while the layer
 before it is computed; each process has an equal share of the CPUs for its search threads.
 Rows and queries are those of `bench.decode`. As there, a step is the captured graph and the feeding of its tokens.
-`add_us` is the time of one sum over devices, in a graph with as many sums as a step. `least_us` has the time of the
-bytes that a device must read (`moved_bytes`, at the run's `read_gbps`) and of the sums. `bound_us` is their total, or
-more if the link needs longer than the reading; `of_bound` is its share of the mean step.
+`add_us` is the time of a kernel that sums over devices, in a graph with as many sums as a step, and `exchange_us` what
+that takes more than on one device. `least_us` has the time of the bytes that a device must read (`moved_bytes`, at the
+run's `read_gbps`) and of the exchanges. `bound_us` is their total, or more if the link needs longer than the reading;
+`of_bound` is its share of the mean step.
 """
 
 import argparse
@@ -49,7 +50,7 @@ from csattn.models.share import share_of_spec
 from csattn.share import Share
 from workers.model.devices import Devices
 from workers.model.gpu.triton_ops import TritonOps
-from workers.model.ops import Readers, Stream, num_squares
+from workers.model.ops import Exchange, Readers, Stream, num_squares
 
 # largest change of any logit by rounding to bfloat16 in all layers, in standard deviations of the logits
 CLOSE = 0.25
@@ -176,8 +177,10 @@ class _Bench:
             torch.cuda.empty_cache()
         sums_us = 0.0
         if share.num_devices > 1:
-            timed["add_us"] = self._time_add(batch_size)
-            sums_us = timed["least_us"]["sums"] = round(2 * self._shape.num_layers * timed["add_us"], 1)
+            add_us = self._time_add(batch_size, self._devices.exchange(batch_size, self._shape.hidden_size))
+            exchange_us = add_us - self._time_add(batch_size, None)
+            sums_us = timed["least_us"]["sums"] = round(2 * self._shape.num_layers * exchange_us, 1)
+            timed |= {"add_us": round(add_us, 2), "exchange_us": round(exchange_us, 2)}
         bound_us = timed["roofline_us"] + sums_us
         return timed | {"bound_us": round(bound_us, 1), "of_bound": round(bound_us / timed["mean_us"], 3)}, logits
 
@@ -224,10 +227,10 @@ class _Bench:
             **facts,
         }, logits
 
-    def _time_add(self, batch_size: int) -> float:
-        """Return the µs of one sum over devices with its addition to the residual stream, as in a step."""
+    def _time_add(self, batch_size: int, exchange: Exchange | None) -> float:
+        """Return the µs of one addition to the residual stream, with an exchange as a sum over devices."""
         sizes, device = (batch_size, self._shape.hidden_size), self._devices.device
-        ops, exchange, num_adds = TritonOps(device), self._devices.exchange(*sizes), 2 * self._shape.num_layers
+        ops, num_adds = TritonOps(device), 2 * self._shape.num_layers
         hidden, scaled, ahead = (torch.zeros(sizes, dtype=DTYPE, device=device) for _ in range(3))
         squares = torch.zeros(num_squares(sizes[1]), batch_size, device=device)
         stream = Stream(hidden, scaled, ahead, squares, row_sums=exchange)
@@ -238,7 +241,7 @@ class _Bench:
             for _ in range(num_adds):
                 ops.add_normed(branch, None, 0.0, 1.0, 1.0, stream, readers)
 
-        return round(_graph_us(adds) / num_adds, 2)
+        return _graph_us(adds) / num_adds
 
 
 def _graph_us(run: Callable[[], None], times: int = 20) -> float:

@@ -76,7 +76,7 @@ def in_order(parts: list[tuple[Tensor, Linear | None, Tensor]]) -> Tensor:
 
 @pytest.mark.parametrize(("way", "is_normed"), [("rows", False), ("rows", True), ("tiles", False)])
 @pytest.mark.parametrize(("num_devices", "rank"), [(2, 0), (2, 1), (3, 1), (8, 7)])
-@pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 63), (3, 100)])
+@pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 63), (3, 100), (2, 1100)])
 def test_a_device_adds_partial_sums_in_the_order_of_ranks(
     batch_size, hidden_size, num_devices, rank, way, is_normed
 ) -> None:
@@ -86,7 +86,8 @@ def test_a_device_adds_partial_sums_in_the_order_of_ranks(
     inbox = exchange.inbox
     others = set(range(num_devices)) - {rank}
     norm = 1 + randn(hidden_size, scale=0.3) if is_normed else None
-    num_programs = batch_size if way == "rows" else -(-hidden_size // 64)
+    columns = 64 if way == "tiles" else hidden_size if is_normed else 1024
+    num_programs = -(-hidden_size // columns) * (1 if way == "tiles" else batch_size)
     for count in (2**31 - 1, -(2**31)):  # the count wraps around
         half, read = count & 1, readers("both", hidden_size)
         parts = make_parts(batch_size, hidden_size, num_devices, way)

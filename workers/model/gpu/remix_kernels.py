@@ -103,7 +103,7 @@ def read_streams_kernel(
     j = tl.arange(0, BLOCK_NUM)
     p = tl.arange(0, BLOCK_PARTS)
     inside, there = c < hidden_size, j < NUM
-    weight, ahead = norm_weights(norm, norm_ahead, hidden_size, HAS_NORM, AHEAD, BLOCK)
+    weight, ahead = norm_weights(norm, norm_ahead, 0, hidden_size, HAS_NORM, AHEAD, BLOCK)
     wait_for_earlier(PDL)
     total = tl.sum(tl.load(sums + row * num_parts + p, mask=p < num_parts, other=0.0), axis=0)
     inverse = tl.math.rsqrt(total / (NUM * hidden_size) + eps)
@@ -117,8 +117,9 @@ def read_streams_kernel(
     kept = value if JOINS else tl.zeros((BLOCK,), tl.float32)
     tl.store(hidden + row * hidden_size + c, kept.to(hidden.dtype.element_ty), mask=inside)
     prepare_row(
-        value, row, weight, ahead, scaled, scaled_ahead, squares, num_squares, hidden_size, AHEAD, BLOCK, SQUARES_BLOCK
-    )
+        value, row, 0, weight, ahead, scaled, scaled_ahead, squares, num_squares, hidden_size,
+        AHEAD, BLOCK, SQUARES_BLOCK,
+    )  # fmt: skip
     if not JOINS:
         added = _weights(own, NUM + j, there, p, num_parts, num_out, inverse, biases, scales + 1, BLOCK_PARTS)
         tl.store(post + row * NUM + j, 2.0 * tl.sigmoid(added), mask=there)

@@ -16,6 +16,8 @@ from workers.model.gpu.token_kernels import (
 )
 from workers.model.ops import SQUARES_BLOCK, Exchange, Normed, Readers, Stream
 
+_ADDED_COLUMNS = 1024  # that a program adds to a row of the stream, if it need not know the whole row
+
 
 class Launches:
     """The base of all parts of `TritonOps`: programmatic dependent launch, on Hopper and later.
@@ -117,7 +119,10 @@ class TritonStreamOps(Launches):
     ) -> None:
         batch_size, hidden_size = stream.hidden.shape
         memory, exchange_constants = exchange_arguments(stream.row_sums, x)
-        add_normed_kernel[(batch_size,)](
+        constants = row_constants(stream, readers)
+        if norm is None:
+            constants |= {"BLOCK": _ADDED_COLUMNS, "num_warps": 4}
+        add_normed_kernel[(batch_size, triton.cdiv(hidden_size, constants["BLOCK"]))](
             x,
             x if norm is None else norm,
             *stream_arguments(stream, readers),
@@ -130,7 +135,7 @@ class TritonStreamOps(Launches):
             NUM_PARTS=num_parts,
             IS_NORMED=norm is not None,
             **exchange_constants,
-            **row_constants(stream, readers),
+            **constants,
             **self._launch(),
         )
 

@@ -42,10 +42,11 @@ def begin_kernel(
     if CENTRED:
         value -= tl.where(i < hidden_size, tl.sum(value, axis=0) / hidden_size, 0.0)
     tl.store(hidden + row * hidden_size + i, value.to(hidden.dtype.element_ty), mask=i < hidden_size)
-    weight, ahead = norm_weights(norm, norm_ahead, hidden_size, HAS_NORM, AHEAD, BLOCK)
+    weight, ahead = norm_weights(norm, norm_ahead, 0, hidden_size, HAS_NORM, AHEAD, BLOCK)
     prepare_row(
-        value, row, weight, ahead, scaled, scaled_ahead, squares, num_squares, hidden_size, AHEAD, BLOCK, SQUARES_BLOCK
-    )
+        value, row, 0, weight, ahead, scaled, scaled_ahead, squares, num_squares, hidden_size,
+        AHEAD, BLOCK, SQUARES_BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -94,31 +95,33 @@ def add_normed_kernel(
     IS_NORMED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     AHEAD: tl.constexpr,
-    BLOCK: tl.constexpr,  # at least hidden_size
+    BLOCK: tl.constexpr,  # columns of a program; at least hidden_size when IS_NORMED
     SQUARES_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    i = tl.arange(0, BLOCK)
+    row, start = tl.program_id(0), tl.program_id(1) * BLOCK
+    place = row * tl.num_programs(1) + tl.program_id(1)
+    i = start + tl.arange(0, BLOCK)
     inside = i < hidden_size
     factor = tl.load(post_norm + i, mask=inside, other=0.0) if IS_NORMED else 1.0
-    weight, ahead = norm_weights(norm, norm_ahead, hidden_size, HAS_NORM, AHEAD, BLOCK)
+    weight, ahead = norm_weights(norm, norm_ahead, start, hidden_size, HAS_NORM, AHEAD, BLOCK)
     wait_for_earlier(PDL)
-    count = tl.load(counts + row) if NUM_DEVICES > 1 else 0
+    count = tl.load(counts + place) if NUM_DEVICES > 1 else 0
     before = tl.load(hidden + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(NUM_PARTS):
         value += tl.load(x + (row * NUM_PARTS + part) * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
     if NUM_DEVICES > 1:
         at, num_numbers = row * hidden_size + i, tl.num_programs(0) * hidden_size
-        value = sum_over_devices(value, at, inside, row, count, counts, inboxes, num_numbers, RANK, NUM_DEVICES)
+        value = sum_over_devices(value, at, inside, place, count, counts, inboxes, num_numbers, RANK, NUM_DEVICES)
     if IS_NORMED:
         value = value * tl.math.rsqrt(tl.sum(value * value, axis=0) / hidden_size + eps) * factor
     value = scale * (before + multiplier * value)
     tl.store(hidden + row * hidden_size + i, value.to(hidden.dtype.element_ty), mask=inside)
     prepare_row(
-        value, row, weight, ahead, scaled, scaled_ahead, squares, num_squares, hidden_size, AHEAD, BLOCK, SQUARES_BLOCK
-    )
+        value, row, start, weight, ahead, scaled, scaled_ahead, squares, num_squares, hidden_size,
+        AHEAD, BLOCK, SQUARES_BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -169,9 +172,11 @@ def add_norms_kernel(
 
 
 @triton.jit
-def norm_weights(norm, norm_ahead, hidden_size, HAS_NORM: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
+def norm_weights(
+    norm, norm_ahead, start, hidden_size, HAS_NORM: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr
+):
     """Load the weights of the norms that read the stream next, for `prepare_row`: [BLOCK] float32, or 1."""
-    i = tl.arange(0, BLOCK)
+    i = start + tl.arange(0, BLOCK)
     weight = tl.load(norm + i, mask=i < hidden_size, other=0.0) if HAS_NORM else 1.0
     weight_ahead = tl.load(norm_ahead + i, mask=i < hidden_size, other=0.0) if AHEAD else 1.0
     return weight, weight_ahead
@@ -179,8 +184,9 @@ def norm_weights(norm, norm_ahead, hidden_size, HAS_NORM: tl.constexpr, AHEAD: t
 
 @triton.jit
 def prepare_row(
-    value,  # [BLOCK] float32, 0 from hidden_size on
+    value,  # [BLOCK] float32: columns from `start` on, 0 from hidden_size on
     row,
+    start,  # a multiple of SQUARES_BLOCK
     weight,  # this and the next: of `norm_weights`
     weight_ahead,
     scaled,  # this and the next parameters: as in `begin_kernel`
@@ -192,8 +198,8 @@ def prepare_row(
     BLOCK: tl.constexpr,
     SQUARES_BLOCK: tl.constexpr,
 ):
-    """Write what the stream's next readers need, for a row whose value is `value` rounded to the stream's dtype."""
-    i = tl.arange(0, BLOCK)
+    """Write what the stream's next readers need, for columns whose value is `value` rounded to the stream's dtype."""
+    i = start + tl.arange(0, BLOCK)
     inside = i < hidden_size
     dtype = scaled.dtype.element_ty
     at = row * hidden_size + i
@@ -202,7 +208,7 @@ def prepare_row(
     if AHEAD:
         tl.store(scaled_ahead + at, (value * weight_ahead).to(dtype), mask=inside)
     sums = tl.sum(tl.reshape(value * value, (BLOCK // SQUARES_BLOCK, SQUARES_BLOCK)), axis=1)
-    s = tl.arange(0, BLOCK // SQUARES_BLOCK)
+    s = start // SQUARES_BLOCK + tl.arange(0, BLOCK // SQUARES_BLOCK)
     tl.store(squares + s * tl.num_programs(0) + row, sums, mask=s < num_squares)
 
 

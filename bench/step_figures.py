@@ -16,10 +16,10 @@ SHAPES = {  # shape in MODELS: the row's title, with the layers that are searche
     "qwen3.5-27b": "Qwen3.5-27B: 16 of 64 layers, the others are linear",
 }
 SHARED = "shared-h100.json"
-SPLIT = {  # title: result files, the one with figures of one GPU last
-    "8B, one request": ("split-2-h200.json", "split-4-h200.json"),
-    "8B, four requests on contexts of their own": ("split-4-batch-4-h200.json",),
-    "70B, one request": ("split-4-70b-h200.json",),
+SPLIT = {  # title: number of requests, and result files, the one with figures of one GPU last
+    "8B, one request": (1, ("split-2-h200.json", "split-4-h200.json")),
+    "8B, four requests on contexts of their own": (4, ("split-4-h200.json",)),
+    "70B, one request": (1, ("split-4-70b-h200.json",)),
 }
 EVERY_STEP, AHEAD = "every step", "one layer ahead"
 
@@ -147,9 +147,10 @@ def split() -> list[str]:
     """Return a table of steps on several GPUs and on one, with memory and share of the bound for four GPUs."""
     named = "one GPU", "two", "four", "four: × as fast", "GB on each of four", "of what bytes and sums allow"
     lines = ["| ms a step | " + " | ".join(named) + " |", "|---|" + "---:|" * len(named)]
-    for what, files in SPLIT.items():
+    for what, (batch_size, files) in SPLIT.items():
+        cases = [c for name in files for c in measured(name) if c["batch_size"] == batch_size]
         for placement in ("device", "hybrid", "host"):
-            of = {c["num_devices"]: c for name in files for c in measured(name) if c["placement"] == placement}
+            of = {c["num_devices"]: c for c in cases if c["placement"] == placement}
             if not of:
                 continue
             cells = [f"{milliseconds(of[number]):.2f}" if number in of else "–" for number in (1, 2, 4)]

@@ -20,7 +20,7 @@ _SINGLE_BLOCK_THREADS = 1024  # threads of the single block per KV head on GPUs 
 _FEW_ROUNDS, _ENTRY_BYTES = 16, 16  # as in the kernel: with more rounds a thread's data is in local memory
 _RESIDENT_THREADS = 2048 * 148  # the most that a device runs at once
 _LIST_SETS = 3  # lookups whose lists and ids are valid at the same time
-_MOST_IDS = 1 << 31  # of a lookup: indices in its lists are int32
+_MOST_IDS = 1 << 31  # of a lookup, and of the rows that it may move: indices in its lists are int32
 _SOURCE = Path(__file__).with_name("slot_cache.cu")
 
 
@@ -52,6 +52,13 @@ class SlotCacheShape:
                 f"a step of {self.max_batch} requests that choose {self.max_top_k:,} rows each for "
                 f"{self.num_index_heads} heads has {num_ids:,} rows to look up, and a slot cache supports fewer than "
                 f"{_MOST_IDS:,}: decode fewer requests in a step, or choose fewer rows"
+            )
+        num_moves = self.max_batch * self.num_kv_heads * self.num_slots
+        if num_moves >= _MOST_IDS:
+            raise OffloadError(
+                f"a step of {self.max_batch} requests may move {self.num_slots:,} rows each for {self.num_kv_heads} KV "
+                f"heads, in all {num_moves:,}, and a slot cache supports fewer than {_MOST_IDS:,}: decode fewer "
+                "requests in a step, or choose a smaller slot cache"
             )
 
     @property

@@ -24,7 +24,8 @@ def key_error(kv: Tensor, form: Format) -> float:
     context_len, head_dim = kv.shape[1], kv.shape[-1]
     if context_len < 2 * _RUN_LEN:
         return 0.0
-    starts = torch.linspace(_RUN_LEN, context_len - _RUN_LEN, _NUM_RUNS).long()  # the first rows are unlike all others
+    first, last = _RUN_LEN, context_len - _RUN_LEN  # the first rows are unlike all others
+    starts = torch.linspace(first, last, _NUM_RUNS, dtype=torch.float64).long()  # float32 rounds above 2^24
     runs = kv[:, starts[:, None] + torch.arange(_RUN_LEN)].float()  # [num_kv_heads, num_runs, run_len, 2, head_dim]
     codec = KvCodec(KvFormat(form, form), head_dim)
     keys = runs[..., :1, :].expand_as(runs)  # not the values: they have a format of their own, and may not fit this one

@@ -38,3 +38,8 @@ def test_key_error_ignores_values_and_contexts_with_few_rows() -> None:
     assert key_error(biased(300.0, 0.1, 31), FORMATS["q4_0"]) == 0 < key_error(biased(300.0, 0.1, 32), FORMATS["q4_0"])
     assert key_error(torch.full((1, 40, 2, 32), 0.3), FORMATS["q4_0"]) == 0
     assert key_error(torch.zeros(1, 40, 2, 32), FORMATS["q8_0"]) == 0
+
+
+def test_key_error_samples_existing_rows_of_contexts_longer_than_float32_counts() -> None:
+    repeated = torch.ones(1, 1, 2, 32).expand(1, 2**24 + 31, 2, 32)  # one row in memory
+    assert key_error(repeated, FORMATS["q8_0"]) == 0

@@ -48,6 +48,13 @@ def test_selections_with_too_many_rows_to_number_are_refused() -> None:
         make_shape(num_index_heads=128, max_top_k=335_544, max_batch=64)
 
 
+@pytest.mark.large_gpu
+def test_caches_with_too_many_rows_to_move_are_refused() -> None:
+    make_shape(num_kv_heads=32, num_index_heads=32, num_slots=262_144, max_batch=255)
+    with pytest.raises(OffloadError, match=r"256 requests may move 262,144 rows each for 32 KV heads"):
+        make_shape(num_kv_heads=32, num_index_heads=32, num_slots=262_144, max_batch=256)
+
+
 def test_a_caches_bytes_are_mostly_rows() -> None:
     shape = SlotCacheShape(
         num_layers=32,

@@ -28,6 +28,7 @@ ENOUGH_PROGRAMS = 128  # about one for each multiprocessor
 MERGED_CHANNELS = 128  # per program; half as many for few heads, to have enough programs
 FEW_HEADS = 16
 BLOCK_ROWS = 32  # gathered at a time
+MOST_SEARCHED = 4096  # indices searched at a time for the end of a selection; a program's code grows with them
 # Software pipelining: a row's index is loaded before the row, and each of the two loads is issued two stages ahead. So
 # one tile is loaded while another is attended to. With fewer stages nothing overlaps; more do not fit shared memory.
 NUM_STAGES = 5
@@ -144,7 +145,7 @@ def _launch_attend(
         FAR=len(rows.ckv) * max(ckv_stride, kpe_stride) >= 2**31,
         BLOCK_HEADS=shape.block_heads,
         BLOCK_ROWS=shape.block_rows,
-        BLOCK_SPLIT=triton.next_power_of_2(max(1, split_len)),
+        BLOCK_SPLIT=min(MOST_SEARCHED, triton.next_power_of_2(max(1, split_len))),
         NUM_STAGES=shape.num_stages,
         num_warps=shape.num_warps,
         **launch_options(rows.q_nope.device),
@@ -181,7 +182,7 @@ def _attend_kernel(
     FAR: tl.constexpr,  # whether rows lie 2^31 or more elements away
     BLOCK_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_SPLIT: tl.constexpr,  # at least split_len
+    BLOCK_SPLIT: tl.constexpr,  # indices searched at a time for the end of the selection
     NUM_STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -204,9 +205,12 @@ def _attend_kernel(
     indices += query * top_k
     end = tl.minimum(top_k, (split + 1) * split_len)
     if BLOCK_SPLIT > BLOCK_ROWS:  # selections are padded at their end
-        place = split * split_len + tl.arange(0, BLOCK_SPLIT)
-        chosen = (place < end) & (tl.load(indices + place, mask=place < end, other=-1) >= 0)
-        end = tl.max(tl.where(chosen, place + 1, 0), axis=0)
+        last = end
+        end = 0
+        for first in range(split * split_len, last, BLOCK_SPLIT):
+            place = first + tl.arange(0, BLOCK_SPLIT)
+            chosen = (place < last) & (tl.load(indices + place, mask=place < last, other=-1) >= 0)
+            end = tl.maximum(end, tl.max(tl.where(chosen, place + 1, 0), axis=0))
     for first in tl.range(split * split_len, end, BLOCK_ROWS, num_stages=NUM_STAGES):
         row = tl.load(indices + first + some, mask=first + some < end, other=-1)
         exists = (row >= 0) & (row < num_rows)

@@ -75,6 +75,17 @@ def test_float16_rows_without_rope_channels_equal_the_definition() -> None:
     agree(by_kernel(case, AttendShape(16, 32, 2, 4, 2), sink), want, 5e-3)
 
 
+def test_selections_may_be_longer_than_the_largest_block_of_triton() -> None:
+    """A selection can be all rows of a long context, padded to the longest that the request may reach."""
+    case = make_case(2, 3, 40)
+    first, used = case["indices"], 5000  # type: ignore[index]
+    case["indices"] = torch.full((2, used), -1, dtype=torch.int32)
+    case["indices"][:, :40] = case["indices"][:, -40:] = first
+    want = sparse_mla_reference(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
+    case["indices"] = torch.nn.functional.pad(case["indices"], (0, 2**20), value=-1)
+    agree(by_kernel(case, AttendShape(16, 16, 1, 4, 2), None), want, 1e-5)
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_queries_are_split_into_launches_of_limited_size(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case, shape = make_case(5, 3, 65), AttendShape(16, 16, num_splits, 4, 2)

@@ -361,6 +361,18 @@ def test_the_slot_cache_limits_the_planned_length_of_a_model_with_millions_of_po
     assert replace(sizing, slot_share=0.5).num_cached(10 << 20) == max_slots()
 
 
+@pytest.mark.large_gpu
+def test_the_rows_that_a_step_looks_up_limit_what_is_planned_for_a_model_with_millions_of_positions(artifacts) -> None:
+    memory = AvailableMemory(device_bytes=1 << 50, host_bytes=1 << 50)
+    with make_engine("hybrid") as ready:
+        sizing = ready._placing._sizing
+        model = replace(sizing.model, spec=replace(sizing.model.spec, max_positions=10 << 20))
+        large = replace(sizing, model=model, batch_sizes=(256,), slot_share=0.02, search=replace(CONFIG, keep=0.5))
+    assert large.longest(preset("default"), 300, 1 << 50) == 10 << 19
+    settled = replace(large, tail_capacity=None, own_on_host=True).settle(preset("default"), memory)
+    assert settled.tail_capacity == 10 << 18
+
+
 def test_invalid_engines_contexts_and_requests_are_refused_with_the_reason(artifacts) -> None:
     with pytest.raises(ConfigError, match="'quest', but a GPU decodes with csattn or full"):
         make_engine("device", selector="quest")

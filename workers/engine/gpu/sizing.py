@@ -11,6 +11,7 @@ from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth, own_top_k
 from offload.budget import AvailableMemory, MemoryPlan
 from offload.codecs.formats import KvFormat
+from offload.errors import OffloadError
 from offload.slot_cache import max_slots
 from workers.engine.gpu.memory import Placement, plan_memory
 from workers.engine.gpu.shape import EngineShape
@@ -88,8 +89,12 @@ class Sizing:
         return max(sized, key=lambda each: each.tail_capacity or 0)  # of equals the first: own rows stay
 
     def fits(self, index_config: IndexConfig, available: AvailableMemory) -> bool:
-        """Whether requests' own rows take no more than their part of the memory."""
-        planned, without = (each._planned(index_config) for each in (self, replace(self, tail_capacity=1)))
+        """Whether requests' own rows take no more than their part of the memory, and a slot cache supports them."""
+        without = replace(self, tail_capacity=1)._planned(index_config)
+        try:
+            planned = self._planned(index_config)
+        except OffloadError:
+            return False
         on_device = (available.device_bytes - without.device_bytes) // OWN_PART_OF_DEVICE
         on_host = (available.host_bytes - without.pinned_bytes) // OWN_PART_OF_HOST
         more_on_host = planned.pinned_bytes - without.pinned_bytes
@@ -104,19 +109,25 @@ class Sizing:
         """Return the length of the longest context to plan for, at least `needed`.
 
         It is the number of the model's positions, halved until what grows with it takes at most half of the free
-        memory. available_bytes: free on the device.
+        memory, and a slot cache supports it. available_bytes: free on the device.
         """
 
         def planned_bytes(longest: int) -> int:
             shape, num_cache_slots = self.shape(index_config, longest), self.num_cached(longest)
             return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_cache_slots).device_bytes
 
+        def is_too_long(longest: int) -> bool:
+            try:
+                return planned_bytes(longest) > least + room
+            except OffloadError:
+                return True
+
         longest, least = self.model.spec.max_positions, planned_bytes(1)
         room = (available_bytes - least) // 2
         if self.placement != "device":  # a slot cache has at most max_slots(), whatever the memory
             while longest > max(needed, 1) and self.slot_share * longest > max_slots():
                 longest //= 2
-        while longest > max(needed, 1) and planned_bytes(longest) > least + room:
+        while longest > max(needed, 1) and is_too_long(longest):
             longest //= 2
         return max(longest, needed)
 

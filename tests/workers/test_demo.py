@@ -35,6 +35,7 @@ def make_answer(text: str, rows_read_per_step: float = 400.0) -> Answer:
         question_len=9,
         first_token_s=0.5,
         tokens_per_s=12.345,
+        num_steps=3,
         rows_read_per_step=rows_read_per_step,
         rows_full_attention=6400.0,
         search_ms_per_step=1.0,

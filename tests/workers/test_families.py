@@ -25,7 +25,7 @@ from index_build.pipeline import build_artifact
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.tiny import ALL_FAMILIES, EVERY_FAMILY, byte_tokenizer, loaded, make_model, tiny_config, token_ids
 from tests.workers.engine.emulated_engine import emulate
-from tests.workers.engine.talks import Talk, alone, assert_same, run_together
+from tests.workers.engine.talks import Talk, alone, assert_same, run_together, with_drafts
 from tests.workers.model.decoding import decode, prefill
 from tests.workers.model.full_context import CONTEXT_LENS, greedy, logits_after, make_runner
 from workers.engine.cpu.engine import CpuEngine
@@ -169,6 +169,17 @@ def test_concurrent_requests_equal_each_alone(family: Family, rng: np.random.Gen
         run_together(engine, talks, rng)
         for talk in talks:
             assert_same(talk, alone(engine, talk))
+
+
+def test_drafts_change_no_bit(family: Family, rng: np.random.Generator) -> None:
+    config = SearchConfig(keep=0.1, window_len=16)
+    with CpuEngine(family.loaded, num_threads=2, max_requests=1) as engine:
+        engine.add_context(0, family.artifact)
+        if not engine.drops_rows(family.artifact, config, "csattn"):
+            assert family.loaded.geometry.kinds & {"state", "compressed"}
+            return
+        want = alone(engine, Talk(0, config, "csattn", QUESTION, NUM_TOKENS))
+        assert_same(with_drafts(engine, want, rng), want)
 
 
 @pytest.mark.gpu

@@ -75,6 +75,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         "search.window_len": 9, "search.lookahead": 1, "search.search_period": 2,
         "search.rest": "moments", "engine.placement": "host", "engine.selector": "window",
         "engine.all_where_faster": True,
+        "engine.draft_tokens": 3,
         "engine.slot_share": 0.5, "engine.tail_capacity": 7, "engine.num_threads": 3, "engine.num_devices": 2,
         "engine.num_search_workers": 2, "engine.num_contexts": 6, "engine.context_bytes": 5,
         "engine.max_context_len": 99,

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.errors import ContextError
@@ -14,6 +16,7 @@ from csattn.selector_names import SelectorName
 from workers.engine.checks import require_token
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.fidelity import Observer
+from workers.serving.drafts import MAX_DRAFT, Drafts, Ngrams
 from workers.serving.step_engine import StepEngine, StepRow
 from workers.serving.text import TextStream, decode
 
@@ -28,6 +31,7 @@ class Answer:
     question_len: int
     first_token_s: float  # from the request to the first token: the question's own prefill
     tokens_per_s: float  # after the first
+    num_steps: int  # that gave these; fewer than tokens if drafts were right
     rows_read_per_step: float  # rows of context and tail attended to, mean over layers
     rows_full_attention: float  # what full attention would have read
     search_ms_per_step: float | None  # sum over layers; with lookahead, steps do not wait for all of it; None on a GPU
@@ -65,6 +69,7 @@ def answer(
     selector: SelectorName = "csattn",
     observer: Observer | None = None,  # on the CPU: sees the steps after the question
     on_read: Callable[[int, int], None] = lambda done, total: None,
+    draft_tokens: int = MAX_DRAFT,  # most tokens that are guessed for one step, without an observer; 0: none
 ) -> Answer:
     """Answer a question about the artifact that the engine has loaded as context 0, greedily, while there is room.
 
@@ -75,6 +80,9 @@ def answer(
     try:
         context_len, stream = artifact.spec.context_len, TextStream(loaded.tokenizer)
         room = min(engine.max_positions - context_len, engine.tail_capacity + 1)  # the last token is never fed back
+        most, drafts = min(max_new_tokens, room - len(ids)), None
+        if draft_tokens and observer is None and engine.drops_rows(artifact, config, selector):
+            drafts = Drafts([Ngrams(np.asarray(ids, np.int32)), Ngrams(artifact.token_ids)], draft_tokens)
         searched_s = engine.counts().search_s
         started = time.perf_counter()
         token_ids = [_feed(engine, ids, on_read)]
@@ -83,9 +91,14 @@ def answer(
             assert isinstance(engine, CpuEngine), "what a step attends to is shown on the CPU"
             engine.observe(0, observer)
         on_text(stream.add(token_ids[0]))
-        while len(token_ids) < min(max_new_tokens, room - len(ids)) and token_ids[-1] not in loaded.stop_ids:
-            token_ids.append(_feed(engine, token_ids[-1:]))
-            on_text(stream.add(token_ids[-1]))
+        num_steps = 0
+        while len(token_ids) < most and token_ids[-1] not in loaded.stop_ids:
+            num_steps += 1
+            for token_id in _continued(engine, token_ids, drafts, most):
+                token_ids.append(token_id)
+                on_text(stream.add(token_id))
+                if token_id in loaded.stop_ids:
+                    break
         ended = time.perf_counter()
         on_text(stream.finish())
         reading, counts = engine.reading(0), engine.counts()
@@ -98,12 +111,26 @@ def answer(
             question_len=len(ids),
             first_token_s=first_token_s,
             tokens_per_s=(len(token_ids) - 1) / max(ended - started - first_token_s, 1e-9),
+            num_steps=num_steps,
             rows_read_per_step=reading.rows,
             rows_full_attention=context_len + (num_seen + 1) / 2,
             search_ms_per_step=search_ms / num_seen if counts.attend_s else None,  # None: not timed separately
         )
     finally:
         engine.close_request(0)
+
+
+def _continued(engine: StepEngine, token_ids: list[int], drafts: Drafts | None, most: int) -> list[int]:
+    """Run a step, and return the tokens that follow: one, and those of a draft that were right. most: of the answer."""
+    if drafts is None:
+        return [_feed(engine, token_ids[-1:])]
+    draft = drafts.propose(token_ids, min(most - len(token_ids), engine.max_rows) - 1)
+    rows = [StepRow(0, token_ids[-1]), *(StepRow(0, token_id, is_draft=True) for token_id in draft)]
+    next_ids = engine.step(rows).next_ids.tolist()
+    num_right = next((n for n, token_id in enumerate(draft) if token_id != next_ids[n]), len(draft))
+    engine.drop_rows(0, len(draft) - num_right)
+    drafts.learn(len(draft), num_right)
+    return [require_token(token_id) for token_id in next_ids[: num_right + 1]]
 
 
 def _feed(

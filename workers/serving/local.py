@@ -301,6 +301,7 @@ class LocalBackend:
             context_len=context_len,
             num_cached=prefix.num_cached,
             own=prefix.own,
+            drafts=prefix.drafts,
             question_ids=ids,
             sampling=sampling,
             max_new_tokens=room,

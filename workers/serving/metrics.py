@@ -51,6 +51,8 @@ class Metrics:
         self.batch_rows = self._histogram("batch_rows", "Tokens in one step, over all requests.", _ROWS)
         self.question_tokens = self._counter("question_tokens", "Tokens of questions that were computed.")
         self.new_tokens = self._counter("new_tokens", "Tokens of answers that were generated.")
+        self.drafted_tokens = self._counter("drafted_tokens", "Tokens of answers that were guessed.")
+        self.accepted_tokens = self._counter("accepted_tokens", "Tokens of answers that were guessed right.")
         self.context_tokens = self._counter("context_tokens", "Tokens of the prefilled contexts that requests used.")
         self.context_requests = self._counter(
             "context_requests", "Requests by where their context was found, in memory or in the store.", ["found"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from workers.serving.drafts import MAX_ROWS
 from workers.serving.request import Request
 
 # Chunked prefill: beside decoding requests, questions of any length make a step about so many times as long.
@@ -64,6 +65,16 @@ def plan_step(requests: Sequence[Request], max_rows: int, question_rows: Questio
         room = min(room, max(len(prefilling), question_rows.limit))
     shares = divide_rows(room, [request.question_left for request in prefilling])
     return [(request, 1) for request in decoding] + [pair for pair in zip(prefilling, shares, strict=True) if pair[1]]
+
+
+def plan_drafts(requests: Sequence[Request], max_rows: int, draws: bool) -> dict[Request, list[int]]:
+    """Return the drafts of a step in which each request has one row otherwise, for requests that have any.
+
+    draws: the engine samples, which it does for one row of a request in a step.
+    """
+    drafts = [[] if draws and request.needs_logits else request.draft() for request in requests]
+    parts = divide_rows(max(0, min(max_rows, MAX_ROWS) - len(requests)), list(map(len, drafts)))
+    return {request: draft[:part] for request, draft, part in zip(requests, drafts, parts, strict=True) if draft[:part]}
 
 
 def divide_rows(room: int, wants: Sequence[int]) -> list[int]:

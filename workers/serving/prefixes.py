@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName
 from workers.serving.context_build import Builder
 from workers.serving.contexts import Contexts
+from workers.serving.drafts import Drafts, Ngrams
 from workers.serving.examiner import Examiner
 from workers.serving.kept_rows import OwnRows, is_keepable, open_kept_rows, row_identity
 from workers.serving.messages import Ask, ContextNotReadyError
@@ -35,6 +38,7 @@ class Prefix:
     token_ids: list[int]  # that follow the context
     is_new: bool  # the context was built for this request
     own: OwnRows | None  # None: rows are neither looked for nor kept
+    drafts: Drafts | None  # None: the answer's tokens are not guessed
     _using: AbstractAsyncContextManager[Resident]
 
     @property
@@ -103,11 +107,12 @@ class Prefixes:
                 ids = whole[found.num_tokens :]
             artifact_id = None if resident.artifact is None else resident.artifact.spec.artifact_id
             identity = self._identity(ask, config, selector, artifact_id)
+            drafts = await self._drafts(ask, config, selector, resident, ids)
             own = None if identity is None else await self._own_rows(identity, ids)
         except BaseException:
             await using.__aexit__(None, None, None)
             raise
-        return Prefix(resident, ids, found.is_new, own, using)
+        return Prefix(resident, ids, found.is_new, own, drafts, using)
 
     async def close(self) -> None:
         """Cancel builds of contexts. Rows are still kept, until `flush`."""
@@ -160,6 +165,17 @@ class Prefixes:
         except asyncio.CancelledError:  # nobody takes the result
             finding.add_done_callback(_release)
             raise
+
+    async def _drafts(
+        self, ask: Ask, config: SearchConfig, selector: SelectorName, resident: Resident, ids: list[int]
+    ) -> Drafts | None:
+        most, artifact = self._settings.engine.draft_tokens, resident.artifact
+        if not most or _scores_prompt(ask) or not self._engine.drops_rows(artifact, config, selector):
+            return None
+        if resident.ngrams is None and artifact is not None:
+            resident.ngrams = await self._in_thread(Ngrams, artifact.token_ids)
+        of_question = await self._in_thread(Ngrams, np.asarray(ids, np.int32))
+        return Drafts([of_question, *([] if resident.ngrams is None else [resident.ngrams])], most)
 
     def _identity(
         self, ask: Ask, config: SearchConfig, selector: SelectorName, artifact_id: str | None

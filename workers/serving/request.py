@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from csattn.config import SearchConfig
 from csattn.selector_names import SelectorName
 from workers.serving.answer_parser import AnswerParser, Parts
+from workers.serving.drafts import Drafts
 from workers.serving.grammar import Grammar
 from workers.serving.kept_rows import OwnRows
 from workers.serving.messages import Done, Finish, Piece, Sampling, TokenScore, Usage
@@ -47,6 +48,7 @@ class Request:
     echo: str | None = None  # the prompt's text, if it is to come before the answer
     prompt_scores: list[TokenScore] = field(default_factory=list)
     own: OwnRows | None = None  # None: no kept rows are used, and none are kept
+    drafts: Drafts | None = None  # None: its next tokens are not guessed
     request_slot: int | None = None
     num_fed: int = 0  # tokens of the question that the engine has
     num_rows: int = 0  # rows of the request's own that the engine has
@@ -83,6 +85,12 @@ class Request:
         if self.question_left:
             return self.question_ids[self.num_fed : self.num_fed + num_rows]
         return [self.token_ids[-1]]
+
+    def draft(self) -> list[int]:
+        """Guess the tokens that follow the answer's last one; none while the question is fed, or under a grammar."""
+        if self.drafts is None or self.question_left or self.grammar is not None:
+            return []
+        return self.drafts.propose(self.token_ids, self.max_new_tokens - len(self.token_ids) - 1)
 
     def draw_spec(self, stop_ids: Set[int]) -> DrawSpec | None:
         """Return how to sample the next token; None: take the argmax. stop_ids: the model's end-of-turn tokens."""

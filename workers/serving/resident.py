@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from csattn.artifact import Artifact
+from workers.serving.drafts import Ngrams
 from workers.serving.messages import Held
 
 TURN_S, TURN_LOADS = 2.0, 8.0  # a context's turn while others wait: at least TURN_S, TURN_LOADS times its loading time
@@ -30,6 +31,7 @@ class Resident:
     files: "Files" = field(default_factory=dict)  # the artifact's, if its rows are memory-mapped
     checked_at: float = field(default_factory=time.monotonic)  # when the files were last checked
     fault: str = ""  # which file has lost bytes since it was loaded
+    ngrams: Ngrams | None = None  # of the artifact's tokens, made for the first request with drafts
     routing_keys: dict[str, None] = field(default_factory=dict)  # an ordered set, the newest last
 
     def begin_turn(self, now: float, loading_s: float) -> None:

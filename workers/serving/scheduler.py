@@ -28,7 +28,7 @@ from workers.serving.messages import (
 )
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
-from workers.serving.plan import QuestionRows, plan_step
+from workers.serving.plan import QuestionRows, plan_drafts, plan_step
 from workers.serving.request import Request
 from workers.serving.sampling import prepare_draws
 from workers.serving.step_engine import DrawSpec, StepEngine, StepResult, StepRow
@@ -205,7 +205,7 @@ class Scheduler:
                 room -= 1
 
     def _step(self, plan: list[tuple[Request, int]]) -> None:
-        rows, last_rows, want_logits = [], [], False
+        rows, last_rows, want_logits, drafts = [], [], False, self._drafts(plan)
         gives_token = [request.question_left <= num_rows for request, num_rows in plan]
         for (request, num_rows), gives in zip(plan, gives_token, strict=True):
             assert request.request_slot is not None, "a request without a request slot was planned"
@@ -214,6 +214,7 @@ class Scheduler:
             draw = self._draw_spec(request) if gives and self._engine.draws and not request.scores_prompt else None
             rows.append(StepRow(request.request_slot, last, wants_token=request.scores_prompt or gives, draw=draw))
             last_rows.append(len(rows) - 1)
+            rows += [StepRow(request.request_slot, token_id, is_draft=True) for token_id in drafts.get(request, ())]
             want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives and draw is None)
             if gives and request.grammar is not None and draw is None:
                 request.grammar.begin()
@@ -253,6 +254,45 @@ class Scheduler:
                 self._end(request, "length", request.done("length"))
             elif gives:
                 self._take_token(request, chosen[request], ended)
+        first_rows = {request: row for (request, _), row in zip(plan, last_rows, strict=True)}
+        self._verify({request: (first_rows[request], draft) for request, draft in drafts.items()}, rows, result, ended)
+
+    def _drafts(self, plan: list[tuple[Request, int]]) -> dict[Request, list[int]]:
+        """Return the step's drafts: none beside questions, which take the time that they would save."""
+        requests = [request for request, _ in plan]
+        if any(request.question_left for request in requests):
+            return {}
+        return plan_drafts(requests, self._engine.max_rows, self._engine.draws)
+
+    def _verify(
+        self, drafts: dict[Request, tuple[int, list[int]]], rows: list[StepRow], result: StepResult, now: float
+    ) -> None:
+        """Take the tokens that follow drafts, as long as each token taken is the draft's, and drop the other rows.
+
+        drafts: with the row before the draft's first, whose token has been taken.
+        """
+        num_right = dict.fromkeys(drafts, 0)
+
+        def is_right(request: Request, nth: int) -> bool:
+            _, draft = drafts[request]
+            is_next = num_right[request] == nth < len(draft) and not request.is_over
+            return is_next and request.token_ids[-1] == draft[nth]
+
+        for nth in range(max((len(draft) for _, draft in drafts.values()), default=0)):
+            right = [(request, row + nth + 1) for request, (row, _) in drafts.items() if is_right(request, nth)]
+            for request, _ in right:
+                num_right[request] += 1
+                request.num_rows += 1
+                self._keep(request)
+            for request, token in self._choose(right, rows, result).items():
+                self._take_token(request, token, now)
+        for request, (_, draft) in drafts.items():
+            assert request.drafts is not None and request.request_slot is not None
+            request.drafts.learn(len(draft), num_right[request])
+            self.metrics.drafted_tokens.inc(len(draft))
+            self.metrics.accepted_tokens.inc(num_right[request])
+            if not request.is_over and num_right[request] < len(draft):
+                self._engine.drop_rows(request.request_slot, len(draft) - num_right[request])
 
     def _draw_spec(self, request: Request) -> DrawSpec | None:
         """`Request.draw_spec`; None also if it raises. `_choose` then meets the error and ends this request alone."""

@@ -44,6 +44,7 @@ class StepRow:
     request_slot: int
     token_id: int
     wants_token: bool = True  # the next token is wanted; of other rows, next_ids and logits of the result are undefined
+    is_draft: bool = False  # the token is a guess, whose row may be dropped; the request has no other rows after it
     draw: DrawSpec | None = None  # for an engine with `draws`; None: take the argmax
 
 
@@ -154,6 +155,17 @@ class StepEngine(Protocol):
         want_logits: bool = False,
         watch: tuple[int, int] | None = None,  # row and layer whose fidelity is measured
     ) -> StepResult: ...
+
+    def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
+        """Whether rows of such requests can be drafts: nothing that a step leaves behind, but rows, depends on them.
+
+        artifact: of the context; None: there is none.
+        """
+        ...
+
+    def drop_rows(self, request_slot: int, num_rows: int) -> None:
+        """Drop the request's last rows, drafts of the last step, from its tail."""
+        ...
 
     def reading(self, request_slot: int) -> Reading: ...
 

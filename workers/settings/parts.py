@@ -206,6 +206,12 @@ class EngineSettings(_Part):
         "In placement device, read all rows in steps where that is faster: over short contexts, of questions, or of "
         "many requests on one context. An answer then depends slightly on the requests that share its steps.",
     )
+    draft_tokens: int = setting(
+        7,
+        "Most tokens of an answer that are guessed from what followed the last ones before, in context, question or "
+        "answer, and verified in one step: the answer is the same. 0: none. Without effect on a GPU.",
+        lowest=0,
+    )
     tail_capacity: int | None = setting(
         None,
         "Most tokens of a request's question and answer together; an answer ends there. Not set: as many as the model "

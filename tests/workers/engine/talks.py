@@ -56,6 +56,31 @@ def alone(engine: CpuEngine, talk: Talk) -> Talk:
     return again
 
 
+def with_drafts(engine: StepEngine, talk: Talk, rng: np.random.Generator) -> Talk:
+    """Run a talk that has been run before again, alone, with drafts of its tokens of which some are wrong."""
+    again = Talk(talk.context_id, talk.config, talk.selector, talk.question, talk.num_new)
+    engine.open(0, again.context_id, again.config, again.selector)  # type: ignore[arg-type]
+    while not again.done:
+        fed, draft = again.next_rows(engine.max_rows), list[int]()
+        if again.tokens:
+            right = talk.tokens[len(again.tokens) : -1][: rng.integers(min(8, engine.max_rows))]
+            draft = [token_id if rng.random() < 0.8 else (token_id + 1) % 256 for token_id in right]
+        rows = [
+            *(StepRow(0, token_id) for token_id in fed),
+            *(StepRow(0, token_id, is_draft=True) for token_id in draft),
+        ]
+        result = engine.step(rows, want_logits=True)
+        again.take(len(fed), result.next_ids[: len(fed)], result.logits[: len(fed)])
+        num_right = 0
+        while num_right < len(draft) and draft[num_right] == again.tokens[-1]:
+            num_right += 1
+            row = slice(len(fed) + num_right - 1, len(fed) + num_right)
+            again.take(1, result.next_ids[row], result.logits[row])
+        engine.drop_rows(0, len(draft) - num_right)
+    engine.close_request(0)
+    return again
+
+
 def assert_same(got: Talk, want: Talk) -> None:
     assert got.tokens == want.tokens
     np.testing.assert_array_equal(np.stack(got.logits), np.stack(want.logits))

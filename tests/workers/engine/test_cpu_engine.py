@@ -335,6 +335,19 @@ def test_next_tokens_and_logits_are_returned_for_rows_that_want_a_token(store) -
                 assert (next_id, argmax) == alone[row] if row in asking else next_id == -1
 
 
+def test_rows_that_leave_more_behind_than_themselves_are_no_drafts(store) -> None:
+    with (
+        opened(store, "llama", 0) as sketch,
+        opened(store, "llama", 1, "lists") as lists,
+        make_engine([sketch, lists]) as engine,
+    ):
+        assert engine.drops_rows(sketch, CONFIG, "csattn") and engine.drops_rows(None, CONFIG, "csattn")
+        assert engine.drops_rows(lists, CONFIG, "full")
+        assert not engine.drops_rows(lists, CONFIG, "csattn")  # rows that leave the window join the lists
+        assert not engine.drops_rows(sketch, SearchConfig(search_period=4), "csattn")  # tokens share a choice
+        assert not any(engine.drops_rows(sketch, CONFIG, name) for name in SELECTOR_NAMES[1:-1])
+
+
 @pytest.mark.parametrize("selector", SELECTOR_NAMES)
 def test_a_row_of_nan_has_no_next_token(store, selector) -> None:
     model = loaded("llama").model

@@ -16,7 +16,7 @@ from csattn.sketch.own import Growth
 from index_build.pipeline import build_artifact
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.definition import defined_logits
-from tests.workers.engine.talks import Talk, alone, assert_same, run_together
+from tests.workers.engine.talks import Talk, alone, assert_same, run_together, with_drafts
 from workers.engine.cpu.context import HostBudget
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.own_segments import OwnSegments
@@ -60,6 +60,17 @@ def test_logits_with_own_segments_equal_the_definition(
     # queries that differ in their last bits may also differ in an integer of the sketch's scores, and so may all later
     # rows and their codes; without codes of own rows, logits differ by 1 to 7
     assert np.median(differences) < 0.02, differences
+
+
+@pytest.mark.parametrize(("lookahead", "rest"), [(0, None), (1, None), (0, "none"), (0, "moments")])
+def test_drafts_change_no_bit_as_segments_are_made(
+    artifacts: list[Artifact], lookahead: int, rest: str | None, rng: np.random.Generator
+) -> None:
+    config = SearchConfig(keep=0.05, window_len=20, lookahead=lookahead, rest=rest)
+    with make_engine(artifacts, max_requests=1) as engine:
+        assert engine.drops_rows(artifacts[0], config, "csattn")
+        want = alone(engine, Talk(0, config, "csattn", token_ids(30, seed=1).tolist(), 240))
+        assert_same(with_drafts(engine, want, rng), want)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

@@ -80,6 +80,15 @@ class FullEngine:
     def close_request(self, request_slot: int) -> None:
         del self.request_slots[request_slot]
 
+    def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
+        return True
+
+    def drop_rows(self, request_slot: int, num_rows: int) -> None:
+        slot = self.request_slots[request_slot]
+        slot.num_rows -= num_rows
+        for of_layer in slot.rows:
+            del of_layer[slot.num_rows :]
+
     def counts(self) -> EngineCounts:
         sizes = [sum(layer.nbytes for layer in layers) for layers in self.contexts.values()]
         return EngineCounts(kv_bytes=sum(sizes), search_s=0.001 * self.num_steps)

@@ -175,6 +175,9 @@ class SayingEngine(FullEngine):
                 result.logits[row, self._ids[at]] = 50.0
         return StepResult(result.logits.argmax(-1), result.logits, result.fidelity)
 
+    def drops_rows(self, *request: object) -> bool:
+        return False  # it has the next token of a step's last row only
+
 
 def backend_of(model: LoadedModel, store: Path, engine: FullEngine | None = None) -> LocalBackend:
     return LocalBackend(engine or FullEngine(model, tail_capacity=2000), model, settings_of(store))

@@ -237,10 +237,19 @@ class CpuEngine:
         plan.count(tail_lens, self.num_layers)
         for request_slot, length in zip(request_slots, lens.tolist(), strict=True):
             self._requests[request_slot].tail_len = length
+        drafts = Counter(row.request_slot for row in rows if row.is_draft)
         for request in map(self._requests.__getitem__, set(request_slots)):
             if request.own is not None:
-                request.own.grow(request.tail_len)
+                request.own.grow(request.tail_len - drafts[request.request_slot])
         return self._result(token_rows, len(rows), want_logits, observers.fidelity)
+
+    def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
+        is_sketch = artifact is None or artifact.spec.index_config.layout == "sketch"
+        chooses_alike = selector == "full" or (selector == "csattn" and is_sketch and config.search_period == 1)
+        return chooses_alike and self.loaded.geometry.kinds.isdisjoint({"state", "compressed"})
+
+    def drop_rows(self, request_slot: int, num_rows: int) -> None:
+        self.request(request_slot).tail_len -= num_rows
 
     def context(self, context_id: int) -> CpuContext:
         """Return the context loaded under that number. Raises ConfigError if there is none."""

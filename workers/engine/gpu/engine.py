@@ -311,6 +311,13 @@ class GpuEngine:
         contexts = [(place, length) for place, length in zip(places, context_lens, strict=True) if place >= 0]
         return shape.sparse_or_full and all_are_faster(shape, contexts, own_lens)
 
+    def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
+        """Return False: drafts have not been measured on a GPU."""
+        return False
+
+    def drop_rows(self, request_slot: int, num_rows: int) -> None:
+        raise AssertionError("steps on a GPU have no drafts")
+
     def reading(self, request_slot: int) -> Reading:
         request = self._request(request_slot)
         context_len, own = self._context_len(request.context_id), request.own_read / max(1, request.num_steps)

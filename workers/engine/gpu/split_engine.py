@@ -185,6 +185,13 @@ class SplitEngine:
         if errors:  # prefer the cause: a DevicesError may only say that another device failed
             raise min(errors, key=lambda error: isinstance(error, DevicesError))
 
+    def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
+        """Return False: drafts have not been measured on a GPU."""
+        return False
+
+    def drop_rows(self, request_slot: int, num_rows: int) -> None:
+        raise AssertionError("steps on a GPU have no drafts")
+
     def reading(self, request_slot: int) -> Reading:
         return self._engine.reading(request_slot)
 

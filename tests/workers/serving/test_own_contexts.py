@@ -30,6 +30,7 @@ from workers.serving.kept_store import DIRECTORY
 from workers.serving.messages import ContextNotReadyError, ContextTooLongError, ServingError, Turn, WorkerLostError
 from workers.serving.own_contexts import Found, OwnContexts
 from workers.serving.residency import Residency
+from workers.settings import BuildSettings
 
 pytestmark = pytest.mark.usefixtures("builds")  # build in this process
 
@@ -48,6 +49,12 @@ def test_a_long_prompts_beginning_becomes_a_context_that_others_reuse(tmp_path, 
     assert again == said and done.cached_tokens >= second.cached_tokens and len(builds) == 1
     [(other, done)] = answers(tmp_path / "other", question[1])
     assert other == said and computed(done) == done.context_tokens + done.question_tokens and len(builds) == 2
+
+
+def test_contexts_are_found_whichever_library_ran_their_kmeans(tmp_path, builds) -> None:
+    question, lists = ask(DOCUMENT + "Which are red?"), BuildSettings(preset="lists", kmeans="torch")
+    (_, first), (_, second) = answers(tmp_path, question, question, build=lists)
+    assert len(builds) == 1 and first.cached_tokens == 0 and second.cached_tokens >= second.context_tokens == 512
 
 
 def test_concurrent_requests_with_one_document_share_one_build(tmp_path, builds) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.api.app import read_detokenize
-from workers.api.errors import error_body
+from workers.api.errors import HttpError, error_body
 from workers.api.names import context_of, context_or_own, short_model_name
 from workers.api.parsing import ParsedRequest, read_chat, read_completion, read_new_context
 from workers.serving.messages import Ask, BadRequestError, ServingError, Tool, ToolCall, Turn, UnknownModelError
@@ -65,6 +65,14 @@ def test_every_chat_field_is_parsed() -> None:
     assert (sampling.seed, sampling.stop, sampling.top_logprobs) == (2**63 - 1, ("a", "b", "c", "d"), 20)
     assert (ask.keep, ask.lookahead, ask.rest, ask.selector) == (1.0, 0, "none", "full")
     assert asked.stream and asked.include_usage
+
+
+def test_numbers_of_sampling_and_the_salt_arrive_unchanged() -> None:
+    numbers = {"temperature": 0.7, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "presence_penalty": -0.5}
+    numbers |= {"frequency_penalty": 0.25, "repetition_penalty": 1.5, "min_tokens": 2, "seed": 3}
+    ask = ask_of(chat(**numbers, cache_salt="mine"))
+    assert {name: getattr(ask.sampling, name) for name in numbers} == numbers
+    assert ask.cache_salt == "mine"
 
 
 def test_stop_token_ids_min_tokens_and_ignore_eos_are_parsed() -> None:
@@ -341,6 +349,13 @@ def test_invalid_chat_fields_are_refused_with_the_field_and_reason(
     assert "did you mean" in words or "did you mean" not in refused.value.message
     assert param in error_body(refused.value)["error"]["param"]
     assert len(json.dumps(error_body(refused.value))) < 4096
+
+
+def test_the_type_of_an_error_follows_its_status() -> None:
+    kinds = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+    kinds |= {409: "conflict_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+    kinds |= {499: "invalid_request_error", 500: "server_error", 503: "server_error"}
+    assert {status: error_body(HttpError(status, "code", "why"))["error"]["type"] for status in kinds} == kinds
 
 
 @pytest.mark.parametrize(

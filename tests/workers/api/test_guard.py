@@ -253,6 +253,22 @@ def test_a_connection_with_an_incomplete_header_is_closed(service: Running) -> N
             assert 0.5 < time.monotonic() - started_at < 4.5
 
 
+@pytest.mark.parametrize(("num_bytes", "status"), [(4000, b"200"), (4001, b"431")])
+def test_a_header_of_the_limits_size_is_read(service: Running, num_bytes: int, status: bytes) -> None:
+    filler = "x" * (num_bytes - len("/healthhostlocalhostx"))
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        connection.sendall(f"GET /health HTTP/1.1\r\nHost: localhost\r\nX: {filler}\r\n\r\n".encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize(("num_bytes", "status"), [(100_000, 400), (100_001, 413)])
+def test_a_body_of_the_limits_size_is_read(service: Running, num_bytes: int, status: int, is_chunked: bool) -> None:
+    body = b"x" * num_bytes
+    content = iter([body]) if is_chunked else body
+    assert post(service, content=content, headers={**AUTH, "Content-Type": "application/json"}).status_code == status
+
+
 def test_a_large_header_returns_431(service: Running) -> None:
     reply = httpx2.get(f"{service.url}/health", headers={"X-Large": "x" * 3990})
     assert reply.status_code == 431 and reply.json()["error"]["code"] == "header_too_large"

@@ -322,6 +322,7 @@ def test_a_failing_build_is_retried_with_exponential_backoff(tmp_path, builds, m
             assert caplog.text.count("tried again") == len(tries)
             [failed] = backend.status().failed_builds
             assert (failed.num_tokens, failed.num_tries, failed.why) == (512, 5, "the disk is full")
+            assert backend._prefixes.own_contexts.counts.num_failed == 5
             is_full = False
             await answer(backend, ask("Another. " + DOCUMENT))
             clock.now += failed.retry_in_s
@@ -355,6 +356,14 @@ def test_a_prompt_that_fits_is_answered_though_its_context_build_failed(tmp_path
     monkeypatch.setattr(Builder, "build", fail)
     [(said, done)] = answers(tmp_path / "kept", asked)
     assert said == want and done.context_tokens == 0 and done.question_tokens > 300
+
+
+@pytest.mark.parametrize(("context_tokens", "num_builds"), [(500, 1), (600, 0)])
+def test_a_prompt_that_fits_is_built_if_it_has_more_than_context_tokens(
+    tmp_path, builds, context_tokens, num_builds
+) -> None:
+    [(_, done)] = answers(tmp_path, ask(FIRST * 4, new=1), context_tokens=context_tokens)
+    assert len(builds) == num_builds and (done.context_tokens > 0) == (num_builds > 0)
 
 
 def test_a_prompt_beyond_the_models_positions_is_refused_without_a_build(tmp_path, builds) -> None:

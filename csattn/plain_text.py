@@ -1,6 +1,7 @@
 """Tells plain text from other files, and how to make text of them."""
 
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from io import StringIO
 
 # magic bytes of files that are not text, and what to do with them
 _DOCUMENTS = {
@@ -15,6 +16,11 @@ _DOCUMENTS = {
     b"GGUF\x03\0": "it is a model, as --model takes it: give a text file in UTF-8",
 }
 _TO_KANJI = b"\x1b$B", b"\x1b$@"  # of ISO-2022-JP, all of whose bytes are ASCII
+
+
+def as_read(text: str) -> str:
+    """Return a text as `csattn build` reads it from a file: lines end with \\n, and a byte order mark is left out."""
+    return StringIO(text.removeprefix("\ufeff"), newline=None).read()
 
 
 def why_not_plain(data: bytes) -> str | None:

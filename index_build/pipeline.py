@@ -15,6 +15,7 @@ from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
 from csattn.models import LoadedModel
 from csattn.models.loader import require_loaded
+from csattn.plain_text import as_read
 from csattn.torch_threads import require_threads
 from index_build.board import Outcome
 from index_build.build_layers import OnProgress, PhaseTimes, make_layers
@@ -60,7 +61,7 @@ def build_context(
     require_text("a context", text)
     require_loaded(loaded)
     options = BuildOptions(preset=preset, chat=chat)
-    plan = plan_text(text, source, options, loaded, loaded.device.type)
+    plan = plan_text(as_read(text), source, options, loaded, loaded.device.type)
     return build_plan(loaded, plan, store, on_progress=on_progress)
 
 

@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ class DiskFile:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 advice = "close other contexts, or raise the limit of open files (`ulimit -n`)"
             raise DiskError(f"cannot open {path}: {_reason(error)}; {advice}") from error
+        self._close = weakref.finalize(self, os.close, self._fd)  # also if `close` is never called
 
     def __repr__(self) -> str:
         state = "closed" if self._fd < 0 else "direct" if self.direct else "through the page cache"
@@ -60,9 +62,8 @@ class DiskFile:
 
     def close(self) -> None:
         """Close the file. No read may be in progress."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._close()
+        self._fd = -1
 
 
 def _open(path: Path) -> tuple[int, bool]:

@@ -78,12 +78,12 @@ def measure(
     token_ids: NDArray[np.integer[Any]] | Sequence[int],  # [num_tokens + 1], as for `full_attention`
     baseline: Baseline,
     on_token: Callable[[int], None] = lambda num_tokens: None,
-    kv_format: KvFormat | None = None,
+    kv_format: KvFormat | str | None = None,
 ) -> Quality:
     """Compare one selector with full attention over the same context and tokens.
 
-    kv_format: the format of the context's rows for the selector; full attention reads them as built. Raises
-    ConfigError for a baseline of other tokens.
+    kv_format: the format of the context's rows for the selector, or its name; full attention reads them as built.
+    Raises ConfigError for a baseline of other tokens.
     """
     ids = _with_successors(loaded, token_ids)
     if not np.array_equal(ids, baseline.token_ids):
@@ -91,6 +91,8 @@ def measure(
             f"full attention's predictions are for {len(baseline.token_ids)} other tokens than these {len(ids)}; give "
             "the result of `full_attention` for the same tokens"
         )
+    if isinstance(kv_format, str):
+        kv_format = KvFormat.parse(kv_format)
     num_tokens = len(ids) - 1
     probe = AttentionProbe(artifact, every=-(-num_tokens // _MAX_OBSERVED))
     with csattn_session(loaded, artifact, config, selector, kv_format) as session:

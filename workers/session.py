@@ -1,6 +1,7 @@
 """Let a transformers model generate from an artifact: `model.generate(**session.ask("..."))`."""
 
 import gc
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -86,6 +87,7 @@ class Session:
         self._freed_request_slots: deque[int] = deque()  # of garbage-collected requests; appended by any thread
         self._lock = Lock()  # the engine is used by one thread at a time
         self._has_begun = self._is_open = False
+        self._pid = os.getpid()
 
     def __enter__(self) -> Self:
         if self._has_begun:
@@ -168,6 +170,7 @@ class Session:
 
         It takes one of `max_requests` until it is garbage-collected. observer: sees its steps, on the CPU only.
         """
+        self._require_own_process()
         with self._lock:
             self._require_open()
             request_slot = self._free_request_slot()
@@ -183,6 +186,7 @@ class Session:
     def feed(self, request: RequestCache, token_ids: list[int], first_wanted: int) -> Tensor:
         """Feed tokens; return the logits after those from index first_wanted on, [num_wanted, vocab_size] float32."""
         decoded, size, logits = request.decoded, self._max_rows, []
+        self._require_own_process()
         with self._lock:
             self._require_open()
             if decoded.has_failed:
@@ -220,6 +224,14 @@ class Session:
     def _require_open(self) -> None:
         if not self._is_open:
             raise ConfigError("this session has ended, or has not begun; ask again in an open session")
+
+    def _require_own_process(self) -> None:
+        """Raise ConfigError in a process that was forked since: it has none of the threads for which it would wait."""
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                "this process was forked from the one that opened this session, and the session's threads do not "
+                "survive a fork; open another session in this process"
+            )
 
     def _require_rows(self, num_tokens: int) -> None:
         """Raise ContextError if a request has no room for num_tokens of its own, the new ones included."""

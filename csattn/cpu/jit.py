@@ -1,5 +1,7 @@
 """How all CPU kernels are compiled: without the GIL, and cached on disk if there is a writable place."""
 
+import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -92,7 +94,23 @@ def _stamp(compiled: Any, function: Callable[..., Any]) -> None:
     index._data_name_pattern = index._data_name_pattern.replace(".nbc", f".{_PROCESS}.nbc")
     index._load_index = partial(_try_load, index._load_index, dict)
     index.load = partial(_try_load, index.load, lambda: None)
+    index._save_index = partial(_save_index, index, index._save_index)
     compiled._cache.save_overload = partial(_try_save, compiled._cache.save_overload)
+
+
+def _save_index(index: Any, save: Callable[..., None], overloads: dict[Any, str]) -> None:
+    """Replace a kernel's index, and remove its files of machine code that the new one does not name: no process finds
+    them, and as their names have other processes' ids, they would never be overwritten."""
+    is_new = not os.path.exists(index._index_path)
+    save(overloads)
+    if is_new:
+        return
+    pattern = re.escape(index._data_name_pattern).replace(re.escape("{number:d}"), r"\d+")
+    of_kernel = re.compile(pattern.replace(_PROCESS, "[0-9a-f]{8}"))
+    for name in os.listdir(index._cache_path):
+        if of_kernel.fullmatch(name) and name not in overloads.values():
+            with suppress(OSError):  # another process has removed it
+                os.remove(os.path.join(index._cache_path, name))
 
 
 def _try_load(load: Callable[..., Any], absent: Callable[[], Any], *key: Any) -> Any:

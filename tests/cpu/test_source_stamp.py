@@ -93,6 +93,23 @@ def test_processes_that_compile_at_once_do_not_overwrite_each_others_code(packag
     assert len(list((package.parent / "cache").rglob("*scaled-*.nbc"))) == 2 * len(first)
 
 
+def test_the_code_of_other_sources_is_removed_when_a_kernel_is_compiled_again(package: Path) -> None:
+    def files() -> set[Path]:
+        return set((package.parent / "cache").rglob("*.nbc"))
+
+    run(package)
+    before = files()
+    (package / "helpers.py").write_text(HELPERS.format(factor=3))
+    assert run(package) == 30
+    assert len(files()) == len(before) and not files() & before
+    (package / "kernel.py").write_text(KERNEL.replace("print(scaled(1))", "scaled(1.0), print(scaled(1))"))
+    assert run(package) == 30
+    now = files()
+    (package / "kernel.py").write_text(KERNEL.replace("print(scaled(1))", "scaled(1), print(int(scaled(1.0)))"))
+    assert run(package) == 30
+    assert now and len(files()) == len(now)
+
+
 def test_a_source_stamp_covers_imported_files_only(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = type(sys)("near")
     found.__path__ = [str(package)]

@@ -14,6 +14,7 @@ from csattn.artifact import read_manifest
 from csattn.errors import ConfigError, ContextError
 from csattn.torch_threads import preserve_num_threads
 from index_build import build_context
+from index_build.inputs import read_text
 from tests.artifact.faults import fork
 from tests.tiny import loaded
 from workers import csattn_session
@@ -104,6 +105,14 @@ def test_a_context_that_is_not_text_or_has_the_wrong_length_is_refused(tmp_path:
         build_context(loaded(), "x" * 9 * most, tmp_path / "store", chat=False)
     for text in ("\n" * 9 * most + TEXT, TEXT + "\n" * 9 * most):  # blank lines are stripped
         assert build_context(loaded(), text, tmp_path / "store").path.is_dir()
+
+
+def test_a_text_with_windows_line_ends_and_a_byte_order_mark_is_the_same_context(tmp_path: Path) -> None:
+    text = TEXT.replace(". ", ".\n")
+    (tmp_path / "text").write_text("\ufeff" + text.replace("\n", "\r\n"), newline="")
+    assert read_text(str(tmp_path / "text")) == text
+    assert not build_context(loaded(), text, tmp_path).reused
+    assert build_context(loaded(), (tmp_path / "text").read_bytes().decode(), tmp_path).reused
 
 
 def test_a_build_in_a_fork_of_a_builder_is_refused_instead_of_hanging(

@@ -228,6 +228,18 @@ def test_custom_code_of_a_checkpoint_is_refused_without_a_prompt(
     asks_user.assert_not_called()
 
 
+def test_custom_code_of_a_checkpoint_of_a_known_family_is_not_run(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "own.py").write_text("raise SystemExit('the checkpoint ran its code')")
+    for file, its in (
+        ("config.json", {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["own.Own", None]}),
+    ):
+        path = tmp_path / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": its}))
+    assert load_model(str(tmp_path)).geometry == wrap_model(make_model(), byte_tokenizer(), "tiny").geometry
+
+
 @pytest.mark.parametrize(
     ("generated", "tokenized", "stops"),
     [(7, "a", {7, 64}), ([7, 9], None, {7, 9}), (None, "a", {64}), ([None, 300, -1], None, set())],

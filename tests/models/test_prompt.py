@@ -1,11 +1,22 @@
 """Contexts and questions with tokenizers that put a space before words, as those of older Llamas and Mistrals do."""
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from csattn.errors import ArtifactMismatchError, ModelError
-from csattn.models.prompt import choose_wrapping, context_ids, conversation_ids, num_special, question_ids
+from csattn.config import preset
+from csattn.errors import ArtifactMismatchError, ContextError, ModelError
+from csattn.models.prompt import (
+    MIN_CONTEXT_LEN,
+    choose_wrapping,
+    context_ids,
+    conversation_ids,
+    num_special,
+    question_ids,
+    require_indexable,
+)
+from tests.tiny import loaded
 
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -92,3 +103,17 @@ def test_a_context_that_tokenises_differently_before_a_question_is_refused() -> 
     assert len(context_ids(tokenizer, "a Lamp", "none"))
     with pytest.raises(ModelError, match="splits this context differently when a question follows it"):
         context_ids(tokenizer, "a Lamp", "system")
+
+
+def test_contexts_are_indexable_from_the_least_length_to_one_below_the_models_positions() -> None:
+    model, config = loaded(), preset("default")
+    most, vocab_size = model.geometry.max_positions, model.geometry.vocab_size
+    for context_len in (MIN_CONTEXT_LEN, most - 1):
+        require_indexable(np.full(context_len, vocab_size - 1, np.int32), config, model)
+    for context_len, token_id, words in (
+        (MIN_CONTEXT_LEN - 1, 0, "an index needs at least 256"),
+        (most, 0, f"the context has {most} tokens"),
+        (MIN_CONTEXT_LEN, vocab_size, f"has the token id {vocab_size}"),
+    ):
+        with pytest.raises(ContextError, match=words):
+            require_indexable(np.full(context_len, token_id, np.int32), config, model)

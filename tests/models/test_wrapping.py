@@ -50,6 +50,16 @@ def test_an_eos_token_that_the_tokenizer_appends_is_removed_from_a_context() -> 
     assert context_ids(tokenizer, "bca", "none")[-1] == end
 
 
+def test_a_question_without_chat_gets_no_special_tokens() -> None:
+    tokenizer = byte_tokenizer(None)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="a $A", special_tokens=[("a", tokenizer("a").input_ids[0])]
+    )
+    prefix = context_ids(tokenizer, "bcd", "none")
+    assert tokenizer.decode(prefix) == "abcd"
+    assert tokenizer.decode(question_ids(tokenizer, prefix, "efg", "none")) == "efg"
+
+
 @pytest.mark.parametrize(
     ("template", "match"),
     [

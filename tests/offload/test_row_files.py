@@ -1,5 +1,7 @@
 """Pieces of files are read in runs of whole blocks."""
 
+import gc
+import os
 from contextlib import closing
 
 import numpy as np
@@ -51,3 +53,14 @@ def test_runs_cover_every_piece_once_and_fit(starts, piece_bytes, most_bytes) ->
     rounds = runs.rounds(int(longest))
     assert [first for first, _ in rounds] == [0, *(last for _, last in rounds[:-1])]
     assert rounds[-1][1] == len(runs.begins)
+
+
+def test_files_that_are_not_closed_are_closed_with_the_last_reference_to_them(tmp_path) -> None:
+    (tmp_path / "rows").write_bytes(bytes(BLOCK_BYTES))
+    files = RowFiles([FileSpan(tmp_path / "rows", 0, BLOCK_BYTES)])
+    descriptor = files._files[0]._fd
+    os.fstat(descriptor)
+    del files
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

@@ -4,8 +4,10 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -277,6 +279,19 @@ def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
     assert searched["window"] == searched["full"] == searched["h2o"] == 0
     assert 0 < searched["quest"] < searched["exact"]
     assert min(searched["default"], searched["paper"], searched["magicpig"]) > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_eval_that_is_ended_leaves_no_artifact_behind(place: Path, tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", "from workers.cli import main; main()", "eval", "--text", str(place / "text.txt")]
+    command += ["--model", str(place / "model"), "--context-len", "400", "--eval-len", "400"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**ENV, "TMPDIR": str(tmp_path)}) as process:
+        while not list(tmp_path.glob("csattn-eval-*/*")):
+            assert process.poll() is None, "it ended before it built"
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    assert not list(tmp_path.glob("csattn-eval-*"))
 
 
 def test_eval_with_keep_1_reports_no_rest(capsys, place: Path) -> None:

@@ -23,6 +23,7 @@ from csattn.models import LoadedModel
 from csattn.models.attending_cache import CACHE
 from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
+from offload.codecs.formats import KvFormat
 from tests.selections import check_selection
 from tests.tiny import MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
 from workers.engine.fidelity import Seen
@@ -129,6 +130,17 @@ def test_invalid_tokens_for_an_evaluation_are_refused(store) -> None:
     for unknown in (2**32 + 1, 256, -1):
         with pytest.raises(ContextError, match=f"token id {unknown} is not in the model's vocabulary of 256"):
             full_attention(loaded(), artifact_of(store), [1, unknown])
+
+
+def test_an_evaluation_takes_a_kv_format_by_its_name_too(store) -> None:
+    ids = token_ids(9, seed=3)
+    with open_artifact(artifact_of(store)) as artifact:
+        full = full_attention(loaded(), artifact, ids)
+        named, parsed = (
+            measure(loaded(), artifact, SearchConfig(), "csattn", ids, full, kv_format=form)
+            for form in ("float16", KvFormat.parse("float16"))
+        )
+    assert named.kl == parsed.kl and named.moved_bytes_per_step == parsed.moved_bytes_per_step > 0
 
 
 def test_window_reads_no_far_rows_and_is_worse_than_the_index(store) -> None:

@@ -1,6 +1,7 @@
 """Invalid inputs to a session are refused with the reason, before anything is computed."""
 
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -302,3 +303,24 @@ def test_the_documented_options_exist() -> None:
     assert len(named) == len(re.findall(r"^\| ", table, re.MULTILINE)) - 1
     for owner, name in named:
         assert any(name in inspect.signature(one).parameters for one in takes[owner]), name
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_session_is_refused_in_a_forked_process_which_may_open_another(session, artifact) -> None:
+    """The threads that make segments of own rows are missing there: a long question would wait for them for ever."""
+    request, generate = session.continue_with([1]), loaded().model.generate
+    child = os.fork()
+    if child == 0:
+        exit_code = 1
+        try:
+            for refused in (lambda: session.continue_with([1]), lambda: generate(**request, max_new_tokens=2)):
+                with pytest.raises(ConfigError, match="open another session in this process"):
+                    refused()
+            with csattn_session(loaded(), artifact) as own:
+                generate(**own.continue_with([1]), max_new_tokens=2)
+            exit_code = 0
+        finally:
+            os._exit(exit_code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    generate(**request, max_new_tokens=2)

@@ -60,8 +60,11 @@ def model_object(contexts: Sequence[ContextInfo], requested_model: str, model: S
     for found in model_objects(contexts, model):
         if found["id"] == wanted:
             return found
-    state = next((info.state for info in contexts if info.name == context), "not there")
-    raise UnknownModelError(f"the context {context} is {state}; GET /v1/contexts/{context} shows details", "model")
+    for info in contexts:
+        if info.name == context:
+            what = f"the context {context} is {info.state}; GET /v1/contexts/{context} shows details"
+            raise UnknownModelError(what, "model")
+    raise UnknownModelError(f"there is no context {quoted(context, 64)}; GET /v1/contexts lists them", "model")
 
 
 def listed(objects: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from workers.settings import Settings
 
 KEEP_ALIVE_S = 10  # between two requests of a connection
+_BACKLOG = 2048  # connections that wait to be accepted, as uvicorn's default
 _MANY_FILES = 10240  # the most that macOS gives a process
 SHUTDOWN_S = 30  # for requests that are being answered when the service is told to stop
 
@@ -32,15 +33,18 @@ class Server(uvicorn.Server):
 
 def server_of(app: Any, settings: Settings, **more: Any) -> Server:
     """Return a server of app at the configured address. more: uvicorn's own options."""
-    stall_timeout_s = settings.limits.stall_timeout_s
+    stall_timeout_s, most = settings.limits.stall_timeout_s, _most_connections()
 
     class Protocol(PatientProtocol):
-        header_timeout_s, most_connections = stall_timeout_s, _most_connections()
+        header_timeout_s, most_connections = stall_timeout_s, most
 
     options: dict[str, Any] = {
         "host": settings.server.host,
         "port": settings.server.port,
         "http": Protocol,
+        # asyncio accepts as many at once, counts them only some iterations later, and once there are no files left logs
+        # a traceback for each of the others
+        "backlog": min(_BACKLOG, max(1, most // 8)),
         "ws": "none",
         "lifespan": "off",
         "h11_max_incomplete_event_size": settings.limits.max_header_bytes,

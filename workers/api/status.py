@@ -22,7 +22,6 @@ NUMBERS = {
     "index_bytes": "csattn_index_bytes",
     "prompt_tokens": "csattn_prompt_tokens",
     "cached_tokens": "csattn_cached_tokens",
-    "kept_blocks": "csattn_kept_blocks",
     "kept_bytes": "csattn_kept_bytes",
 }
 HISTOGRAMS = {

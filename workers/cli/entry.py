@@ -5,14 +5,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from typing import Any
 
 import typer
 
 from csattn.errors import CsattnError
-from csattn.signals import TERMINATED
+from csattn.signals import TERMINATED, ending_signals
 from offload.errors import is_out_of_memory
 from workers.cli import signals
 from workers.cli.app import app
@@ -36,7 +36,10 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):  # an answer may have characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does
     signals.record_signal(signal.SIGINT)
-    with signals.sigterm_as_interrupt() if sys.argv[1:2] in _BUILDING else nullcontext():
+    interrupting = [signal.SIGTERM] if sys.argv[1:2] in _BUILDING else []
+    if sys.argv[1:2] == ["eval"]:  # it has to remove its temporary artifacts
+        interrupting = ending_signals()
+    with signals.as_interrupts(interrupting):
         run()
 
 

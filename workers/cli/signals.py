@@ -1,7 +1,7 @@
 """How a command ends by Ctrl-C or by a supervisor's SIGTERM: in the same way, with the signal's exit code."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 _received = signal.SIGINT
@@ -19,13 +19,15 @@ def exit_code() -> int:
 
 
 @contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGTERM within the block, so that interrupted work reports what becomes of it."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+def as_interrupts(numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Raise KeyboardInterrupt for these signals within the block, so that interrupted work cleans up and reports what
+    becomes of it."""
+    before = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, _: object) -> None:

@@ -1,7 +1,5 @@
 """Tokenises texts that are registered as contexts exactly as a build does."""
 
-from io import StringIO
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +14,7 @@ from csattn.models.prompt import (
     require_indexable,
     require_not_far_too_long,
 )
-from csattn.plain_text import why_not_plain
+from csattn.plain_text import as_read, why_not_plain
 from workers.serving.messages import BadRequestError
 from workers.settings import BuildSettings
 
@@ -44,5 +42,4 @@ class ContextTexts:
             raise BadRequestError(str(error), "text") from error
 
     def _ids(self, text: str, wrapping: Wrapping) -> NDArray[np.int32]:
-        read = StringIO(text.removeprefix("\ufeff"), newline=None).read()  # as builds read it
-        return context_ids(self._loaded.tokenizer, read, wrapping)
+        return context_ids(self._loaded.tokenizer, as_read(text), wrapping)

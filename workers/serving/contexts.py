@@ -4,8 +4,10 @@ import asyncio
 import errno
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from workers.serving.messages import (
 from workers.serving.names_in_store import by_names_in_store
 
 TEXTS = "texts"  # directory in the store with the texts of unfinished builds
+_TEXT = re.compile(r"[0-9a-f]{32}\.txt|\.[0-9a-f]{32}\.txt\.[0-9a-f]{8}\.partial")  # a text, or one being written
 MAX_BUILDS = 1  # at the same time
 MAX_ENTERING = 2  # texts that are tokenised at the same time: they use the threads in which files are read, too
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -72,7 +75,9 @@ class Contexts:
         return BuildCounts(len(self._builds) - num_begun, num_begun, self._num_failed)
 
     async def start(self) -> None:
-        """Continue builds that were under way when a service ended."""
+        """Continue builds that were under way when a service ended, and remove texts that a killed one left."""
+        with suppress(ArtifactError, OSError):  # a read-only store, say
+            await asyncio.to_thread(self._file.change, self._drop_unneeded)
         for record in (await self._records()).values():
             if record.state == "building":
                 self._build(record)
@@ -276,11 +281,17 @@ class Contexts:
         """Remove the record's text, unless a build still needs it."""
 
         def edit(records: dict[str, Record]) -> None:
-            needed = {other.text_sha256 for other in records.values() if other.state != "ready"}
-            if record.text_sha256 is not None and record.text_sha256 not in needed:
+            if record.text_sha256 is not None and record.text_sha256 not in _needed(records):
                 self._text_path(record.text_sha256).unlink(missing_ok=True)
 
         self._file.change(edit)
+
+    def _drop_unneeded(self, records: dict[str, Record]) -> None:
+        """Remove all texts, also half-written ones, that no build needs."""
+        needed = {self._text_path(digest).name for digest in _needed(records)}
+        for path in (self._store / TEXTS).iterdir():
+            if _TEXT.fullmatch(path.name) and path.name not in needed:
+                path.unlink(missing_ok=True)
 
     def _text_path(self, digest: str) -> Path:
         return self._store / TEXTS / f"{digest[:32]}.txt"
@@ -320,6 +331,11 @@ class Contexts:
     def _public_message(self, why: str) -> str:
         """A message for clients, with the names of files relative to the store."""
         return by_names_in_store(why, self._store)
+
+
+def _needed(records: dict[str, Record]) -> set[str]:
+    """The hashes of texts that are built, or may be built again."""
+    return {of.text_sha256 for of in records.values() if of.state != "ready" and of.text_sha256 is not None}
 
 
 def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> None:

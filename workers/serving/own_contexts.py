@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from csattn.artifact import open_artifact
 from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id
 from csattn.artifact.work import BUILDING_PREFIX, num_bytes_below, used_at
-from csattn.config import preset
+from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ArtifactError, ArtifactRoomError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.backoff import BuildBackoff
@@ -152,7 +152,14 @@ class OwnContexts:
     def _tokens_of(self, path: Path) -> Tokens | None:
         """The context's tokens; None if it is unusable or its index is not of the preset that the engine is set to."""
         known = self._examiner.recall(path)
-        return known.token_ids if known.spec and known.spec.index_config == self._index_config else None
+        return known.token_ids if known.spec and self._is_of_preset(known.spec.index_config) else None
+
+    def _is_of_preset(self, config: IndexConfig) -> bool:
+        """Whether an index is of the preset that the engine is set to; any library may have run its k-means."""
+        wanted = self._index_config
+        if isinstance(wanted, ListConfig) and isinstance(config, ListConfig):
+            wanted = replace(wanted, kmeans=config.kmeans)
+        return config == wanted
 
     async def _is_intact(self, path: Path) -> bool:
         """Verify every byte of an artifact, once for all requests. A damaged one is removed."""

@@ -68,6 +68,16 @@ def test_the_kernel_equals_the_definition(num_heads: int, top_k: int, with_sink:
     agree(got, sparse_mla_reference(**case, softmax_scale=SCALE, attn_sink=sink), 1e-5)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("place", [0, 20])
+def test_the_last_selected_row_may_be_row_0(place: int) -> None:
+    case = make_case(2, 4, 40)
+    for name in ("ckv", "kpe"):
+        case[name][0] = 1.0  # type: ignore[index]
+    case["indices"][1, place:] = torch.tensor([0] + [-1] * (39 - place))  # type: ignore[index]
+    want = sparse_mla_reference(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
+    agree(by_kernel(case, AttendShape(16, 16, 1, 4, 2), None), want, 1e-5)
+
+
 def test_float16_rows_without_rope_channels_equal_the_definition() -> None:
     case = make_case(4, 16, 64, dims=(64, 0), dtype=torch.float16)
     sink = torch.randn(16)

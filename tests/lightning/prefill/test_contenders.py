@@ -103,6 +103,16 @@ def test_nan_scores_do_not_reach_a_threshold() -> None:
     assert torch.equal(indices, top_k_reference(score_keys(operands), 10, lens))
 
 
+def test_equal_scores_in_the_last_bin_are_ordered_by_index() -> None:
+    """The bits of the best score are 2047 << 13 above the others': so many bins there are, less one."""
+    operands, lens = made_operands("equal", 1), torch.tensor([10], dtype=torch.int32)
+    operands.k[4, 0] *= 3.998046875
+    distance = score_keys(operands)[0, 4:6].view(torch.int32)
+    assert distance[0] - distance[1] == 2047 << 13
+    indices, _ = choose(operands, 10, lens)
+    assert indices.tolist() == [[4, 0, 1, 2, 3, 5, 6, 7, 8, 9]]
+
+
 @pytest.mark.parametrize("k", [10, 100])
 def test_choices_are_exact_for_numbers_of_keys_around_k(k: int) -> None:
     operands = made_operands("few values", 4, 300)

@@ -59,7 +59,7 @@ def test_outline_equals_the_parsed_values_depth_and_bounds_its_size(value: Any, 
         (b"[" * 6 + b"]" * 6, "nests 6 levels deep, wanted at most 5"),
         (b"[" * 1_000_000, "nests 1000000 levels"),
         (b'{"a":' * 1000, "nests 1000 levels"),
-        (b"[" + b"0," * 200 + b"0]", "wanted at most 100"),
+        (b"[" + b"0," * 99 + b"0]", "holds 101 values, wanted at most 100"),
     ],
 )  # fmt: skip
 def test_malformed_bodies_are_refused_with_a_short_reason(body: bytes, words: str) -> None:
@@ -71,6 +71,10 @@ def test_malformed_bodies_are_refused_with_a_short_reason(body: bytes, words: st
 def test_brackets_within_strings_do_not_count_as_nesting() -> None:
     for body in (b"[[[[[]]]]]", b'{"a": "[[[[[[[["}', rb'{"a": "\"[[[[[[[[", "b": "\\"}', b'  {"a": 1.5e3}'):
         assert parse(body, LIMITS) == json.loads(body)
+
+
+def test_as_many_values_as_the_limit_are_read() -> None:
+    assert parse(b"[" + b"0," * 98 + b"0]", LIMITS) == [0] * 99
 
 
 def test_a_byte_order_mark_before_a_body_is_skipped() -> None:

@@ -214,6 +214,7 @@ def test_contexts_are_created_listed_and_deleted_over_http(service: Running) -> 
             gone = http.request(method, path, json=body)
             error = gone.json()["error"]
             assert (gone.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert "there is no context" in http.get("/v1/models/smollm2-135m@novel").json()["error"]["message"]
 
 
 def test_health_ready_and_version_endpoints(service: Running) -> None:

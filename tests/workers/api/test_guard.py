@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -251,6 +253,22 @@ def test_a_connection_with_an_incomplete_header_is_closed(service: Running) -> N
             assert 0.5 < time.monotonic() - started_at < 4.5
 
 
+@pytest.mark.parametrize(("num_bytes", "status"), [(4000, b"200"), (4001, b"431")])
+def test_a_header_of_the_limits_size_is_read(service: Running, num_bytes: int, status: bytes) -> None:
+    filler = "x" * (num_bytes - len("/healthhostlocalhostx"))
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        connection.sendall(f"GET /health HTTP/1.1\r\nHost: localhost\r\nX: {filler}\r\n\r\n".encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize(("num_bytes", "status"), [(100_000, 400), (100_001, 413)])
+def test_a_body_of_the_limits_size_is_read(service: Running, num_bytes: int, status: int, is_chunked: bool) -> None:
+    body = b"x" * num_bytes
+    content = iter([body]) if is_chunked else body
+    assert post(service, content=content, headers={**AUTH, "Content-Type": "application/json"}).status_code == status
+
+
 def test_a_large_header_returns_431(service: Running) -> None:
     reply = httpx2.get(f"{service.url}/health", headers={"X-Large": "x" * 3990})
     assert reply.status_code == 431 and reply.json()["error"]["code"] == "header_too_large"
@@ -395,3 +413,48 @@ def test_http_metrics_are_labelled_by_route_pattern(service: Running) -> None:
     assert 'route="/v1/contexts/{name}",status="404"' in text
     assert 'route="other",status="404"' in text and "/no/1" not in text
     assert "csattn_running_requests 0" in text
+
+
+FEW_FILES = """
+import asyncio, resource
+from tests.workers.api.fake_backend import FakeBackend
+from tests.workers.api.running import settings_with
+from workers.api import make_app, server_of
+
+async def main():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    settings = settings_with()
+    server = server_of(make_app(FakeBackend(), settings), settings, log_level="error")
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    print(server.servers[0].sockets[0].getsockname()[1], flush=True)
+    await serving
+
+asyncio.run(main())  # asyncio's own loop, as in a service without Ray
+"""
+
+
+def test_more_connections_at_once_than_files_are_closed_without_a_traceback_for_each(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", FEW_FILES]
+    with (
+        log.open("w") as err,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True) as process,
+        ExitStack() as opened,
+    ):
+        opened.callback(process.kill)
+        assert process.stdout is not None
+        address = "127.0.0.1", int(process.stdout.readline())
+        process.send_signal(signal.SIGSTOP)
+        for _ in range(400):
+            client = opened.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(address)
+        process.send_signal(signal.SIGCONT)
+        last = opened.enter_context(socket.create_connection(address))
+        last.settimeout(30)
+        with suppress(ConnectionError):  # it may be one too many, too
+            last.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            last.recv(1)
+    assert not log.read_text()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from offload.blocks import BlockCounts
 from tests.workers.api.fake_backend import FakeBackend
 from tests.workers.api.running import KEY, Running, serving
 from workers.serving.messages import FailedBuild, Health, Held
@@ -38,6 +39,8 @@ def backend_with_figures() -> FakeBackend:
         decoding.step_s.observe(0.02)
     decoding.running.set(3)
     decoding.queue_length.set(2)
+    decoding.prompt_tokens.inc(100)
+    decoding.kept_counts = lambda: BlockCounts(3, 3 << 20, 3, 3 << 20, 0)  # the same blocks in memory and on disk
     held = (Held("a" * 64, ("handbook",), 3 << 20, 0),)
     failed = (FailedBuild(8192, 2, f"the disk is full {NASTY}", 9.5),)
     backend = FakeBackend(more_metrics=decoding.collect(), held=held, failed_builds=failed)
@@ -62,7 +65,8 @@ def test_the_page_shows_state_contexts_and_charts(browser: Any) -> None:
         page = opened(browser, service, faults)
         page.wait_for_selector("main:not([hidden])")
         assert page.inner_text("#state") == "ready" and page.inner_text("#model") == "smollm2-135m"
-        assert "Running\\n3\\n2 waiting" in page.inner_text("#tiles").replace("\n", "\\n")
+        tiles = page.inner_text("#tiles").replace("\n", "\\n")
+        assert "Running\\n3\\n2 waiting" in tiles and "kept in memory and on disk" in tiles and "blocks" not in tiles
         rows = {row.split("\t")[0].strip(): row for row in page.inner_text("#contexts").splitlines() if "@" in row}
         assert set(rows) == {"smollm2-135m@handbook", "smollm2-135m@new", "smollm2-135m@bad"}
         contexts = page.inner_text("#contexts")

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.api.errors import error_body
+from workers.api.app import read_detokenize
+from workers.api.errors import HttpError, error_body
 from workers.api.names import context_of, context_or_own, short_model_name
 from workers.api.parsing import ParsedRequest, read_chat, read_completion, read_new_context
 from workers.serving.messages import Ask, BadRequestError, ServingError, Tool, ToolCall, Turn, UnknownModelError
@@ -64,6 +65,14 @@ def test_every_chat_field_is_parsed() -> None:
     assert (sampling.seed, sampling.stop, sampling.top_logprobs) == (2**63 - 1, ("a", "b", "c", "d"), 20)
     assert (ask.keep, ask.lookahead, ask.rest, ask.selector) == (1.0, 0, "none", "full")
     assert asked.stream and asked.include_usage
+
+
+def test_numbers_of_sampling_and_the_salt_arrive_unchanged() -> None:
+    numbers = {"temperature": 0.7, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "presence_penalty": -0.5}
+    numbers |= {"frequency_penalty": 0.25, "repetition_penalty": 1.5, "min_tokens": 2, "seed": 3}
+    ask = ask_of(chat(**numbers, cache_salt="mine"))
+    assert {name: getattr(ask.sampling, name) for name in numbers} == numbers
+    assert ask.cache_salt == "mine"
 
 
 def test_stop_token_ids_min_tokens_and_ignore_eos_are_parsed() -> None:
@@ -340,6 +349,73 @@ def test_invalid_chat_fields_are_refused_with_the_field_and_reason(
     assert "did you mean" in words or "did you mean" not in refused.value.message
     assert param in error_body(refused.value)["error"]["param"]
     assert len(json.dumps(error_body(refused.value))) < 4096
+
+
+def test_the_type_of_an_error_follows_its_status() -> None:
+    kinds = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+    kinds |= {409: "conflict_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+    kinds |= {499: "invalid_request_error", 500: "server_error", 503: "server_error"}
+    assert {status: error_body(HttpError(status, "code", "why"))["error"]["type"] for status in kinds} == kinds
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "x" * 500}]},
+        {"messages": [{"role": "user", "content": "x" * 250}] * 2},
+        {"max_tokens": 1},
+        {"temperature": 0, "top_p": 1, "min_p": 0},
+        {"temperature": 2, "min_p": 1},
+        {"top_k": -1},
+        {"top_k": 2**31 - 1},
+        {"frequency_penalty": -2, "presence_penalty": -2, "repetition_penalty": 0.01},
+        {"frequency_penalty": 2, "presence_penalty": 2, "repetition_penalty": 2},
+        {"n": 96},
+        {"stop": ["x" * 256] * 16},
+        {"stop_token_ids": [0] * 1024},
+        {"seed": -(2**63)},
+        {"logprobs": True, "top_logprobs": 0},
+        {"keep": 1, "lookahead": 1},
+        {"min_tokens": 0},
+        {"logit_bias": {f"{n}": 100 - n % 201 for n in range(1024)}},
+        {"tools": [tool_with(name=f"f{n}") for n in range(128)]},
+        {"chat_template_kwargs": {f"a{n}": n for n in range(16)}},
+        {"chat_template_kwargs": {"a": "b" * (4096 - len('{"a": ""}'))}},
+    ],
+)
+def test_chat_fields_at_their_limits_are_accepted(fields: dict[str, Any]) -> None:
+    assert chat(**fields).asks
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "x" * 500},
+        {"prompt": [[1]] * 96},
+        {"prompt": ["a"] * 48, "n": 2},
+        {"logprobs": 0},
+        {"logprobs": 20},
+        {"max_tokens": 0, "echo": True},
+    ],
+)
+def test_completion_fields_at_their_limits_are_accepted(fields: dict[str, Any]) -> None:
+    assert completion(**fields).asks
+
+
+def test_token_ids_are_those_of_int32_from_0_on() -> None:
+    ids = 0, 2**31 - 1
+    assert ask_of(completion(prompt=[*ids])).prompt == ids == read_detokenize({"tokens": [*ids]}, MODEL)
+    sampling = ask_of(chat(stop_token_ids=[*ids], logit_bias={"0": 1, "2147483647": 2})).sampling
+    assert (sampling.stop_token_ids, sampling.logit_bias) == (ids, ((0, 1.0), (2**31 - 1, 2.0)))
+    for token_id in (-1, 2**31):
+        with pytest.raises(BadRequestError, match="prompt holds something other than"):
+            completion(prompt=[token_id])
+        with pytest.raises(BadRequestError, match="tokens is not a list of token ids"):
+            read_detokenize({"tokens": [token_id]}, MODEL)
+        with pytest.raises(BadRequestError, match="stop_token_ids holds something other than"):
+            chat(stop_token_ids=[token_id])
+        with pytest.raises(BadRequestError, match="logit_bias has a key that is not"):
+            chat(logit_bias={str(token_id): 1})
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,14 @@ def test_a_response_has_text_status_usage_and_metadata(client: openai.OpenAI) ->
     assert cut.incomplete_details.reason == "max_output_tokens" and cut.output_text == "The answer "
 
 
+def test_a_response_repeats_what_was_asked_or_its_default(client: openai.OpenAI) -> None:
+    asked: Any = {"tools": [TOOL], "tool_choice": "none", "text": {"format": {"type": "json_object"}}, "metadata": {}}
+    defaults = {"tools": [], "tool_choice": "auto", "text": {"format": {"type": "text"}}, "metadata": {}}
+    for given, want in ((asked, asked), ({}, defaults)):
+        told = client.responses.create(model=MODEL, input="?", **given).to_dict()
+        assert {name: told[name] for name in want} == want
+
+
 def test_errors_of_the_decoding_side_name_fields_of_the_responses_api() -> None:
     assert read().field == read(input=[{"role": "user", "content": "?"}]).field == "input"
     assert (read().schema_field, read().effort_field) == ("text.format", "reasoning.effort")

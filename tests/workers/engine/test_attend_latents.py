@@ -72,6 +72,12 @@ def kernels(request: pytest.FixtureRequest, emulator: Emulator, monkeypatch: pyt
         monkeypatch.setattr(attending, name, kernel)
 
 
+def test_a_context_has_slots_for_all_that_the_rows_of_a_step_choose() -> None:
+    latent = replace(MODELS["chooses"][0], top_k=5)
+    assert [least_slots(latent, context_len, 3) for context_len in (14, 15, 16)] == [14, 15, 15]
+    assert least_slots(latent, 1000, 100) == least_slots(latent, 1000) == 5 * own_choice.ROWS_AT_ONCE
+
+
 @pytest.mark.parametrize(("model", "placement"), [("chooses", "device"), ("chooses", "hybrid"), ("all", "device")])
 def test_steps_over_latents_on_a_device_equal_the_definition(
     kernels: None, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, model: str, placement: str

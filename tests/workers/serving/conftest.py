@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csattn.config import preset
+from index_build.inputs import make_config
 from index_build.pipeline import build_artifact
 from tests.tiny import loaded
 from tests.workers.serving.artifacts import SECRETS, build, text_of
@@ -35,7 +35,9 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         ids = np.array(json.loads(Path(source[-1]).read_text()), np.int32)
         assert "--no-sync" in source, "no prompt waits for a disk"
         made.append(store)
-        report = await asyncio.to_thread(build_artifact, loaded(), ids, preset("default"), store)
+        set_to = self._settings.build
+        config = make_config(set_to.preset, {"kmeans": set_to.kmeans}, "cpu")
+        report = await asyncio.to_thread(build_artifact, loaded(), ids, config, store)
         return {"artifact": report.artifact_id, "context_len": len(ids)}
 
     monkeypatch.setattr(Builder, "build", build)

@@ -12,7 +12,7 @@ from workers.engine.cpu.engine import CpuEngine
 from workers.serving.kept_store import DIRECTORY
 from workers.serving.local import LocalBackend
 from workers.serving.messages import Ask, Done, Sampling, Turn
-from workers.settings import KeptSettings, Settings, StoreSettings
+from workers.settings import BuildSettings, KeptSettings, Settings, StoreSettings
 
 SEARCH = SearchConfig(keep=0.1, window_len=32)
 DOCUMENT = "".join(f"Lamp {n} is {'red' if n % 3 else 'blue'} and burns {n * 7 % 24} hours. " for n in range(23))
@@ -21,12 +21,19 @@ FIRST, SECOND = "Tell me of lamps, and of what they are made. " * 3, "And of the
 
 
 def make_backend(
-    store: Path, model: LoadedModel | None = None, search: SearchConfig = SEARCH, **kept: Any
+    store: Path,
+    model: LoadedModel | None = None,
+    search: SearchConfig = SEARCH,
+    build: BuildSettings | None = None,
+    **kept: Any,
 ) -> LocalBackend:
     model = model or loaded()
     engine = CpuEngine(model, max_rows=16, max_requests=6, tail_capacity=700, num_threads=1)
     settings = Settings(
-        store=StoreSettings(path=store), search=search, kept=KeptSettings(**{"context_tokens": 300, **kept})
+        store=StoreSettings(path=store),
+        search=search,
+        build=build or BuildSettings(),
+        kept=KeptSettings(**{"context_tokens": 300, **kept}),
     )
     return LocalBackend(engine, model, settings)
 

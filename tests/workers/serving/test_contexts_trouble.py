@@ -210,3 +210,26 @@ def test_another_process_cannot_drop_a_text_before_its_record_is_written(
         await contexts.close()
 
     asyncio.run(main())
+
+
+def test_texts_that_a_killed_service_left_are_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Builder, "build", never)
+
+    async def main() -> None:
+        contexts, texts = registry(tmp_path), tmp_path / "store" / TEXTS
+        await contexts.register("a", "a text")
+        await contexts.close()
+        [needed], foreign, unneeded = texts.iterdir(), texts / "notes.txt", texts / f"{'0' * 32}.txt"
+        for path in (foreign, unneeded, texts / f".{needed.name}.01234567.partial"):
+            path.write_text("left")
+        again = registry(tmp_path)
+        await again.start()
+        assert set(texts.iterdir()) == {needed, foreign}
+        await again.close()
+
+    asyncio.run(main())

@@ -30,6 +30,7 @@ from workers.serving.kept_store import DIRECTORY
 from workers.serving.messages import ContextNotReadyError, ContextTooLongError, ServingError, Turn, WorkerLostError
 from workers.serving.own_contexts import Found, OwnContexts
 from workers.serving.residency import Residency
+from workers.settings import BuildSettings
 
 pytestmark = pytest.mark.usefixtures("builds")  # build in this process
 
@@ -48,6 +49,12 @@ def test_a_long_prompts_beginning_becomes_a_context_that_others_reuse(tmp_path, 
     assert again == said and done.cached_tokens >= second.cached_tokens and len(builds) == 1
     [(other, done)] = answers(tmp_path / "other", question[1])
     assert other == said and computed(done) == done.context_tokens + done.question_tokens and len(builds) == 2
+
+
+def test_contexts_are_found_whichever_library_ran_their_kmeans(tmp_path, builds) -> None:
+    question, lists = ask(DOCUMENT + "Which are red?"), BuildSettings(preset="lists", kmeans="torch")
+    (_, first), (_, second) = answers(tmp_path, question, question, build=lists)
+    assert len(builds) == 1 and first.cached_tokens == 0 and second.cached_tokens >= second.context_tokens == 512
 
 
 def test_concurrent_requests_with_one_document_share_one_build(tmp_path, builds) -> None:
@@ -315,6 +322,7 @@ def test_a_failing_build_is_retried_with_exponential_backoff(tmp_path, builds, m
             assert caplog.text.count("tried again") == len(tries)
             [failed] = backend.status().failed_builds
             assert (failed.num_tokens, failed.num_tries, failed.why) == (512, 5, "the disk is full")
+            assert backend._prefixes.own_contexts.counts.num_failed == 5
             is_full = False
             await answer(backend, ask("Another. " + DOCUMENT))
             clock.now += failed.retry_in_s
@@ -348,6 +356,14 @@ def test_a_prompt_that_fits_is_answered_though_its_context_build_failed(tmp_path
     monkeypatch.setattr(Builder, "build", fail)
     [(said, done)] = answers(tmp_path / "kept", asked)
     assert said == want and done.context_tokens == 0 and done.question_tokens > 300
+
+
+@pytest.mark.parametrize(("context_tokens", "num_builds"), [(500, 1), (600, 0)])
+def test_a_prompt_that_fits_is_built_if_it_has_more_than_context_tokens(
+    tmp_path, builds, context_tokens, num_builds
+) -> None:
+    [(_, done)] = answers(tmp_path, ask(FIRST * 4, new=1), context_tokens=context_tokens)
+    assert len(builds) == num_builds and (done.context_tokens > 0) == (num_builds > 0)
 
 
 def test_a_prompt_beyond_the_models_positions_is_refused_without_a_build(tmp_path, builds) -> None:

@@ -130,6 +130,35 @@ def test_a_build_process_ends_when_its_service_is_killed(settings: Settings) -> 
     asyncio.run(main())
 
 
+def test_processes_that_are_not_kept_for_another_build_are_ended(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Process] = []
+
+    async def begin(self: Builder, settle_s: float = 0.0) -> Process:
+        script = f"""read line; echo '{{"artifact": "a"}}'; echo {context_build.BUILT} | tee /dev/stderr; exec cat"""
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        begun.append(await asyncio.create_subprocess_exec("sh", "-c", script, **pipes, start_new_session=True))
+        return begun[-1]
+
+    async def main() -> None:
+        builder = Builder(settings)
+
+        def build() -> Any:
+            return builder.build(["--context", "text.txt"], settings.store.path, lambda *told: None, nice=0)
+
+        await build()
+        assert begun[0].returncode is not None, "no service has been started that would need it again"
+        builder.start()
+        await asyncio.gather(build(), build())
+        assert builder._used is not None and builder._used.returncode is None
+        await builder.close()
+        assert len(begun) > 2 and all(process.returncode is not None for process in begun)
+
+    monkeypatch.setattr(Builder, "_begin", begin)
+    asyncio.run(main())
+
+
 def test_a_build_cancelled_while_waiting_for_its_process_starts_none(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

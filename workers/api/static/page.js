@@ -102,7 +102,7 @@ function showTiles(status) {
     ["Tokens per s", rate("new_tokens"), numbers.new_tokens === undefined ? "" : `${plain(numbers.new_tokens)} since start`],
     ["First token", seconds(quantile(ttft, 0.5)), `99 % within ${seconds(quantile(ttft, 0.99))}`],
     ["Each token", seconds(quantile(tpot, 0.5)), `99 % within ${seconds(quantile(tpot, 0.99))}`],
-    ["Prompts found", percent(found), `${plain(numbers.kept_blocks)} blocks kept, ${bytes(numbers.kept_bytes)}`],
+    ["Prompts found", percent(found), `${bytes(numbers.kept_bytes)} kept in memory and on disk`],
     ["Context KV", bytes(numbers.kv_bytes), numbers.index_bytes === undefined ? "" : `index ${bytes(numbers.index_bytes)}`],
     ["Slot cache hits", percent(hits), "rows on the device"],
   ];

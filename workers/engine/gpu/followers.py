@@ -55,6 +55,9 @@ class Followers:
             raise DevicesError(
                 f"the process of another device did not start ({error or 'it did not answer'}); look at its output"
             ) from error
+        except BaseException:  # an interrupt: in a notebook this process lives on
+            self.close()
+            raise
         self._is_up = True
 
     def __repr__(self) -> str:

@@ -57,6 +57,9 @@ def main() -> None:
             CpuEngine(loaded, max_requests=1, num_threads=args.threads) as engine,
         ):
             engine.add_context(0, artifact)
+            answer(
+                engine, loaded, artifact, SearchConfig(), question_tokens(loaded, artifact, QUESTIONS[1]), 32
+            )  # warms
             for question in QUESTIONS:
                 case = {
                     "text": name,

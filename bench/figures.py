@@ -33,6 +33,7 @@ from bench.search_figures import search, search_log
 from bench.step_figures import (
     beside_llama_cpp,
     case,
+    drafts,
     few_bits,
     full,
     latents,
@@ -212,6 +213,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("docs/compare.md", "llama-cpp"): beside_llama_cpp,
     ("docs/use.md", "search"): search,
     ("docs/use.md", "few-bits"): few_bits,
+    ("docs/use.md", "drafts"): drafts,
     ("docs/operate.md", "plan"): capacity,
 }
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from bench.records import RESULTS, Case, measured, only
+from workers.serving.drafts import MAX_DRAFT
 
 STEPS = "decode-steps-h200.json"
 MODELS, LAYER, LATENTS = "models-h200.json", "layer-h200.json", "latents-h200.json"
@@ -175,6 +176,22 @@ def few_bits() -> list[str]:
         [question] = [step["p50_ms"] for step in steps if step["rows"] == 64 and not step["all_ask"]]
         times = " | ".join(f"{decode[size]:.0f}" for size in (1, *sizes))
         lines.append(f"| {name} | {weights:.1f} | {times} | {question:.0f} |")
+    return lines
+
+
+def drafts() -> list[str]:
+    """Return a table of answers with drafts and without, on a CPU."""
+    lines = [
+        "| two CPU cores | answers, tokens | tokens a step | × as fast | least, most for an answer |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, title in (("drafts.json", "SmolLM2-135M"), ("drafts-1.5b.json", "Qwen2.5-Coder-1.5B in 4 bits")):
+        result = json.loads((RESULTS / name).read_text())
+        of = [case for case in result["cases"] if case["draft_tokens"] == MAX_DRAFT]
+        times = [case["x"] for case in of]
+        whole = f"{len(of)}, {sum(case['tokens'] for case in of):,}"
+        figures = f"{result['tokens_a_step'][str(MAX_DRAFT)]:.2f} | {result['x'][str(MAX_DRAFT)]:.2f}"
+        lines.append(f"| {title} | {whole} | {figures} | {min(times):.2f}, {max(times):.2f} |")
     return lines
 
 

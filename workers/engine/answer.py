@@ -16,8 +16,9 @@ from csattn.selector_names import SelectorName
 from workers.engine.checks import require_token
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.fidelity import Observer
-from workers.serving.drafts import MAX_DRAFT, Drafts, Ngrams
+from workers.serving.drafts import MAX_DRAFT, Drafts, Ngrams, draft_lens
 from workers.serving.step_engine import StepEngine, StepRow
+from workers.serving.step_times import StepTimes
 from workers.serving.text import TextStream, decode
 
 
@@ -91,10 +92,10 @@ def answer(
             assert isinstance(engine, CpuEngine), "what a step attends to is shown on the CPU"
             engine.observe(0, observer)
         on_text(stream.add(token_ids[0]))
-        num_steps = 0
+        num_steps, times = 0, StepTimes()
         while len(token_ids) < most and token_ids[-1] not in loaded.stop_ids:
             num_steps += 1
-            for token_id in _continued(engine, token_ids, drafts, most):
+            for token_id in _continued(engine, token_ids, drafts, most, times):
                 token_ids.append(token_id)
                 on_text(stream.add(token_id))
                 if token_id in loaded.stop_ids:
@@ -120,16 +121,21 @@ def answer(
         engine.close_request(0)
 
 
-def _continued(engine: StepEngine, token_ids: list[int], drafts: Drafts | None, most: int) -> list[int]:
+def _continued(
+    engine: StepEngine, token_ids: list[int], drafts: Drafts | None, most: int, times: StepTimes
+) -> list[int]:
     """Run a step, and return the tokens that follow: one, and those of a draft that were right. most: of the answer."""
     if drafts is None:
         return [_feed(engine, token_ids[-1:])]
-    draft = drafts.propose(token_ids, min(most - len(token_ids), engine.max_rows) - 1)
+    draft = drafts.propose(token_ids, most - len(token_ids) - 1)
+    (num_tokens,) = draft_lens([(drafts.chance, len(draft))], 1, engine.max_rows, times)
+    draft, started = draft[:num_tokens], time.perf_counter()
     rows = [StepRow(0, token_ids[-1]), *(StepRow(0, token_id, is_draft=True) for token_id in draft)]
     next_ids = engine.step(rows).next_ids.tolist()
+    times.count_step()
+    times.add(len(rows), time.perf_counter() - started)
     num_right = next((n for n, token_id in enumerate(draft) if token_id != next_ids[n]), len(draft))
     engine.drop_rows(0, len(draft) - num_right)
-    drafts.learn(len(draft), num_right)
     return [require_token(token_id) for token_id in next_ids[: num_right + 1]]
 
 

@@ -11,11 +11,13 @@ from itertools import cycle, islice
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.serving.step_times import StepTimes
+
 NGRAM = 3  # tokens that have to be alike: with fewer, wrong guesses cost more than right ones save
 MAX_DRAFT = 7  # tokens
-MAX_ROWS = 16  # of a step with drafts: in larger ones a row takes about as long as the token that it may save
-_FIRST_DRAFT = 2  # tokens
+MAX_ROWS = 16  # of a step with drafts
 _ID_BITS = 21  # of a token id in a key
+_KEPT = 0.85  # what a token that was tried leaves of the weight of those before it
 
 
 class Ngrams:
@@ -44,32 +46,63 @@ class Ngrams:
 
 
 class Drafts:
-    """Makes one request's drafts: longer ones after those that were right, shorter ones after wrong ones."""
+    """Guesses one request's tokens, and learns how often it is right."""
 
     def __init__(self, prompt: Sequence[Ngrams], most: int = MAX_DRAFT) -> None:
         """prompt: its parts, the one to look in first first; most: tokens of a draft."""
         self._prompt, self._most = prompt, most
-        self._num_tokens = min(_FIRST_DRAFT, most)  # of the next draft
         self._ends: dict[tuple[int, ...], int] = {}  # by NGRAM tokens of the answer: where their last occurrence ends
         self._num_seen = 0  # tokens of the answer
+        self._last: list[int] = []  # the last draft, whether or not it was run
+        self._num_right, self._num_tried = 0.8, 1.0  # guessed tokens, weighted: the last ones count most
+
+    @property
+    def chance(self) -> float:
+        """How likely a draft's next token is right, after right ones."""
+        return self._num_right / self._num_tried
 
     def propose(self, answer_ids: Sequence[int], num_tokens: int) -> list[int]:
         """Return a draft of at most num_tokens tokens, often none. answer_ids: all of the answer so far."""
+        self._learn(answer_ids[self._num_seen :])
         for end in range(max(NGRAM, self._num_seen), len(answer_ids)):
             self._ends[tuple(answer_ids[end - NGRAM : end])] = end
         self._num_seen = len(answer_ids)
-        num_tokens, last = min(num_tokens, self._num_tokens), tuple(answer_ids[-NGRAM:])
+        self._last = self._found(answer_ids, min(num_tokens, self._most))
+        return self._last
+
+    def _learn(self, token_ids: Sequence[int]) -> None:
+        """Compare the last draft with the tokens that followed; after its first wrong token it tells nothing."""
+        for guess, token_id in zip(self._last, token_ids, strict=False):
+            self._num_right = _KEPT * self._num_right + (guess == token_id)
+            self._num_tried = _KEPT * self._num_tried + 1
+            if guess != token_id:
+                return
+
+    def _found(self, answer_ids: Sequence[int], num_tokens: int) -> list[int]:
+        last = tuple(answer_ids[-NGRAM:])
         if num_tokens < 1 or len(last) < NGRAM:
             return []
         if last in self._ends:  # where its tokens end, the answer may be going round in a circle
             return list(islice(cycle(answer_ids[self._ends[last] :]), num_tokens))
         return next((found for part in self._prompt if (found := part.after(last, num_tokens))), [])
 
-    def learn(self, num_tokens: int, num_right: int) -> None:
-        """Take note of how many of a draft's tokens were right."""
-        if num_tokens == 0:
-            return
-        if num_right == num_tokens:
-            self._num_tokens = min(self._most, self._num_tokens + 1)
-        elif num_right == 0:
-            self._num_tokens = max(1, self._num_tokens - 1)
+
+def draft_lens(drafts: Sequence[tuple[float, int]], num_rows: int, max_rows: int, times: StepTimes) -> list[int]:
+    """Return how many tokens of each draft to run, so that most tokens of answers may be expected in a second.
+
+    drafts: `chance` and length; num_rows: of the step without drafts, each of which gives a token.
+    """
+    lens, chances = [0] * len(drafts), [chance if length else 0.0 for chance, length in drafts]
+    expected = float(num_rows)
+    best, best_rate = lens.copy(), expected / times.estimate(num_rows)
+    for more in range(1, min(max_rows, MAX_ROWS) - num_rows + 1):
+        likeliest = int(np.argmax(chances))
+        if not chances[likeliest]:
+            break
+        chance, length = drafts[likeliest]
+        expected += chances[likeliest]
+        lens[likeliest] += 1
+        chances[likeliest] = chances[likeliest] * chance if lens[likeliest] < length else 0.0
+        if (rate := expected / times.estimate(num_rows + more)) > best_rate:
+            best, best_rate = lens.copy(), rate
+    return best

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from workers.serving.drafts import MAX_ROWS
+from workers.serving.drafts import draft_lens
 from workers.serving.request import Request
+from workers.serving.step_times import StepTimes
 
 # Chunked prefill: beside decoding requests, questions of any length make a step about so many times as long.
 STRETCH = 2.0
-_REMEMBERED = 256  # steps whose times are remembered, at least
 _FIRST_TRIED, _FEWEST = 8, 4  # rows of questions: on a CPU, products take four in little more time than one
 _PATIENCE = 16  # steps
 
@@ -21,21 +21,16 @@ class QuestionRows:
     """
 
     def __init__(self) -> None:
-        self._decode_s: dict[int, float] = {}  # by decoding rows: shortest of the last (up to) _REMEMBERED steps
-        self._before: dict[int, float] = {}  # the same of the _REMEMBERED steps before those
-        self._num_steps = 0
+        self._decoding = StepTimes()  # of steps without questions, by decoding rows
         self._num_patient = 0  # short steps still to come before `limit` may grow
         self.limit = _FIRST_TRIED
 
     def add(self, num_decoding: int, num_question_rows: int, seconds: float) -> None:
         """Record a step's time, and adjust `limit`."""
-        if self._num_steps % _REMEMBERED == 0:
-            self._decode_s, self._before = {}, self._decode_s
-        self._num_steps += 1
+        self._decoding.count_step()
         if not num_question_rows:
-            self._decode_s[num_decoding] = min(seconds, self._decode_s.get(num_decoding, seconds))
-        elif self.knows(num_decoding):
-            decode_s = min(of[num_decoding] for of in (self._decode_s, self._before) if num_decoding in of)
+            self._decoding.add(num_decoding, seconds)
+        elif (decode_s := self._decoding.shortest(num_decoding)) is not None:
             if seconds > STRETCH * decode_s:
                 self.limit = max(_FEWEST, self.limit - max(1, self.limit // 4))
                 self._num_patient = _PATIENCE
@@ -46,7 +41,7 @@ class QuestionRows:
 
     def knows(self, num_decoding: int) -> bool:
         """Whether a step of so many decoding rows without questions has been timed."""
-        return num_decoding in self._decode_s or num_decoding in self._before
+        return self._decoding.shortest(num_decoding) is not None
 
 
 def plan_step(requests: Sequence[Request], max_rows: int, question_rows: QuestionRows) -> list[tuple[Request, int]]:
@@ -67,14 +62,21 @@ def plan_step(requests: Sequence[Request], max_rows: int, question_rows: Questio
     return [(request, 1) for request in decoding] + [pair for pair in zip(prefilling, shares, strict=True) if pair[1]]
 
 
-def plan_drafts(requests: Sequence[Request], max_rows: int, draws: bool) -> dict[Request, list[int]]:
+def plan_drafts(requests: Sequence[Request], max_rows: int, draws: bool, times: StepTimes) -> dict[Request, list[int]]:
     """Return the drafts of a step in which each request has one row otherwise, for requests that have any.
 
-    draws: the engine samples, which it does for one row of a request in a step.
+    There are none while a question is left: it takes the time that they would save, and a step without drafts may have
+    to be timed first. draws: the engine samples, which it does for one row of a request in a step. times: of steps
+    without questions.
     """
+    if any(request.question_left for request in requests):
+        return {}
     drafts = [[] if draws and request.needs_logits else request.draft() for request in requests]
-    parts = divide_rows(max(0, min(max_rows, MAX_ROWS) - len(requests)), list(map(len, drafts)))
-    return {request: draft[:part] for request, draft, part in zip(requests, drafts, parts, strict=True) if draft[:part]}
+    if not any(drafts):
+        return {}
+    chances = [0.0 if request.drafts is None else request.drafts.chance for request in requests]
+    lens = draft_lens([*zip(chances, map(len, drafts), strict=True)], len(requests), max_rows, times)
+    return {request: draft[:num] for request, draft, num in zip(requests, drafts, lens, strict=True) if num}
 
 
 def divide_rows(room: int, wants: Sequence[int]) -> list[int]:

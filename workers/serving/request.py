@@ -87,8 +87,8 @@ class Request:
         return [self.token_ids[-1]]
 
     def draft(self) -> list[int]:
-        """Guess the tokens that follow the answer's last one; none while the question is fed, or under a grammar."""
-        if self.drafts is None or self.question_left or self.grammar is not None:
+        """Guess the tokens that follow the answer's last one; none under a grammar, whose masks take a step each."""
+        if self.drafts is None or self.grammar is not None:
             return []
         return self.drafts.propose(self.token_ids, self.max_new_tokens - len(self.token_ids) - 1)
 

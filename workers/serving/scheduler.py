@@ -32,6 +32,7 @@ from workers.serving.plan import QuestionRows, plan_drafts, plan_step
 from workers.serving.request import Request
 from workers.serving.sampling import prepare_draws
 from workers.serving.step_engine import DrawSpec, StepEngine, StepResult, StepRow
+from workers.serving.step_times import StepTimes
 
 _log = logging.getLogger(__name__)
 _Chosen = tuple[int, TokenScore | None] | Exception  # a request's next token, or why there is none
@@ -72,7 +73,7 @@ class Scheduler:
         self._running: dict[int, Request] = {}  # by request slot, in the order of admission
         self._free_request_slots = list(range(engine.max_requests))
         self._num_steps = self._num_watched = 0
-        self._question_rows = QuestionRows()
+        self._question_rows, self._step_times = QuestionRows(), StepTimes()
         self._touched: dict[Outlet, None] = {}
         self._num_samplers = min(MAX_SAMPLERS, available_cpus() - 1)
         self._samplers = ThreadPoolExecutor(max(1, self._num_samplers), thread_name_prefix="csattn-draw")
@@ -122,7 +123,7 @@ class Scheduler:
             ready = [request for request in self._running.values() if request.can_step]
             plan = plan_step(ready, self._engine.max_rows, self._question_rows)
             if plan:
-                self._step(plan)
+                self._step(plan, plan_drafts(ready, self._engine.max_rows, self._engine.draws, self._step_times))
         self._wake_readers()
 
     def _while_loading(self) -> None:
@@ -204,8 +205,8 @@ class Scheduler:
                 self.metrics.restored_tokens.inc(rows.shape[2])
                 room -= 1
 
-    def _step(self, plan: list[tuple[Request, int]]) -> None:
-        rows, last_rows, want_logits, drafts = [], [], False, self._drafts(plan)
+    def _step(self, plan: list[tuple[Request, int]], drafts: dict[Request, list[int]]) -> None:
+        rows, last_rows, want_logits = [], [], False
         gives_token = [request.question_left <= num_rows for request, num_rows in plan]
         for (request, num_rows), gives in zip(plan, gives_token, strict=True):
             assert request.request_slot is not None, "a request without a request slot was planned"
@@ -229,7 +230,11 @@ class Scheduler:
         ended = self.clock()
         self._num_steps += 1
         num_question_rows = sum(num_rows for request, num_rows in plan if request.question_left)
-        self._question_rows.add(len(rows) - num_question_rows, num_question_rows, ended - started)
+        if not drafts:
+            self._question_rows.add(len(rows) - num_question_rows, num_question_rows, ended - started)
+        self._step_times.count_step()
+        if not num_question_rows:
+            self._step_times.add(len(rows), ended - started)
         self.metrics.step_s.observe(ended - started)
         self.metrics.batch_rows.observe(len(rows))
         if watched is not None and result.fidelity is not None:
@@ -257,13 +262,6 @@ class Scheduler:
         first_rows = {request: row for (request, _), row in zip(plan, last_rows, strict=True)}
         self._verify({request: (first_rows[request], draft) for request, draft in drafts.items()}, rows, result, ended)
 
-    def _drafts(self, plan: list[tuple[Request, int]]) -> dict[Request, list[int]]:
-        """Return the step's drafts: none beside questions, which take the time that they would save."""
-        requests = [request for request, _ in plan]
-        if any(request.question_left for request in requests):
-            return {}
-        return plan_drafts(requests, self._engine.max_rows, self._engine.draws)
-
     def _verify(
         self, drafts: dict[Request, tuple[int, list[int]]], rows: list[StepRow], result: StepResult, now: float
     ) -> None:
@@ -287,11 +285,10 @@ class Scheduler:
             for request, token in self._choose(right, rows, result).items():
                 self._take_token(request, token, now)
         for request, (_, draft) in drafts.items():
-            assert request.drafts is not None and request.request_slot is not None
-            request.drafts.learn(len(draft), num_right[request])
             self.metrics.drafted_tokens.inc(len(draft))
             self.metrics.accepted_tokens.inc(num_right[request])
             if not request.is_over and num_right[request] < len(draft):
+                assert request.request_slot is not None
                 self._engine.drop_rows(request.request_slot, len(draft) - num_right[request])
 
     def _draw_spec(self, request: Request) -> DrawSpec | None:

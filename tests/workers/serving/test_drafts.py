@@ -1,5 +1,6 @@
 """Drafts: the same answers in fewer steps."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ from tests.tiny import loaded, token_ids
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.requests import alone, make_request, make_scheduler, read, run
 from tests.workers.serving.test_scheduler import ASKED
-from workers.serving.drafts import MAX_DRAFT, MAX_ROWS, Drafts, Ngrams
+from workers.serving.drafts import MAX_ROWS, Drafts, Ngrams, draft_lens
+from workers.serving.step_times import REMEMBERED, StepTimes
 
 
 def ngrams(*token_ids: int) -> Ngrams:
@@ -45,21 +47,66 @@ def test_a_draft_continues_the_answer_then_the_first_part_of_the_prompt_that_can
     assert drafts.propose([1, 2, 3], 1) == [40]
     assert drafts.propose([1, 2, 3], 0) == []
     assert drafts.propose([1, 2, 3, 4, 5, 6], 9) == [60]
-    assert drafts.propose([1, 2, 3, 4, 5, 6, 1, 2, 3], 9) == [4, 5]
-    assert Drafts([]).propose([7, 7, 7, 7, 7], 9) == [7, 7]
+    assert drafts.propose([1, 2, 3, 4, 5, 6, 1, 2, 3], 2) == [4, 5]
+    assert Drafts([]).propose([7, 7, 7, 7, 7], 9) == [7] * 7
     assert drafts.propose([1, 2, 3, 4, 5, 6, 1, 2, 3, 9], 9) == []
 
 
-def test_right_drafts_become_longer_and_wrong_ones_shorter() -> None:
-    drafts = Drafts([ngrams(1, 1, 1, *range(2, 40))])
-    lens = []
-    for num_right in (2, 3, 4, 5, 6, 7, 7, 3, 0, 0):
-        lens.append(len(drafts.propose([1, 1, 1], 99)))
-        drafts.learn(lens[-1], num_right)
-    assert lens == [2, 3, 4, 5, 6, MAX_DRAFT, MAX_DRAFT, MAX_DRAFT, MAX_DRAFT, 6]
-    for _ in range(9):
-        drafts.learn(5, 0)
-    assert len(drafts.propose([1, 1, 1], 99)) == 1
+def test_the_chance_follows_the_last_drafts_whether_or_not_they_were_run() -> None:
+    drafts, answer, chances = Drafts([ngrams(*[1, 2, 3, 4, 5, 6] * 2)]), [1, 2, 3], [0.8]
+    for n in range(12):
+        draft = drafts.propose(answer, 3)
+        assert len(draft) == 3
+        answer += draft if n < 3 else [draft[0] + 90, 1, 2, 3]  # at first right, then wrong
+        chances.append(drafts.chance)
+    assert all(after >= before for before, after in pairwise(chances[:4])) and chances[4] > 0.9
+    assert all(after < before for before, after in pairwise(chances[4:]))
+    assert chances[-1] < 0.35
+
+
+def timed(**seconds: float) -> StepTimes:
+    """Times of steps by their rows: r1=1.0, r2=1.5, ..."""
+    times = StepTimes()
+    for name, of in seconds.items():
+        for _ in range(2):
+            times.count_step()
+            times.add(int(name[1:]), of)
+    return times
+
+
+def test_the_time_of_steps_that_were_not_made_is_estimated() -> None:
+    times = timed(r1=1.0, r4=1.6)
+    assert [round(times.estimate(rows), 9) for rows in (1, 2, 3, 4, 6)] == [1.0, 1.2, 1.4, 1.6, 2.0]
+    assert timed(r4=2.0).estimate(1) == 2.0  # no more than that
+    assert timed(r1=1.0).estimate(3) == pytest.approx(1.2)
+    assert StepTimes().estimate(6) == 1.5
+    assert timed(r11=2.0).estimate(21) == pytest.approx(3.0)
+    times.add(2, 9.0)
+    assert times.estimate(2) == pytest.approx(1.2)  # a single time may be a compilation's
+    times.add(2, 1.1)
+    assert times.estimate(2) == times.shortest(2) == 1.1
+
+
+def test_old_times_are_forgotten() -> None:
+    times = timed(r1=1.0)
+    for _ in range(REMEMBERED):
+        times.count_step()
+    assert times.shortest(1) == 1.0
+    for _ in range(REMEMBERED):
+        times.count_step()
+    assert times.shortest(1) is None
+
+
+def test_drafts_are_as_long_as_their_rows_are_worth() -> None:
+    free, dear, stairs = timed(r1=1.0, r8=1.0), timed(r1=1.0, r8=8.0), timed(r1=1.0, r2=1.6, r3=1.6, r4=1.6, r8=3.5)
+    assert draft_lens([(0.9, 7)], 1, 16, free) == [7]
+    assert draft_lens([(0.9, 7)], 1, 4, free) == [3]
+    assert draft_lens([(0.9, 7)], 1, 1, free) == [0]
+    assert draft_lens([(0.9, 7)], 1, 16, dear) == [0]
+    assert draft_lens([(0.7, 7)], 1, 16, stairs) == [3]  # the first row alone would not be worth it
+    assert draft_lens([(0.9, 0)], 1, 16, free) == [0]
+    assert draft_lens([(0.9, 2), (0.5, 7), (0.0, 7)], 3, 7, timed(r3=1.0, r7=1.0)) == [2, 2, 0]
+    assert draft_lens([(0.9, 7)] * 20, 20, 64, timed(r20=1.0, r64=1.0)) == [0] * 20
 
 
 def answers(
@@ -88,7 +135,7 @@ def test_requests_get_the_answers_that_they_get_without_drafts(built: Path, draw
 def test_a_request_takes_fewer_steps(built: Path) -> None:
     asked = {"question": token_ids(5).tolist(), "max_new_tokens": 40}
     (request,), engine = answers(built, [asked], wrong_every=100)
-    assert engine.num_steps == 1 + 2 + 7  # the question; two tokens alone; then 37 by drafts of 2, 3, ..., 7 tokens
+    assert engine.num_steps == 1 + 2 + 5  # the question; two tokens alone; then 37 by drafts of up to 7 tokens
     assert request.num_rows == 5 + 39
 
 
@@ -99,6 +146,21 @@ def test_an_answer_ends_within_a_draft_where_it_ends_without(built: Path, stop) 
     ends = {"stop_token_ids": (ids[13],)} if stop == "eos" else {"stop": (text[11:13],)}
     (request,), _ = answers(built, [{"question": question, "max_new_tokens": 20, **ends}])
     assert request.is_over and len(request.token_ids) < 20
+
+
+def test_a_question_is_read_beside_a_request_that_always_has_drafts(built: Path) -> None:
+    ids, _ = alone(built, {"question": token_ids(5).tolist(), "max_new_tokens": 60})
+    scheduler, _, _ = make_scheduler(built)
+    drafting = make_request(scheduler, token_ids(5).tolist(), max_new_tokens=60)
+    drafting.drafts = Drafts([ngrams(*ids)])
+    while len(drafting.token_ids) < 8:
+        scheduler.turn()
+    asking = make_request(scheduler, token_ids(9, seed=1).tolist(), max_new_tokens=1)
+    for _ in range(6):
+        scheduler.turn()
+    assert asking.is_over and not drafting.is_over
+    run(scheduler)
+    assert drafting.token_ids == ids
 
 
 def test_a_step_with_drafts_has_few_rows(built: Path, monkeypatch) -> None:

@@ -185,7 +185,11 @@ def drafts() -> list[str]:
         "| two CPU cores | answers, tokens | tokens a step | × as fast | least, most for an answer |",
         "|---|---:|---:|---:|---:|",
     ]
-    for name, title in (("drafts.json", "SmolLM2-135M"), ("drafts-1.5b.json", "Qwen2.5-Coder-1.5B in 4 bits")):
+    for name, title in (
+        ("drafts.json", "SmolLM2-135M, float32"),
+        ("drafts-1.5b-bfloat16.json", "Qwen2.5-Coder-1.5B, bfloat16"),
+        ("drafts-1.5b-int4.json", "Qwen2.5-Coder-1.5B, int4"),
+    ):
         result = json.loads((RESULTS / name).read_text())
         of = [case for case in result["cases"] if case["draft_tokens"] == MAX_DRAFT]
         times = [case["x"] for case in of]

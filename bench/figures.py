@@ -33,6 +33,7 @@ from bench.search_figures import search, search_log
 from bench.step_figures import (
     beside_llama_cpp,
     case,
+    draft_speeds,
     drafts,
     few_bits,
     full,
@@ -118,7 +119,9 @@ def on_a_cpu() -> str:
         f"On two CPU cores, with Qwen2.5-Coder-1.5B and a context of {longest // 1024}K, a token takes "
         f"{ms['fp8']:.0f} ms with weights rounded to FP8 (KL {kl['fp8']:.3f}) and {ms['int4']:.0f} with 4 bits "
         f"({kl['int4']:.2f}); llama.cpp (Q4_K_M) takes {ms['llama.cpp']:.0f} "
-        "([more](docs/compare.md#llamacpp-on-a-cpu))."
+        "([more](docs/compare.md#llamacpp-on-a-cpu)). Tokens that an answer repeats from the document are guessed, and "
+        f"verified together: the same answers, [{draft_speeds()}](docs/use.md#answers-that-repeat-their-context) as "
+        "fast."
     )
 
 

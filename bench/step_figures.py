@@ -22,6 +22,11 @@ SPLIT = {  # title: number of requests, and result files, the one with figures o
     "8B, four requests on contexts of their own": (4, ("split-4-h200.json",)),
     "70B, one request": (1, ("split-4-70b-h200.json",)),
 }
+DRAFTS = {  # result file: model, dtype or format of weights
+    "drafts.json": "SmolLM2-135M, float32",
+    "drafts-1.5b-bfloat16.json": "Qwen2.5-Coder-1.5B, bfloat16",
+    "drafts-1.5b-int4.json": "Qwen2.5-Coder-1.5B, int4",
+}
 EVERY_STEP, AHEAD = "every step", "one layer ahead"
 
 
@@ -185,11 +190,7 @@ def drafts() -> list[str]:
         "| two CPU cores | answers, tokens | tokens a step | × as fast | least, most for an answer |",
         "|---|---:|---:|---:|---:|",
     ]
-    for name, title in (
-        ("drafts.json", "SmolLM2-135M, float32"),
-        ("drafts-1.5b-bfloat16.json", "Qwen2.5-Coder-1.5B, bfloat16"),
-        ("drafts-1.5b-int4.json", "Qwen2.5-Coder-1.5B, int4"),
-    ):
+    for name, title in DRAFTS.items():
         result = json.loads((RESULTS / name).read_text())
         of = [case for case in result["cases"] if case["draft_tokens"] == MAX_DRAFT]
         times = [case["x"] for case in of]
@@ -197,6 +198,12 @@ def drafts() -> list[str]:
         figures = f"{result['tokens_a_step'][str(MAX_DRAFT)]:.2f} | {result['x'][str(MAX_DRAFT)]:.2f}"
         lines.append(f"| {title} | {whole} | {figures} | {min(times):.2f}, {max(times):.2f} |")
     return lines
+
+
+def draft_speeds() -> str:
+    """Return how many times as fast answers are with drafts, from the least model to the best."""
+    times = [json.loads((RESULTS / name).read_text())["x"][str(MAX_DRAFT)] for name in DRAFTS]
+    return f"{min(times):.1f} to {max(times):.1f} ×"
 
 
 def beside_llama_cpp() -> list[str]:

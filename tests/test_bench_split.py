@@ -165,7 +165,8 @@ def test_one_and_two_devices_compute_the_same_step_and_report_its_bound(
         assert two["logits_apart"] < 1e-3 and two["same_tokens"] == 1.0
         for part, read_us in one["least_us"].items():
             assert read_us == pytest.approx(2 * two["least_us"][part], rel=1e-2)
-        assert two["least_us"]["sums"] == 4 * ADD_US and "sums" not in one["least_us"]
+        assert two["add_us"] == ADD_US and two["exchange_us"] == 1.0
+        assert two["least_us"]["sums"] == 4.0 and "sums" not in one["least_us"]
         for case in (one, two):
             assert case["bound_us"] == pytest.approx(sum(case["least_us"].values()), abs=0.3)
             assert case["of_bound"] == pytest.approx(case["bound_us"] / STEP_US, abs=1e-3)

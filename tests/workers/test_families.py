@@ -25,7 +25,7 @@ from index_build.pipeline import build_artifact
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.tiny import ALL_FAMILIES, EVERY_FAMILY, byte_tokenizer, loaded, make_model, tiny_config, token_ids
 from tests.workers.engine.emulated_engine import emulate
-from tests.workers.engine.talks import Talk, alone, assert_same, run_together, with_drafts
+from tests.workers.engine.talks import Talk, alone, assert_same, reading_of, run_together, with_drafts
 from tests.workers.model.decoding import decode, prefill
 from tests.workers.model.full_context import CONTEXT_LENS, greedy, logits_after, make_runner
 from workers.engine.cpu.engine import CpuEngine
@@ -179,7 +179,9 @@ def test_drafts_change_no_bit(family: Family, rng: np.random.Generator) -> None:
             assert family.loaded.geometry.kinds & {"state", "compressed"}
             return
         want = alone(engine, Talk(0, config, "csattn", QUESTION, NUM_TOKENS))
-        assert_same(with_drafts(engine, want, rng), want)
+        got, reading = with_drafts(engine, want, rng)
+        assert_same(got, want)
+        assert reading == reading_of(engine, want)
 
 
 @pytest.mark.gpu

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from csattn.artifact import find_artifact, open_artifact
 from csattn.artifact.durable import store_errors, write_bytes
 from csattn.errors import ArtifactError, ConfigError
+from workers.serving.build_queue import Build, BuildQueue
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
 from workers.serving.context_file import ContextFile, Record
@@ -29,13 +31,11 @@ from workers.serving.messages import (
     StorageUnavailableError,
     UnknownContextError,
     UnknownModelError,
-    closing,
 )
 from workers.serving.names_in_store import by_names_in_store
 
 TEXTS = "texts"  # directory in the store with the texts of unfinished builds
 _TEXT = re.compile(r"[0-9a-f]{32}\.txt|\.[0-9a-f]{32}\.txt\.[0-9a-f]{8}\.partial")  # a text, or one being written
-MAX_BUILDS = 1  # at the same time
 MAX_ENTERING = 2  # texts that are tokenised at the same time: they use the threads in which files are read, too
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _DISK_S = 30.0  # retry time that clients get when the disk takes nothing
@@ -44,13 +44,11 @@ Examine = Callable[[Path], Examination]  # examines the artifact at a path
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Build:
+@dataclass(slots=True, eq=False)
+class _Build(Build):
     record: Record
-    task: asyncio.Task[None]
     progress: float = 0.0
     what: str = "waiting for another build"
-    has_begun: bool = False
 
 
 class Contexts:
@@ -63,16 +61,13 @@ class Contexts:
     def __init__(self, store: Path, builder: Builder, texts: ContextTexts, examine: Examine) -> None:
         self._store, self._builder, self._texts, self._examine = store, builder, texts, examine
         self._file = ContextFile(store)
-        self._build_slots, self._register_slots = asyncio.Semaphore(MAX_BUILDS), asyncio.Semaphore(MAX_ENTERING)
-        self._builds: dict[str, _Build] = {}
-        self._num_failed = 0
-        self._is_closed = False
+        self._register_slots = asyncio.Semaphore(MAX_ENTERING)
+        self._builds: BuildQueue[str, _Build] = BuildQueue()  # by name
         self._unwritten: dict[Record, Record] = {}  # results of builds that could not be written
 
     @property
     def counts(self) -> BuildCounts:
-        num_begun = sum(build.has_begun for build in self._builds.values())
-        return BuildCounts(len(self._builds) - num_begun, num_begun, self._num_failed)
+        return self._builds.counts
 
     async def start(self) -> None:
         """Continue builds that were under way when a service ended, and remove texts that a killed one left."""
@@ -131,8 +126,8 @@ class Contexts:
             raise self._refusal("registered", error) from error
         if record.state == "building":
             if self._build_of(record) is None:
-                await self._end_build(name)  # of another text: another service deleted and registered the name again
-            if name not in self._builds:
+                await self._builds.end(name)  # of another text: another service deleted and registered the name again
+            if self._builds.get(name) is None:
                 self._build(record)
         return self._info(record, await asyncio.to_thread(self._fault, record))
 
@@ -144,18 +139,13 @@ class Contexts:
             raise self._refusal("deleted", error) from error
         if record is None:
             raise UnknownContextError(f"there is no context {name[:64]!r} to delete")
-        await self._end_build(name)
+        await self._builds.end(name)
         await asyncio.to_thread(self._drop_text, record)
         return None if record.artifact_id is None else self._store / record.artifact_id
 
     async def close(self) -> None:
         """Cancel builds, and begin none; they continue when a service starts again."""
-        self._is_closed = True
-        tasks = [build.task for build in self._builds.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._builds.close()
 
     async def _records(self) -> dict[str, Record]:
         try:
@@ -217,49 +207,35 @@ class Contexts:
             )
 
     def _build(self, record: Record) -> None:
-        if self._is_closed:
-            raise closing()
+        build = _Build(record)
+        self._builds.add(record.name, build, partial(self._run_build, build))
         self._unwritten.pop(record, None)
-        build = _Build(record, asyncio.create_task(self._run_build(record)))
-        self._builds[record.name] = build
-        build.task.add_done_callback(lambda task: self._forget_build(record.name, build))
 
     def _build_of(self, record: Record) -> _Build | None:
         build = self._builds.get(record.name)
         return build if build is not None and build.record == record else None
 
-    async def _end_build(self, name: str) -> None:
-        if build := self._builds.pop(name, None):
-            build.task.cancel()
-            await asyncio.wait([build.task])
+    async def _run_build(self, build: _Build) -> None:
+        record, started, build.what = build.record, time.monotonic(), "starts"
+        _log.info("the context %s is being built", record.name)
 
-    def _forget_build(self, name: str, build: _Build) -> None:
-        if self._builds.get(name) is build:
-            del self._builds[name]
+        def on_progress(progress: float, what: str) -> None:
+            build.progress, build.what = progress, what
 
-    async def _run_build(self, record: Record) -> None:
-        async with self._build_slots:
-            build, started = self._builds[record.name], time.monotonic()
-            build.has_begun, build.what = True, "starts"
-            _log.info("the context %s is being built", record.name)
-
-            def on_progress(progress: float, what: str) -> None:
-                build.progress, build.what = progress, what
-
-            try:
-                assert record.text_sha256 is not None, "what is being built has a text"
-                source = ["--context", str(self._text_path(record.text_sha256))]
-                result = await self._builder.build(source, self._store, on_progress)
-                done = replace(record, artifact_id=result["artifact"], num_tokens=result["context_len"])
-                what, seconds = f"{record.name}, of {result['context_len']:,} tokens,", time.monotonic() - started
-                if result["reused"]:
-                    _log.info("the context %s was in the store already, found in %.1f s", what, seconds)
-                else:
-                    _log.info("the context %s was built in %.1f s", what, seconds)
-            except Exception as error:  # whatever it is, requests for the context report it
-                self._num_failed += 1
-                done = replace(record, error=str(error) or type(error).__name__)
-                _log.warning("the context %s could not be built: %s", record.name, done.error)
+        try:
+            assert record.text_sha256 is not None, "what is being built has a text"
+            source = ["--context", str(self._text_path(record.text_sha256))]
+            result = await self._builder.build(source, self._store, on_progress)
+            done = replace(record, artifact_id=result["artifact"], num_tokens=result["context_len"])
+            what, seconds = f"{record.name}, of {result['context_len']:,} tokens,", time.monotonic() - started
+            if result["reused"]:
+                _log.info("the context %s was in the store already, found in %.1f s", what, seconds)
+            else:
+                _log.info("the context %s was built in %.1f s", what, seconds)
+        except Exception as error:  # whatever it is, requests for the context report it
+            self._builds.num_failed += 1
+            done = replace(record, error=str(error) or type(error).__name__)
+            _log.warning("the context %s could not be built: %s", record.name, done.error)
         try:
             await asyncio.to_thread(self._finish, record, done)
         except Exception as error:  # a full disk, say: the result is known as long as this service lives

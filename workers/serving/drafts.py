@@ -24,8 +24,8 @@ class Ngrams:
     """Finds where NGRAM tokens last occurred in a text."""
 
     def __init__(self, token_ids: NDArray[np.int32]) -> None:
-        """token_ids: [num_tokens]. Takes 12 bytes of memory a token."""
-        self._token_ids, num_ngrams = token_ids, max(0, len(token_ids) - NGRAM)  # those that a token follows
+        """token_ids: [num_tokens], copied: they may be mapped from a file. Takes 16 bytes of memory a token."""
+        self._token_ids, num_ngrams = token_ids.copy(), max(0, len(token_ids) - NGRAM)  # those that a token follows
         keys = np.zeros(num_ngrams, np.int64)
         for offset in range(NGRAM):
             keys = keys << _ID_BITS | token_ids[offset : offset + num_ngrams]

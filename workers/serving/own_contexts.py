@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +28,12 @@ from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ArtifactError, ArtifactRoomError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.backoff import BuildBackoff
+from workers.serving.build_queue import Build, BuildQueue
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
 from workers.serving.examiner import Examiner, Tokens
 from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, DiskBudget, entries, kept_files, remove_at_once, salted
-from workers.serving.messages import ContextNotReadyError, FailedBuild, closing
+from workers.serving.messages import ContextNotReadyError, FailedBuild
 from workers.serving.names_in_store import by_names_in_store
 from workers.serving.residency import Residency
 from workers.settings import Settings
@@ -53,11 +55,9 @@ class Found:
     is_new: bool = False  # made for this prompt
 
 
-@dataclass(slots=True)
-class _Build:
-    task: asyncio.Task[Path]
-    num_waiting: int = 0
-    has_begun: bool = False
+@dataclass(slots=True, eq=False)
+class _Build(Build):
+    num_waiting: int = 0  # requests that wait for it
 
 
 class OwnContexts:
@@ -77,17 +77,13 @@ class OwnContexts:
         self._index_config = preset(settings.build.preset)
         self._checked: set[Path] = set()  # artifacts whose every byte has been verified
         self._verifications: dict[Path, asyncio.Task[bool]] = {}  # such verifications under way
-        self._builds: dict[_Key, _Build] = {}
-        self._build_slots = asyncio.Semaphore(1)  # not shared with registered contexts, whose builds nobody waits for
+        self._builds: BuildQueue[_Key, _Build] = BuildQueue()  # apart from registered contexts: nobody waits for those
         self.backoff = BuildBackoff()
         self.num_bytes: int | None = None  # of all on the disk, when the last one was built here
-        self._num_failed = 0
-        self._is_closed = False
 
     @property
     def counts(self) -> BuildCounts:
-        num_begun = sum(build.has_begun for build in self._builds.values())
-        return BuildCounts(len(self._builds) - num_begun, num_begun, self._num_failed)
+        return self._builds.counts
 
     async def find(
         self, token_ids: Sequence[int], salt: str, registered: Sequence[Path], without: Collection[Path] = ()
@@ -110,12 +106,12 @@ class OwnContexts:
         build = self._builds.get(key) or self._begin(key, ids[:cut])
         build.num_waiting += 1
         try:
-            path = await asyncio.shield(build.task)  # if the client leaves, the build goes on: a retry finds its result
+            # if the client leaves, the build goes on: a retry finds its result
+            path: Path = await asyncio.shield(build.task)
         finally:
             build.num_waiting -= 1
             if not build.num_waiting and not build.has_begun:
-                self._forget(key, build)
-                build.task.cancel()
+                self._builds.cancel(key, build)
         return Found(path, cut, is_new=True)
 
     async def drop(self, path: Path) -> None:
@@ -125,12 +121,7 @@ class OwnContexts:
 
     async def close(self) -> None:
         """Cancel builds, and begin none; they continue when such a prompt comes again."""
-        self._is_closed = True
-        tasks = [build.task for build in self._builds.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._builds.close()
 
     def _of(self, salt: str) -> Path:
         """The directory of the contexts of this model and salt."""
@@ -186,19 +177,9 @@ class OwnContexts:
 
     def _begin(self, key: _Key, ids: Tokens) -> _Build:
         """Queue a build: it starts when those before it have ended."""
-        if self._is_closed:
-            raise closing()
         if failed := self.backoff.of(key):
             raise _refusal(failed)
-
-        async def run() -> Path:
-            async with self._build_slots:
-                build.has_begun = True
-                return await self._build(key, ids)
-
-        build = self._builds[key] = _Build(asyncio.create_task(run()))
-        build.task.add_done_callback(lambda task: self._forget(key, build))
-        return build
+        return self._builds.add(key, _Build(), partial(self._build, key, ids))
 
     async def _build(self, key: _Key, ids: Tokens) -> Path:
         directory, digest = key
@@ -211,7 +192,7 @@ class OwnContexts:
             source = ["--no-sync", "--tokens", str(ids_path)]  # no fsync: every byte is verified when it is found
             result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
-            self._num_failed += 1
+            self._builds.num_failed += 1
             # all clients can see the message, and whoever knows a salt's hash can test guesses of the salt
             why = by_names_in_store(str(error), self._settings.store.path).replace(directory.name, "...")
             refusal = _refusal(self.backoff.add(key, len(ids), why))
@@ -241,12 +222,6 @@ class OwnContexts:
                 write()
             except FileNotFoundError:  # another service removed the directory while it was empty
                 write()
-
-    def _forget(self, key: _Key, build: _Build) -> None:
-        if self._builds.get(key) is build:
-            del self._builds[key]
-        if build.task.done() and not build.task.cancelled():
-            build.task.exception()  # marks it as retrieved; those who still wait get it
 
     async def _keep_to_budget(self, newest: Path) -> None:
         """Remove unused contexts, the least recently used first, until all together are within the budget."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from csattn.config import SearchConfig
 from csattn.selector_names import SelectorName
 from workers.engine.cpu.engine import CpuEngine
-from workers.serving.step_engine import StepEngine, StepRow
+from workers.serving.step_engine import Reading, StepEngine, StepRow
 
 RESTS = (None, None, "sketch", "moments", "none")  # over an artifact with a sketch
 SELECTORS = ("csattn", "exact", "full", "window")
@@ -56,8 +56,21 @@ def alone(engine: CpuEngine, talk: Talk) -> Talk:
     return again
 
 
-def with_drafts(engine: StepEngine, talk: Talk, rng: np.random.Generator) -> Talk:
-    """Run a talk that has been run before again, alone, with drafts of its tokens of which some are wrong."""
+def reading_of(engine: StepEngine, talk: Talk) -> Reading:
+    """Return what a talk that has been run reads when its tokens are fed one by one."""
+    engine.open(0, talk.context_id, talk.config, talk.selector)  # type: ignore[arg-type]
+    for token_id in [*talk.question, *talk.tokens[:-1]]:
+        engine.step([StepRow(0, token_id)])
+    reading = engine.reading(0)
+    engine.close_request(0)
+    return reading
+
+
+def with_drafts(engine: StepEngine, talk: Talk, rng: np.random.Generator) -> tuple[Talk, Reading]:
+    """Run a talk that has been run before again, alone, with drafts of its tokens of which some are wrong.
+
+    Also returns what it has read: a row that is dropped does not count.
+    """
     again = Talk(talk.context_id, talk.config, talk.selector, talk.question, talk.num_new)
     engine.open(0, again.context_id, again.config, again.selector)  # type: ignore[arg-type]
     while not again.done:
@@ -77,8 +90,9 @@ def with_drafts(engine: StepEngine, talk: Talk, rng: np.random.Generator) -> Tal
             row = slice(len(fed) + num_right - 1, len(fed) + num_right)
             again.take(1, result.next_ids[row], result.logits[row])
         engine.drop_rows(0, len(draft) - num_right)
+    reading = engine.reading(0)
     engine.close_request(0)
-    return again
+    return again, reading
 
 
 def assert_same(got: Talk, want: Talk) -> None:

@@ -14,9 +14,10 @@ from csattn.config import SearchConfig, SketchConfig, preset
 from csattn.errors import ConfigError
 from csattn.sketch.own import Growth
 from index_build.pipeline import build_artifact
+from offload.codecs.formats import KvFormat
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.definition import defined_logits
-from tests.workers.engine.talks import Talk, alone, assert_same, run_together, with_drafts
+from tests.workers.engine.talks import Talk, alone, assert_same, reading_of, run_together, with_drafts
 from workers.engine.cpu.context import HostBudget
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.own_segments import OwnSegments
@@ -70,7 +71,22 @@ def test_drafts_change_no_bit_as_segments_are_made(
     with make_engine(artifacts, max_requests=1) as engine:
         assert engine.drops_rows(artifacts[0], config, "csattn")
         want = alone(engine, Talk(0, config, "csattn", token_ids(30, seed=1).tolist(), 240))
-        assert_same(with_drafts(engine, want, rng), want)
+        got, reading = with_drafts(engine, want, rng)
+        assert_same(got, want)
+        assert reading == reading_of(engine, want)
+
+
+@pytest.mark.parametrize(
+    "options", [{"host_budget": HostBudget(32 << 20, CONFIG, "csattn")}, {"kv_format": KvFormat.parse("fp8")}]
+)
+def test_drafts_change_no_bit_where_rows_are_gathered_or_coded(
+    artifacts: list[Artifact], options: dict, rng: np.random.Generator
+) -> None:
+    with make_engine(artifacts[:1], max_requests=1, **options) as engine:
+        want = alone(engine, Talk(0, CONFIG, "csattn", token_ids(60, seed=1).tolist(), 60))
+        got, reading = with_drafts(engine, want, rng)
+        assert_same(got, want)
+        assert reading == reading_of(engine, want)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

@@ -84,7 +84,7 @@ def test_no_context_is_built_for_requests_cancelled_before_its_build(tmp_path, b
             await begun.wait()
             for salt in salts:
                 coming.append(asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt=salt))))
-            while len(own._builds) < len({"first", *salts}):
+            while own.counts.num_waiting + own.counts.num_building < len({"first", *salts}):
                 await asyncio.sleep(0.01)
             for task in coming[:-1]:
                 task.cancel()

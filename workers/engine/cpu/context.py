@@ -243,13 +243,14 @@ class StepCount:
     far_rows: float = 0.0  # fetched rows per head (top_k with csattn), summed over layers and tokens
     near_rows: float = 0.0  # resident rows per head, summed over layers and tokens
 
-    def add(self, more: "StepCount") -> None:
-        self.tokens += more.tokens
-        self.searches += more.searches
-        self.search_bytes += more.search_bytes
-        self.rest_bytes += more.rest_bytes
-        self.far_rows += more.far_rows
-        self.near_rows += more.near_rows
+    def add(self, more: "StepCount", times: int = 1) -> None:
+        """Add another count; with times = -1, take it away."""
+        self.tokens += times * more.tokens
+        self.searches += times * more.searches
+        self.search_bytes += times * more.search_bytes
+        self.rest_bytes += times * more.rest_bytes
+        self.far_rows += times * more.far_rows
+        self.near_rows += times * more.near_rows
 
 
 @dataclass(slots=True)
@@ -273,6 +274,7 @@ class CpuRequest:
     own: OwnSegments | None = None  # codes of own rows that have left the window; None: see `num_outside_window`
     tail_len: int = 0
     count: StepCount = field(default_factory=StepCount)
+    drafted: list[StepCount] = field(default_factory=list)  # of the last step's drafts, which are part of `count`
     near: tuple[int, int] = field(init=False)  # context rows [0, first) and [second, context_len) are near
     kept: KeptChoice | None = field(init=False, default=None)  # unless every token searches
     choices: list[LayerChoice] | None = field(init=False, default=None)  # per layer, once it has chosen alone

@@ -11,6 +11,7 @@ from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.artifact import Artifact
@@ -234,7 +235,7 @@ class CpuEngine:
         plan.commit()
         plain.commit()
         model.commit(request_slots)
-        plan.count(tail_lens, self.num_layers)
+        self._count(plan, plain, tail_lens, [rows[i].is_draft for i in order])
         for request_slot, length in zip(request_slots, lens.tolist(), strict=True):
             self._requests[request_slot].tail_len = length
         drafts = Counter(row.request_slot for row in rows if row.is_draft)
@@ -249,7 +250,10 @@ class CpuEngine:
         return chooses_alike and self.loaded.geometry.kinds.isdisjoint({"state", "compressed"})
 
     def drop_rows(self, request_slot: int, num_rows: int) -> None:
-        self.request(request_slot).tail_len -= num_rows
+        request = self.request(request_slot)
+        request.tail_len -= num_rows
+        for _ in range(num_rows):
+            request.count.add(request.drafted.pop(), -1)
 
     def context(self, context_id: int) -> CpuContext:
         """Return the context loaded under that number. Raises ConfigError if there is none."""
@@ -340,6 +344,19 @@ class CpuEngine:
                 with suppress(Exception):  # the first error is the one to report
                     self._searcher.finish()
             raise
+
+    def _count(self, plan: RowPlan, plain: PlainRows, tail_lens: NDArray[np.int64], is_draft: list[bool]) -> None:
+        """Add what each row has read to its request's count. tail_lens, is_draft: of the rows in the plan's order."""
+        counts = plan.counts(tail_lens, self.num_layers)
+        for row, more in plain.counts.items():
+            counts[row].add(more)
+        for request in plan.requests:
+            request.drafted.clear()
+        for row in np.argsort(tail_lens).tolist():
+            request = plan.requests[row]
+            request.count.add(counts[row])
+            if is_draft[row]:
+                request.drafted.append(counts[row])
 
     def _forget_plans(self) -> None:
         """Drop all plans, which reference requests and their contexts."""

@@ -48,7 +48,7 @@ class PlainRows:
         self._choosing = [of_row for of_row in self._rows if of_row[1].selects_per_row(of_row[2])]
         self._requests = {request.request_slot: request for _, request, _ in self._rows}
         self._choices = {request.request_slot: _choices(request) for _, request, _ in self._choosing}
-        self._counts: defaultdict[int, StepCount] = defaultdict(StepCount)  # by request slot
+        self.counts: defaultdict[int, StepCount] = defaultdict(StepCount)  # by row
         self._chosen: dict[int, Selection] = {}  # of the current layer, by row
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class PlainRows:
     def choose(self, layer_idx: int) -> None:
         """Choose for all rows that choose alone, in order within a request: its selector may keep a state."""
         for row, request, tail_len in self._choosing:
-            choice, count = self._choices[request.request_slot][layer_idx], self._counts[request.request_slot]
+            choice, count = self._choices[request.request_slot][layer_idx], self.counts[row]
             tail = self._model.indexed_tails[layer_idx][request.request_slot]
             num_outside = request.num_outside_window(tail_len)
             _append_rows(choice, tail, num_outside)
@@ -96,7 +96,7 @@ class PlainRows:
         for row, request, tail_len in self._rows:
             q = torch.from_numpy(self._model.q[row])
             tail = self._model.indexed_tails[layer_idx][request.request_slot, :, :tail_len]
-            chosen, count = self.chosen(row, layer_idx), self._counts[request.request_slot]
+            chosen, count = self.chosen(row, layer_idx), self.counts[row]
             far = streamed[row] if isinstance(chosen, slice) else None
             own, of_own = self._plan.owns[row], self._plan.own_selection(row)
             read = None if own is None or of_own is None else OwnRead(own.sketches[layer_idx], of_own)
@@ -118,8 +118,6 @@ class PlainRows:
     def commit(self) -> None:
         for request_slot, choices in self._choices.items():
             self._requests[request_slot].choices = choices
-        for request_slot, more in self._counts.items():
-            self._requests[request_slot].count.add(more)
 
     def abandon(self) -> None:
         """Remake lists that may hold rows of this failed step: they take over the earlier rows at the next step."""

@@ -97,8 +97,9 @@ class RowPlan:
         own = self.owns[row]
         return None if own is None else own.selection(row)
 
-    def count(self, tail_lens: NDArray[np.int64], num_layers: int) -> None:
-        """Add the step to the requests' counts, except what `PlainRows` counts."""
+    def counts(self, tail_lens: NDArray[np.int64], num_layers: int) -> list[StepCount]:
+        """Return what each row has read, except what `PlainRows` counts."""
+        counts = []
         for row, (request, tail_len) in enumerate(zip(self.requests, tail_lens.tolist(), strict=True)):
             more, (first, second) = StepCount(tokens=1, rest_bytes=request.rest_bytes), request.near
             own = self.owns[row]
@@ -112,7 +113,8 @@ class RowPlan:
             if any(group.rows.start <= row < group.rows.stop for group in self.groups):
                 more.searches += num_layers
                 more.search_bytes += request.search_bytes
-            request.count.add(more)
+            counts.append(more)
+        return counts
 
     def keep(self, layer_idx: int) -> None:
         """Store what tokens of later steps will read in that layer; it takes effect with `commit`."""

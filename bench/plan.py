@@ -9,7 +9,7 @@ two measured batch sizes. For other lengths, own is interpolated between two mea
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class Wanted:
 
 def plan(wanted: Wanted) -> dict[str, Any]:
     """Return the GPUs, hosts and bytes needed, and whether tokens or memory need more hosts."""
+    for name, value in asdict(wanted).items():
+        gate(isinstance(value, str) or 0 < value < math.inf, f"{name} is {value}; give a number above 0")
     one, four = case(1, SHORT, "hybrid"), case(4, SHORT, "hybrid")
     at_short, base_ms = own_ms(one, four)
     longest = case(1, LONG, "hybrid")

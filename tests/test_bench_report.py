@@ -1,6 +1,7 @@
 """Tables and files of the decode benchmark."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -112,6 +113,13 @@ def test_contexts_that_fit_on_no_gpu_are_not_planned():
     assert plan(Wanted(tokens=1 << 20))["contexts_on_a_gpu"] == 4
     with pytest.raises(GateError, match=r"8,000,000 tokens takes 2\d\d GB of a GPU, which has 133 besides the weights"):
         plan(Wanted(tokens=8_000_000))
+
+
+@pytest.mark.parametrize("name", ["contexts", "tokens", "gpus_per_host", "host_memory_gb", "disk_gb_per_s"])
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
+def test_nothing_is_planned_with_numbers_that_are_not_above_0(name, value):
+    with pytest.raises(GateError, match=rf"{name} is {value}; give a number above 0"):
+        plan(Wanted(**{name: value}))
 
 
 def test_the_sufficient_share_is_interpolated_between_tried_shares():

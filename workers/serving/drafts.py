@@ -17,6 +17,7 @@ NGRAM = 3  # tokens that have to be alike: with fewer, wrong guesses cost more t
 MAX_DRAFT = 7  # tokens
 MAX_ROWS = 16  # of a step with drafts
 _ID_BITS = 21  # of a token id in a key
+_WORTH = 1.1  # times as many tokens a second as without drafts have to be expected: chances and times are estimates
 _KEPT = 0.85  # what a token that was tried leaves of the weight of those before it
 
 
@@ -94,7 +95,7 @@ def draft_lens(drafts: Sequence[tuple[float, int]], num_rows: int, max_rows: int
     """
     lens, chances = [0] * len(drafts), [chance if length else 0.0 for chance, length in drafts]
     expected = float(num_rows)
-    best, best_rate = lens.copy(), expected / times.estimate(num_rows)
+    best, best_rate = lens.copy(), _WORTH * expected / times.estimate(num_rows)
     for more in range(1, min(max_rows, MAX_ROWS) - num_rows + 1):
         likeliest = int(np.argmax(chances))
         if not chances[likeliest]:

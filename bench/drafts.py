@@ -4,7 +4,8 @@
                            [--model M --dtype bfloat16 --weights int4] [--threads N] [--store DIR] [--json FILE]
 
 Each question is answered greedily without drafts, then with drafts of up to so many tokens. Gate: the same tokens.
-`x` is how many times as fast the tokens after the first come; questions take turns, so other load affects all alike.
+`x` is how many times as fast the tokens after the first come; the answers to one question follow each other, so that
+other load on the machine affects them alike.
 """
 
 import argparse
@@ -57,9 +58,7 @@ def main() -> None:
             CpuEngine(loaded, max_requests=1, num_threads=args.threads) as engine,
         ):
             engine.add_context(0, artifact)
-            answer(
-                engine, loaded, artifact, SearchConfig(), question_tokens(loaded, artifact, QUESTIONS[1]), 32
-            )  # warms
+            _answers(engine, loaded, artifact, QUESTIONS[1], 32, args.drafts)  # compiles, and fills caches
             for question in QUESTIONS:
                 case = {
                     "text": name,

@@ -259,32 +259,34 @@ class Scheduler:
                 self._end(request, "length", request.done("length"))
             elif gives:
                 self._take_token(request, chosen[request], ended)
-        first_rows = {request: row for (request, _), row in zip(plan, last_rows, strict=True)}
-        self._verify({request: (first_rows[request], draft) for request, draft in drafts.items()}, rows, result, ended)
+        rows_before = {request: row for (request, _), row in zip(plan, last_rows, strict=True) if request in drafts}
+        self._verify(drafts, rows_before, rows, result, ended)
 
     def _verify(
-        self, drafts: dict[Request, tuple[int, list[int]]], rows: list[StepRow], result: StepResult, now: float
+        self,
+        drafts: dict[Request, list[int]],
+        rows_before: dict[Request, int],  # the row before each draft's first, whose token has been taken
+        rows: list[StepRow],
+        result: StepResult,
+        now: float,
     ) -> None:
-        """Take the tokens that follow drafts, as long as each token taken is the draft's, and drop the other rows.
-
-        drafts: with the row before the draft's first, whose token has been taken.
-        """
+        """Take the tokens that follow drafts, as long as each token taken is the draft's, and drop the other rows."""
         num_right = dict.fromkeys(drafts, 0)
 
         def is_right(request: Request, nth: int) -> bool:
-            _, draft = drafts[request]
+            draft = drafts[request]
             is_next = num_right[request] == nth < len(draft) and not request.is_over
             return is_next and request.token_ids[-1] == draft[nth]
 
-        for nth in range(max((len(draft) for _, draft in drafts.values()), default=0)):
-            right = [(request, row + nth + 1) for request, (row, _) in drafts.items() if is_right(request, nth)]
+        for nth in range(max(map(len, drafts.values()), default=0)):
+            right = [(request, row + nth + 1) for request, row in rows_before.items() if is_right(request, nth)]
             for request, _ in right:
                 num_right[request] += 1
                 request.num_rows += 1
                 self._keep(request)
             for request, token in self._choose(right, rows, result).items():
                 self._take_token(request, token, now)
-        for request, (_, draft) in drafts.items():
+        for request, draft in drafts.items():
             self.metrics.drafted_tokens.inc(len(draft))
             self.metrics.accepted_tokens.inc(num_right[request])
             if not request.is_over and num_right[request] < len(draft):

@@ -238,10 +238,9 @@ class CpuEngine:
         self._count(plan, plain, tail_lens, [rows[i].is_draft for i in order])
         for request_slot, length in zip(request_slots, lens.tolist(), strict=True):
             self._requests[request_slot].tail_len = length
-        drafts = Counter(row.request_slot for row in rows if row.is_draft)
         for request in map(self._requests.__getitem__, set(request_slots)):
             if request.own is not None:
-                request.own.grow(request.tail_len - drafts[request.request_slot])
+                request.own.grow(request.tail_len - len(request.drafted))
         return self._result(token_rows, len(rows), want_logits, observers.fidelity)
 
     def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:

@@ -128,7 +128,7 @@ def _continued(
     if drafts is None:
         return [_feed(engine, token_ids[-1:])]
     draft = drafts.propose(token_ids, most - len(token_ids) - 1)
-    (num_tokens,) = draft_lens([(drafts.chance, len(draft))], 1, engine.max_rows, times)
+    (num_tokens,) = draft_lens([(drafts.chance, len(draft))], 1, engine.alike_rows, times)
     draft, started = draft[:num_tokens], time.perf_counter()
     rows = [StepRow(0, token_ids[-1]), *(StepRow(0, token_id, is_draft=True) for token_id in draft)]
     next_ids = engine.step(rows).next_ids.tolist()

@@ -62,10 +62,12 @@ class Request:
     @property
     def needs_logits(self) -> bool:
         """Whether the next token is sampled, changed or scored; if not, the engine's argmax is taken."""
-        s = self.sampling
-        changes_logits = s.frequency_penalty or s.presence_penalty or s.logit_bias or self.in_prompt is not None
-        changes_logits = changes_logits or len(self.token_ids) < s.min_tokens
-        return bool(s.temperature > 0 or s.top_logprobs is not None or self.grammar is not None or changes_logits)
+        return self._is_drawn(len(self.token_ids))
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the probability of a token depends on which tokens precede it in prompt and answer."""
+        return bool(self.sampling.frequency_penalty or self.sampling.presence_penalty or self.in_prompt is not None)
 
     @property
     def scores_prompt(self) -> bool:
@@ -92,15 +94,20 @@ class Request:
             return []
         return self.drafts.propose(self.token_ids, self.max_new_tokens - len(self.token_ids) - 1)
 
-    def draw_spec(self, stop_ids: Set[int]) -> DrawSpec | None:
-        """Return how to sample the next token; None: take the argmax. stop_ids: the model's end-of-turn tokens."""
-        if not self.needs_logits:
+    def draw_spec(self, stop_ids: Set[int], num_guessed: int = 0) -> DrawSpec | None:
+        """Return how to sample the next token; None: take the argmax. stop_ids: the model's end-of-turn tokens.
+
+        num_guessed: so many guessed tokens come before it, in a request without penalties and grammar.
+        """
+        assert not num_guessed or not (self.has_penalties or self.grammar), "the guessed tokens matter"
+        position = len(self.token_ids) + num_guessed
+        if not self._is_drawn(position):
             return None
-        ends, allowed = self._early_ends(stop_ids), None
+        ends, allowed = self._early_ends(stop_ids, position), None
         if self.grammar is not None:
             ends, allowed = frozenset(), partial(self._allowed, self.grammar, ends)
-        answer_ids, position = self.token_ids, len(self.token_ids)
-        return draw_spec(self.sampling, self.seed, position, answer_ids, self.in_prompt, ends, allowed, self.counted)
+        of_answer = self.token_ids, self.in_prompt
+        return draw_spec(self.sampling, self.seed, position, *of_answer, ends, allowed, self.counted)
 
     def choose(self, logits: NDArray[np.float32], spec: DrawSpec) -> tuple[int, TokenScore | None]:
         """Sample a token from logits [vocab_size] on the host, and `take` it."""
@@ -140,9 +147,15 @@ class Request:
         goes_on = self.sampling.ignore_eos and self.grammar is None
         return token_id in self.sampling.stop_token_ids or (token_id in stop_ids and not goes_on)
 
-    def _early_ends(self, stop_ids: Set[int]) -> Set[int]:
-        """Tokens that may not come yet, if any other may."""
-        if len(self.token_ids) < self.sampling.min_tokens:
+    def _is_drawn(self, position: int) -> bool:
+        """Whether the answer's token at that position is sampled, changed or scored."""
+        s = self.sampling
+        changes_logits = self.has_penalties or s.logit_bias or position < s.min_tokens
+        return bool(s.temperature > 0 or s.top_logprobs is not None or self.grammar is not None or changes_logits)
+
+    def _early_ends(self, stop_ids: Set[int], position: int) -> Set[int]:
+        """Tokens that may not come at that position of the answer, if any other may."""
+        if position < self.sampling.min_tokens:
             return stop_ids | set(self.sampling.stop_token_ids)
         return stop_ids if self.sampling.ignore_eos and self.grammar is not None else frozenset()
 

@@ -123,7 +123,7 @@ class Scheduler:
             ready = [request for request in self._running.values() if request.can_step]
             plan = plan_step(ready, self._engine.max_rows, self._question_rows)
             if plan:
-                self._step(plan, plan_drafts(ready, self._engine.max_rows, self._engine.draws, self._step_times))
+                self._step(plan, plan_drafts(ready, self._engine.alike_rows, self._engine.draws, self._step_times))
         self._wake_readers()
 
     def _while_loading(self) -> None:
@@ -212,10 +212,11 @@ class Scheduler:
             assert request.request_slot is not None, "a request without a request slot was planned"
             *others, last = request.next_inputs(num_rows)
             rows += [StepRow(request.request_slot, token_id, wants_token=request.scores_prompt) for token_id in others]
-            draw = self._draw_spec(request) if gives and self._engine.draws and not request.scores_prompt else None
+            draw = self._draw_spec(request) if gives and not request.scores_prompt else None
             rows.append(StepRow(request.request_slot, last, wants_token=request.scores_prompt or gives, draw=draw))
             last_rows.append(len(rows) - 1)
-            rows += [StepRow(request.request_slot, token_id, is_draft=True) for token_id in drafts.get(request, ())]
+            for n, token_id in enumerate(drafts.get(request, ()), 1):
+                rows.append(StepRow(request.request_slot, token_id, is_draft=True, draw=self._draw_spec(request, n)))
             want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives and draw is None)
             if gives and request.grammar is not None and draw is None:
                 request.grammar.begin()
@@ -293,10 +294,13 @@ class Scheduler:
                 assert request.request_slot is not None
                 self._engine.drop_rows(request.request_slot, len(draft) - num_right[request])
 
-    def _draw_spec(self, request: Request) -> DrawSpec | None:
-        """`Request.draw_spec`; None also if it raises. `_choose` then meets the error and ends this request alone."""
+    def _draw_spec(self, request: Request, num_guessed: int = 0) -> DrawSpec | None:
+        """`Request.draw_spec`, for an engine that draws; None also if it raises. `_choose` then meets the error and
+        ends this request alone."""
+        if not self._engine.draws:
+            return None
         try:
-            return request.draw_spec(self._stop_ids)
+            return request.draw_spec(self._stop_ids, num_guessed)
         except Exception:
             return None
 

@@ -104,6 +104,7 @@ class StepEngine(Protocol):
 
     draws: bool  # the engine samples as `StepRow.draw` says; if not, the caller samples from logits
     max_rows: int  # of one step
+    alike_rows: int  # in steps of up to so many, a row's results have the same bits as in a step of its own
     max_requests: int  # requests at the same time
     tail_capacity: int  # rows of question and answer that one request may have
     max_positions: int

@@ -116,6 +116,43 @@ def test_logits_and_own_rows_equal_those_on_the_cpu(artifact: Artifact, placemen
 
 
 @pytest.mark.parametrize(
+    ("placement", "lookahead", "num_segments"),
+    [
+        pytest.param(placement, ahead, number, marks=[] if (placement, ahead) == ("hybrid", 0) else pytest.mark.gpu)
+        for placement in PLACEMENTS
+        for ahead in (0, 1)
+        for number in (1, 2)
+    ],
+)
+def test_drafts_change_no_bit_where_a_segment_comes_into_use(
+    artifact: Artifact, placement: str, lookahead: int, num_segments: int, rng: np.random.Generator
+) -> None:
+    """Also if they are dropped, and the rows before them read fewer segments, which have not moved to the host."""
+    config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead)
+    rows = make_rows(num_segments * GROWTH.segment_len + 16 - 3, rng)  # the third row that follows reads one more
+    fed = [5, 6, 7, 8, 9]
+    with gpu_engine(artifact, placement, config) as engine:
+        engine.open(0, 0, config, "csattn")
+        engine.write_rows(0, rows)
+        want = [engine.step([StepRow(0, token)], want_logits=True).logits[0].copy() for token in fed]
+        reading = engine.reading(0)
+        engine.close_request(0)
+        engine.open(0, 0, config, "csattn")
+        engine.write_rows(0, rows)
+        got = list[np.ndarray]()
+        for draft, num_right in (([77, 78, 79], 0), ([7, 78], 1), ([9], 1)):
+            row = StepRow(0, fed[len(got)])
+            step = engine.step([row, *(StepRow(0, token, is_draft=True) for token in draft)], want_logits=True)
+            got += [*step.logits[: num_right + 1].copy()]
+            engine.drop_rows(0, len(draft) - num_right)
+        assert engine.reading(0) == reading
+    if DEVICE.type == "cpu":  # PyTorch's products depend on the number of rows
+        np.testing.assert_allclose(got, want, atol=1e-4)
+    else:
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
     "placement",
     [pytest.param(placement, marks=[] if placement == "hybrid" else pytest.mark.gpu) for placement in PLACEMENTS],
 )

@@ -317,7 +317,7 @@ def generate(
 
 
 def test_own_segments_split_over_two_devices_equal_one_device(tmp_path, rng) -> None:
-    """Each device makes the segments of its own heads, here from rows that were written."""
+    """Each device makes the segments of its own heads, here from rows that were written. Drafts come and go."""
     model = wrap_model(make_model("gemma3_text", max_position_embeddings=4096), byte_tokenizer(), "long")
     config, growth = replace(CONFIG, lookahead=1), Growth(least_near=8)
     num_layers, heads = len(model.geometry.indexed_layers), model.geometry.num_kv_heads
@@ -325,11 +325,13 @@ def test_own_segments_split_over_two_devices_equal_one_device(tmp_path, rng) -> 
     logits = []
     with open_artifact(build_artifact(model, token_ids(300), preset("default"), tmp_path).path) as artifact:
         for make in (one, two):
-            with make("hybrid", model, config, tail_capacity=1100, growth=growth, batch_sizes=(1,)) as engine:
+            with make("hybrid", model, config, tail_capacity=1100, growth=growth, batch_sizes=(1, 4)) as engine:
                 engine.add_context(0, artifact)
                 engine.open(0, 0, config, "csattn")
                 engine.write_rows(0, rows)
-                logits.append(logits_of(engine, 0, [5]))
+                engine.step([StepRow(0, 5), *[StepRow(0, 6, is_draft=True)] * 2])
+                engine.drop_rows(0, 2)
+                logits.append(logits_of(engine, 0, [7]))
                 assert engine.reading(0).rows < 300 + 1050
     np.testing.assert_allclose(logits[1], logits[0], rtol=CLOSE, atol=CLOSE)
 

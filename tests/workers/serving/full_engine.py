@@ -38,7 +38,8 @@ class FullEngine:
         tail_capacity: int = 256,
         draws: bool = False,
     ) -> None:
-        self.draws, self.max_rows, self.max_requests, self.tail_capacity = draws, max_rows, max_requests, tail_capacity
+        self.draws, self.max_requests, self.tail_capacity = draws, max_requests, tail_capacity
+        self.max_rows = self.alike_rows = max_rows
         geometry = loaded.geometry
         self.max_positions, self.num_layers = geometry.max_positions, geometry.num_layers
         self._geometry = geometry

@@ -139,6 +139,23 @@ def test_a_request_takes_fewer_steps(built: Path) -> None:
     assert request.num_rows == 5 + 39
 
 
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.9, "top_p": 0.8}, {"top_logprobs": 2}, {"temperature": 0.7, "min_tokens": 12}]
+)
+def test_a_request_that_samples_takes_fewer_steps(built: Path, sampling, draws) -> None:
+    asked = {"question": token_ids(5).tolist(), "max_new_tokens": 40, "seed": 3, **sampling}
+    _, engine = answers(built, [asked], draws, wrong_every=100)
+    assert engine.num_steps == 1 + 2 + 5
+
+
+@pytest.mark.parametrize(("draws", "num_steps"), [(False, 1 + 2 + 5), (True, 40)])
+def test_an_engine_that_samples_cannot_apply_penalties_to_guessed_tokens(built: Path, draws, num_steps) -> None:
+    asked = {"question": token_ids(5).tolist(), "max_new_tokens": 40, "frequency_penalty": 0.5, "temperature": 0.9}
+    _, engine = answers(built, [asked], draws, wrong_every=100)
+    assert engine.num_steps == num_steps
+
+
 @pytest.mark.parametrize("stop", ["eos", "text"])
 def test_an_answer_ends_within_a_draft_where_it_ends_without(built: Path, stop) -> None:
     question = token_ids(5).tolist()

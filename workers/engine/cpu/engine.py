@@ -97,7 +97,8 @@ class CpuEngine:
                 require_plain_rows(describe(loaded.model.config), what)
         threads = num_threads or available_cpus()
         self.loaded = loaded
-        self.max_rows, self.max_requests = max_rows, max_requests
+        self.max_rows = self.alike_rows = max_rows
+        self.max_requests = max_requests
         self.max_positions, self.num_layers = loaded.geometry.max_positions, len(loaded.geometry.indexed_layers)
         self.tail_capacity = min(tail_capacity or _most_tokens(loaded, max_requests), self.max_positions)
         self._kv_format, self._host_budget = kv_format, host_budget

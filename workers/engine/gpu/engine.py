@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
@@ -63,6 +63,8 @@ from workers.engine.own_choice import (
 )
 from workers.engine.own_segments import OwnSegments, grows_without_context
 from workers.model.devices import require_device
+from workers.model.gpu.quantized_ops import MAX_ROWS as QUANTIZED_ROWS
+from workers.model.gpu.triton_ops import ALIKE_ROWS
 from workers.model.rows import require_tokens
 from workers.model.runner import StepOutput
 from workers.searchers.step_searches import StepSearches
@@ -81,11 +83,30 @@ class _Request:
     config: SearchConfig
     own: OwnSegments | None  # None: all of its own rows are attended to
     tail_len: int = 0
+    # what the last rows of the tail have read, if they were drafts of the last step: see `own_read` and `num_all`
+    drafted: list[tuple[int, bool]] = field(default_factory=list)
     num_segments: int = 0  # own segments in use
     own_read: int = 0  # own rows that were read for each KV head, summed over all tokens
     num_steps: int = 0  # tokens that steps computed; rows from `write_rows` do not count
     num_all: int = 0  # of these, the tokens that attended to all rows
     is_written: bool = False  # rows from `write_rows` are still being copied to its tail
+
+    def count(self, tail_len: int, own_read: int, reads_all: bool, is_draft: bool) -> None:
+        """Add a row of a step."""
+        self.tail_len = tail_len
+        self.own_read += own_read
+        self.num_steps += 1
+        self.num_all += reads_all
+        self.drafted = [*self.drafted, (own_read, reads_all)] if is_draft else []
+
+    def drop(self, num_rows: int) -> None:
+        """Remove the last rows, which were drafts."""
+        self.tail_len -= num_rows
+        for own_read, reads_all in self.drafted[len(self.drafted) - num_rows :]:
+            self.own_read -= own_read
+            self.num_steps -= 1
+            self.num_all -= reads_all
+        del self.drafted[len(self.drafted) - num_rows :]
 
 
 class GpuEngine:
@@ -136,6 +157,7 @@ class GpuEngine:
         if kv_format is not None:
             require_plain_rows(spec, "a KV codec")
         self.batch_sizes, self.max_rows, self.max_requests = batch_sizes, batch_sizes[-1], max_requests
+        self.alike_rows = min(self.max_rows, QUANTIZED_ROWS if self.model.is_quantized else ALIKE_ROWS)
         self.max_positions, self.num_layers = spec.max_positions, len(spec.indexed_layers)
         self._num_contexts, self._growth = num_contexts, growth or Growth()
         sizing = Sizing(
@@ -254,7 +276,8 @@ class GpuEngine:
         lens = self._tail_lens(rows)  # checks all rows, so a step that is split runs as a whole or not at all
         for request_slot in {row.request_slot for row in rows}:
             self._settle_rows(request_slot)
-            self._grow(request_slot, lens[next(i for i, row in enumerate(rows) if row.request_slot == request_slot)])
+            at = next(i for i, row in enumerate(rows) if row.request_slot == request_slot)
+            self._grow(request_slot, lens[at], may_move=not rows[at].is_draft)
         if stop := self._end_of_step(rows, lens):
             first = kept(self.step(rows[:stop], want_logits, watch if watch and watch[0] < stop else None))
             late = (watch[0] - stop, watch[1]) if watch and watch[0] >= stop else None
@@ -283,14 +306,12 @@ class GpuEngine:
         synchronize_stream(output.next_ids.device)
         next_ids = output.next_ids[: len(rows)].cpu().numpy()
         logits = self._logits.take(rows, output.logits) if want_logits else None
-        for request, length, own_len in zip(requests, lens, own_lens, strict=True):
-            request.tail_len = length
-            request.own_read += length if reads_all else length - own_len + own_top_k(request.config, own_len)
-            request.num_steps += 1
-            request.num_all += reads_all
+        for row, request, length, own_len in zip(rows, requests, lens, own_lens, strict=True):
+            read = length if reads_all else length - own_len + own_top_k(request.config, own_len)
+            request.count(length, read, reads_all, row.is_draft)
         for request in requests:
             if request.own is not None:
-                request.own.grow(request.tail_len)
+                request.own.grow(request.tail_len - len(request.drafted))
         return StepResult(next_ids, logits, seen, self._draws.likelihoods(rows, next_ids))
 
     def _end_of_step(self, rows: Sequence[StepRow], lens: Sequence[int]) -> int:
@@ -312,11 +333,12 @@ class GpuEngine:
         return shape.sparse_or_full and all_are_faster(shape, contexts, own_lens)
 
     def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
-        """Return False: drafts have not been measured on a GPU."""
-        return False
+        """Return False for latents, too: there, a row's last bits depend on how many rows a step has."""
+        keeps_rows = "state" not in self.model.geometry.kinds and not model_selects_rows(self.model.spec)
+        return keeps_rows and config.search_period == 1
 
     def drop_rows(self, request_slot: int, num_rows: int) -> None:
-        raise AssertionError("steps on a GPU have no drafts")
+        self._request(request_slot).drop(num_rows)
 
     def reading(self, request_slot: int) -> Reading:
         request = self._request(request_slot)
@@ -429,16 +451,23 @@ class GpuEngine:
             if request.own is not None:
                 request.own.grow(request.tail_len)
 
-    def _grow(self, request_slot: int, tail_len: int) -> None:
-        """Load the own segments that a row with that tail_len reads, and move rows to the host if they are due."""
+    def _grow(self, request_slot: int, tail_len: int, may_move: bool) -> None:
+        """Load the own segments that a row with that tail_len reads, and move rows to the host if they are due.
+
+        may_move: False for a draft. If it is dropped, the rows before it read fewer segments, and more rows in the
+        tail, which has room for a whole step.
+        """
         request, placed = self._requests[request_slot], self._placing.ready()
         num_segments = self._segments(request_slot, tail_len)
         if num_segments != request.num_segments:
             assert request.own is not None and placed.own is not None
-            num_rows = request.own.num_rows(num_segments)
-            placed.own.load(request_slot, request.config, num_rows, request.own.sketches(num_segments))
+            if num_segments:
+                num_rows = request.own.num_rows(num_segments)
+                placed.own.load(request_slot, request.config, num_rows, request.own.sketches(num_segments))
+            else:  # a draft that was dropped read the first one
+                placed.own.unload(request_slot)
             request.num_segments = num_segments
-        if placed.rows.must_move(request_slot, tail_len):
+        if may_move and placed.rows.must_move(request_slot, tail_len):
             assert request.own is not None, "requests that do not grow have tails for all of their rows"
             request.own.finish()
             placed.rows.move(request_slot, tail_len)

@@ -81,13 +81,13 @@ class Follower:
     def close_request(self, request_slot: int) -> None:
         self._engine.close_request(request_slot)
 
-    def step(
-        self, request_slots: Sequence[int], token_ids: Sequence[int], watch: tuple[int, int] | None
-    ) -> Fidelity | None:
-        rows = [
-            StepRow(request_slot, token_id) for request_slot, token_id in zip(request_slots, token_ids, strict=True)
-        ]
+    def step(self, fed: Sequence[tuple[int, int, bool]], watch: tuple[int, int] | None) -> Fidelity | None:
+        """fed: of each row the request slot, the token, and whether it is a draft."""
+        rows = [StepRow(request_slot, token_id, is_draft=is_draft) for request_slot, token_id, is_draft in fed]
         return self._engine.step(rows, watch=watch).fidelity
+
+    def drop_rows(self, request_slot: int, num_rows: int) -> None:
+        self._engine.drop_rows(request_slot, num_rows)
 
     def counts(self) -> EngineCounts:
         return self._engine.counts()

@@ -97,7 +97,8 @@ class SplitEngine:
             self._engine.model = first_share(model, loaded, self._devices)
             self._undo = undo.pop_all()
             failed.pop_all()
-        self.max_rows, self.max_requests = self._engine.max_rows, self._engine.max_requests
+        self.max_rows, self.alike_rows = self._engine.max_rows, self._engine.alike_rows
+        self.max_requests = self._engine.max_requests
         self.tail_capacity, self.max_positions = self._engine.tail_capacity, self._engine.max_positions
         self.num_layers = self._engine.num_layers
         self._context_ids: set[int] = set()
@@ -154,12 +155,12 @@ class SplitEngine:
         self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
     ) -> StepResult:
         self._engine.require_rows(rows)  # so that what it refuses is refused before the others begin
-        request_slots, token_ids = [row.request_slot for row in rows], [row.token_id for row in rows]
+        fed = [(row.request_slot, row.token_id, row.is_draft) for row in rows]
         others: list[Future[Any]] = []
         if watch is None:
-            self._followers.send("step", request_slots, token_ids, None)
+            self._followers.send("step", fed, None)
         else:
-            others = self._followers.call("step", request_slots, token_ids, watch)
+            others = self._followers.call("step", fed, watch)
         try:
             with self._followers.within(STEP_S):
                 result = self._engine.step(rows, want_logits, watch)
@@ -186,11 +187,11 @@ class SplitEngine:
             raise min(errors, key=lambda error: isinstance(error, DevicesError))
 
     def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
-        """Return False: drafts have not been measured on a GPU."""
-        return False
+        return self._engine.drops_rows(artifact, config, selector)
 
     def drop_rows(self, request_slot: int, num_rows: int) -> None:
-        raise AssertionError("steps on a GPU have no drafts")
+        self._engine.drop_rows(request_slot, num_rows)
+        self._followers.send("drop_rows", request_slot, num_rows)
 
     def reading(self, request_slot: int) -> Reading:
         return self._engine.reading(request_slot)

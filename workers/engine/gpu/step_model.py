@@ -35,6 +35,7 @@ class StepModel:
     take: Callable[[torch.device], ModelWeights]  # moves the weights to the device
     devices: Devices | None = None  # that have the other shares
     num_shares: int = 1  # of the model; known before the devices are connected
+    is_quantized: bool = False  # some of its weights are
 
     def open(self, artifact: Artifact) -> Artifact:
         """Return what this share reads of an artifact."""
@@ -60,6 +61,7 @@ def step_model(loaded: LoadedModel) -> StepModel:
         dtype=loaded.dtype,
         num_bytes=num_bytes if loaded.device.type == "cpu" else 0,
         take=partial(take_weights, loaded.model),
+        is_quantized=any(hasattr(module, "quantized") for module in loaded.model.modules()),
     )
 
 

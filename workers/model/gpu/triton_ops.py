@@ -32,6 +32,7 @@ from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
 _GATE_BLOCK = 1024
 # Pairs of a predicted query that a program computes: all, or some of a wide head, whose matrix does not fit registers.
 _PREDICTED_PAIRS, _WIDE_PREDICTED_PAIRS = 128, 32
+ALIKE_ROWS = 16
 _LOGITS_BLOCK = 4096  # logits of a program
 
 
@@ -39,7 +40,8 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
     """Enqueues the operations that `TorchOps` defines. It owns the scratch memory of split-K sums, so they must all be
     enqueued on one stream.
 
-    A row's results do not depend on the rows beside it, nor on their number up to 16: sums are taken in the same order.
+    A row's results do not depend on the rows beside it, nor on their number up to ALIKE_ROWS: sums are taken in the
+    same order.
     In larger steps the last bits may differ; with weights of 8 or 4 bits, in steps of more than 8 rows.
     """
 

@@ -29,6 +29,11 @@ class StepTimes:
         known = self._known(num_rows)
         return known[0] if known else None
 
+    def shortest_of_at_least(self, num_rows: int) -> float | None:
+        """Return the shortest time of steps with so many rows or more; None if there was none."""
+        most = max(self._times.keys() | self._before.keys(), default=0)
+        return min(filter(None, map(self.shortest, range(num_rows, most + 1))), default=None)
+
     def estimate(self, num_rows: int) -> float:
         """Return the time of a step with so many rows: the shortest, or a guess from other numbers of rows."""
         trusted = {rows: self._known(rows)[0] for rows in self._times.keys() | self._before.keys()}

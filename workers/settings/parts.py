@@ -209,7 +209,7 @@ class EngineSettings(_Part):
     draft_tokens: int = setting(
         7,
         "Most tokens of an answer that are guessed from what followed the last ones before, in context, question or "
-        "answer, and verified in one step: the answer is the same. 0: none. Without effect on a GPU.",
+        "answer, and verified in one step: the answer is the same. 0: none.",
         lowest=0,
     )
     tail_capacity: int | None = setting(

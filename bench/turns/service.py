@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import httpx2
@@ -51,28 +52,36 @@ class Service:
 
 @contextmanager
 def serving(store: Path, *settings: str, model: Path | None = None) -> Iterator[Service]:
-    """Run a service until the block ends or it is killed. model: a directory or a GGUF file; None: the demo model."""
+    """Run a service until the block ends or it is killed. model: a directory or a GGUF file; None: the demo model.
+
+    Raises RuntimeError with the last line that the service wrote if it ends before it is ready.
+    """
     options = [part for setting in (*settings, "server.port=0") for part in ("--set", setting)]
     if model is not None:
         options += ["--model", str(model)]
-    process = subprocess.Popen(
-        [*COMMAND, "--store", str(store), *options],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        ready_line = next((line for line in process.stdout if line.startswith("{")), None)
-        if ready_line is None:
-            raise RuntimeError(f"the service ended with {process.wait()} before it was ready")
-        yield Service(process, json.loads(ready_line)["url"], MODEL if model is None else model.name)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [*COMMAND, "--store", str(store), *options],
+            stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            lines = (json.loads(line) for line in process.stdout if line.startswith("{"))
+            ready: dict[str, Any] = next(lines, {})
+            if "url" not in ready:
+                process.wait()
+                errors.seek(0)
+                said = [*errors.read().splitlines(), *([ready["error"]["message"]] if ready else [])]
+                raise RuntimeError(f"the service ended with {process.returncode} before it was ready: {said[-1:]}")
+            yield Service(process, ready["url"], MODEL if model is None else model.name)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What drafts save: how fast answers about documents are with and without.
 
-    python -m bench.drafts [--texts speech,dialogue,code] [--chars 12000] [--tokens 160] [--drafts 3,7]
+    python -m bench.drafts [--texts speech,dialogue,code] [--chars 12000] [--tokens 160] [--drafts 7,15]
                            [--model M --dtype bfloat16 --weights int4] [--placement hybrid] [--threads N]
                            [--shape llama-3.1-8b --context-len 32768] [--store DIR] [--json FILE]
 
@@ -156,7 +156,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--texts", type=named_texts, default=named_texts("speech,dialogue,code"))
     parser.add_argument("--chars", type=int, default=12000, help="of a text that are its context")
     parser.add_argument("--tokens", type=int, default=160, help="most tokens of an answer")
-    parser.add_argument("--drafts", type=numbers, default=[3, 7], help="most tokens of a draft, comma-separated")
+    parser.add_argument("--drafts", type=numbers, default=[7, 15], help="most tokens of a draft, comma-separated")
     parser.add_argument("--model", help="model directory, .gguf file or hub id [default: the demo model]")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--weights", help="format that linear layers are rounded to: int4 or fp8")

@@ -98,7 +98,7 @@ class Form:
             "logprobs": self._logprobs(index, scores) if scores else None,
             "finish_reason": reason,
         }
-        so_far = usage([used], used.new_tokens) if used and self._parsed.asks[0].reports_usage else None
+        so_far = usage([used], [used]) if used and self._parsed.asks[0].reports_usage else None
         with_usage = {"usage": so_far} if self._parsed.include_usage else {}
         return {**self._stream_head(), "choices": [choice], **with_usage}
 
@@ -126,7 +126,7 @@ class Form:
 
     def _usage(self, dones: list[Done]) -> dict[str, Any]:
         """Return the usage of all answers; a prompt with several answers counts once."""
-        return usage(dones[:: self._parsed.num_choices], sum(done.new_tokens for done in dones))
+        return usage(dones[:: self._parsed.num_choices], dones)
 
 
 def gathered(pieces: list[Piece]) -> list[CallPart]:
@@ -146,8 +146,9 @@ def used_by(event: Event) -> Usage | None:
     return event if isinstance(event, Done) else event.usage
 
 
-def usage(prompts: Sequence[Usage], new_tokens: int) -> dict[str, Any]:
-    """Return OpenAI's usage object for these prompts and new_tokens in all their answers."""
+def usage(prompts: Sequence[Usage], answers: Sequence[Usage]) -> dict[str, Any]:
+    """Return OpenAI's usage object for these prompts, and all their answers."""
+    new_tokens = sum(answer.new_tokens for answer in answers)
     cached = sum(done.cached_tokens for done in prompts)
     prompt_tokens = sum(done.context_tokens + done.question_tokens for done in prompts)
     return {
@@ -155,7 +156,20 @@ def usage(prompts: Sequence[Usage], new_tokens: int) -> dict[str, Any]:
         "completion_tokens": new_tokens,
         "total_tokens": prompt_tokens + new_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
+        **_of_predictions(answers),
     }
+
+
+def _of_predictions(answers: Sequence[Usage]) -> dict[str, Any]:
+    """Return what became of guessed tokens, if a prediction was sent."""
+    accepted, rejected = (
+        [count for count in counts if count is not None]
+        for counts in zip(*((answer.accepted_tokens, answer.rejected_tokens) for answer in answers), strict=True)
+    )
+    if not accepted:
+        return {}
+    details = {"accepted_prediction_tokens": sum(accepted), "rejected_prediction_tokens": sum(rejected)}
+    return {"completion_tokens_details": details}
 
 
 def _call_delta(part: CallPart) -> dict[str, Any]:

@@ -10,7 +10,14 @@ from workers.api.fields import Fields
 from workers.api.foreign import check_foreign_fields
 from workers.api.names import context_or_own
 from workers.api.tools import read_format, read_tools
-from workers.api.turns import read_continues, read_speaks_next, read_template, read_turns, require_answerable
+from workers.api.turns import (
+    content_of,
+    read_continues,
+    read_speaks_next,
+    read_template,
+    read_turns,
+    require_answerable,
+)
 from workers.serving.messages import Ask, Sampling
 from workers.settings import LimitSettings
 
@@ -142,6 +149,7 @@ def _chat_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
         **read_template(fields),
         **read_tools(fields),
         **read_format(fields, "response_format"),
+        "prediction": _prediction(fields, limits.max_question_chars),
         "top_logprobs": (top or 0) if wants_logprobs else None,
         "max_new_tokens": max_new_tokens(fields, ("max_completion_tokens", "max_tokens"), CHAT_TOKENS, limits),
     }
@@ -188,6 +196,18 @@ def max_new_tokens(fields: Fields, names: tuple[str, ...], default: int, limits:
     if len(set(sent.values())) > 1:
         fields.refuse(names[0], f"and {names[1]} differ; send one of them")
     return min(next(iter(sent.values()), default), limits.max_new_tokens)
+
+
+def _prediction(fields: Fields, most_chars: int) -> str | None:
+    """Read what the client expects the answer to contain, as text or a list of text parts."""
+    prediction = fields.inner("prediction")
+    if prediction is None:
+        return None
+    if prediction.choice("type", ("content",)) is None:
+        prediction.refuse("type", "is missing, wanted content")
+    content = content_of(prediction, most_chars)
+    prediction.finish()
+    return content
 
 
 def _stream(fields: Fields) -> tuple[bool, bool, bool]:
@@ -249,7 +269,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     ignore_neutral(fields)
     fields.only("modalities", ["text"], why="only text is written")
     fields.only("audio", why="only text is written")
-    fields.only("prediction", why="predicted outputs are not supported")
     fields.only("web_search_options", why="the service does not search the web")
     fields.only("functions", [], why="it was replaced by tools; send those")
     fields.only("function_call", "none", "auto", why="it was replaced by tool_choice; send that")

@@ -231,7 +231,7 @@ class ResponseForm:
 
 
 def _usage(done: Done) -> dict[str, Any]:
-    counts = usage([done], done.new_tokens)
+    counts = usage([done], [done])
     return {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": done.cached_tokens, "cache_write_tokens": 0},

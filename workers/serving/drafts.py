@@ -1,8 +1,9 @@
 """Drafts of an answer: guesses at its next tokens, which one step verifies together.
 
-The guess is that text goes on as before: with the tokens that followed the last NGRAM ones where these last occurred,
-in the answer, the question or the context (prompt lookup decoding). A step runs the answer's last token and the draft.
-Each row's next token is chosen as without drafts, so the answer is the same, and rows after a wrong guess are dropped.
+The guess is that text goes on as before: with the tokens that followed the last NGRAM ones where these occurred, in
+what the client predicts, the answer, the question or the context (prompt lookup decoding). A step runs the answer's
+last token and the draft. Each row's next token is chosen as without drafts, so the answer is the same, and rows after a
+wrong guess are dropped.
 """
 
 from collections.abc import Sequence
@@ -14,15 +15,15 @@ from numpy.typing import NDArray
 from workers.serving.step_times import StepTimes
 
 NGRAM = 3  # tokens that have to be alike: with fewer, wrong guesses cost more than right ones save
-MAX_DRAFT = 7  # tokens
 MAX_ROWS = 16  # of a step with drafts
+MAX_DRAFT = MAX_ROWS - 1  # tokens
 _ID_BITS = 21  # of a token id in a key
 _WORTH = 1.1  # times as many tokens a second as without drafts have to be expected: chances and times are estimates
 _KEPT = 0.85  # what a token that was tried leaves of the weight of those before it
 
 
 class Ngrams:
-    """Finds where NGRAM tokens last occurred in a text."""
+    """Finds where NGRAM tokens occur in a text."""
 
     def __init__(self, token_ids: NDArray[np.int32]) -> None:
         """token_ids: [num_tokens], copied: they may be mapped from a file. Takes 16 bytes of memory a token."""
@@ -33,15 +34,19 @@ class Ngrams:
         starts = np.argsort(keys, kind="stable")
         self._keys, self._starts = keys[starts], starts.astype(np.int32)
 
-    def after(self, ngram: Sequence[int], num_tokens: int) -> list[int]:
-        """Return the tokens, at most num_tokens, that follow the last occurrence; none if there is none."""
+    def find(self, ngram: Sequence[int], start: int = 0) -> int | None:
+        """Return where the first occurrence at `start` or later begins; the last one if there is none; else None."""
         key = 0
         for token_id in ngram:
             key = key << _ID_BITS | token_id
-        last = int(np.searchsorted(self._keys, key, side="right")) - 1
-        if last < 0 or self._keys[last] != key:
-            return []
-        begin = int(self._starts[last]) + NGRAM
+        first, end = (int(np.searchsorted(self._keys, key, side=side)) for side in ("left", "right"))
+        if first == end:
+            return None
+        return int(self._starts[min(end - 1, first + int(np.searchsorted(self._starts[first:end], start)))])
+
+    def after(self, place: int, num_tokens: int) -> list[int]:
+        """Return the tokens, at most num_tokens, that follow the occurrence that begins at `place`."""
+        begin = place + NGRAM
         found: list[int] = self._token_ids[begin : begin + num_tokens].tolist()
         return found
 
@@ -49,9 +54,11 @@ class Ngrams:
 class Drafts:
     """Guesses one request's tokens, and learns how often it is right."""
 
-    def __init__(self, prompt: Sequence[Ngrams], most: int = MAX_DRAFT) -> None:
-        """prompt: its parts, the one to look in first first; most: tokens of a draft."""
+    def __init__(self, prompt: Sequence[Ngrams], most: int = MAX_DRAFT, predicted: Ngrams | None = None) -> None:
+        """prompt: its parts, the one to look in first first; most: tokens of a draft; predicted: by the client."""
         self._prompt, self._most = prompt, most
+        self._predicted = [] if predicted is None else [predicted]
+        self._next: dict[Ngrams, int] = {}  # where an occurrence may begin after the last one found, as texts go on
         self._ends: dict[tuple[int, ...], int] = {}  # by NGRAM tokens of the answer: where their last occurrence ends
         self._num_seen = 0  # tokens of the answer
         self._last: list[int] = []  # the last draft, whether or not it was run
@@ -83,9 +90,18 @@ class Drafts:
         last = tuple(answer_ids[-NGRAM:])
         if num_tokens < 1 or len(last) < NGRAM:
             return []
+        if found := self._found_in(self._predicted, last, num_tokens):
+            return found
         if last in self._ends:  # where its tokens end, the answer may be going round in a circle
             return list(islice(cycle(answer_ids[self._ends[last] :]), num_tokens))
-        return next((found for part in self._prompt if (found := part.after(last, num_tokens))), [])
+        return self._found_in(self._prompt, last, num_tokens)
+
+    def _found_in(self, parts: Sequence[Ngrams], last: tuple[int, ...], num_tokens: int) -> list[int]:
+        for part in parts:
+            if (place := part.find(last, self._next.get(part, 0))) is not None:
+                self._next[part] = place + 1
+                return part.after(place, num_tokens)
+        return []
 
 
 def draft_lens(drafts: Sequence[tuple[float, int]], num_rows: int, max_rows: int, times: StepTimes) -> list[int]:

@@ -302,6 +302,7 @@ class LocalBackend:
             num_cached=prefix.num_cached,
             own=prefix.own,
             drafts=prefix.drafts,
+            has_prediction=ask.prediction is not None,
             question_ids=ids,
             sampling=sampling,
             max_new_tokens=room,

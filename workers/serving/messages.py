@@ -98,6 +98,7 @@ class Ask(Conversation):
     parallel_calls: bool = True  # the answer may have several calls
     schema: dict[str, Any] | bool | None = None  # JSON schema of the answer
     schema_field: str = "response_format"  # name of the request's field that holds it
+    prediction: str | None = None  # what the answer may contain, for `Drafts`; it does not change the answer
     sampling: Sampling
     reports_usage: bool = False  # each piece reports the usage so far
     keep: float | None = None  # None, here and below: the service's setting
@@ -149,6 +150,8 @@ class Usage:
     question_tokens: int
     cached_tokens: int  # tokens of context and question that did not have to be computed
     new_tokens: int
+    accepted_tokens: int | None = None  # of a request with a prediction: guessed tokens that were right; None: no such
+    rejected_tokens: int | None = None  # and those that were wrong
 
 
 @dataclass(frozen=True, slots=True)

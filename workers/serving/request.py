@@ -49,6 +49,9 @@ class Request:
     prompt_scores: list[TokenScore] = field(default_factory=list)
     own: OwnRows | None = None  # None: no kept rows are used, and none are kept
     drafts: Drafts | None = None  # None: its next tokens are not guessed
+    has_prediction: bool = False  # the client has sent one
+    num_drafted: int = 0  # guessed tokens that steps had rows for
+    num_accepted: int = 0  # and those of them that were right
     request_slot: int | None = None
     num_fed: int = 0  # tokens of the question that the engine has
     num_rows: int = 0  # rows of the request's own that the engine has
@@ -186,7 +189,9 @@ class Request:
         return Done(reason=reason, **self._usage())
 
     def _usage(self) -> dict[str, int]:
+        of_prediction = {"accepted_tokens": self.num_accepted, "rejected_tokens": self.num_drafted - self.num_accepted}
         return {
+            **(of_prediction if self.has_prediction else {}),
             "context_tokens": self.context_len,
             "question_tokens": len(self.question_ids),
             "cached_tokens": self.num_cached,

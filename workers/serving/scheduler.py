@@ -216,6 +216,7 @@ class Scheduler:
             draw = self._draw_spec(request) if gives and not request.scores_prompt else None
             rows.append(StepRow(request.request_slot, last, wants_token=request.scores_prompt or gives, draw=draw))
             last_rows.append(len(rows) - 1)
+            request.num_drafted += len(drafts.get(request, ()))
             for n, token_id in enumerate(drafts.get(request, ()), 1):
                 rows.append(StepRow(request.request_slot, token_id, is_draft=True, draw=self._draw_spec(request, n)))
             want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives and draw is None)
@@ -280,6 +281,7 @@ class Scheduler:
             right = [(request, row + nth + 1) for request, row in rows_before.items() if is_right(request, nth)]
             for request, _ in right:
                 num_right[request] += 1
+                request.num_accepted += 1
                 request.num_rows += 1
                 self._keep(request)
             for request, token in self._choose(right, rows, result).items():

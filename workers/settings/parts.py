@@ -207,7 +207,7 @@ class EngineSettings(_Part):
         "many requests on one context. An answer then depends slightly on the requests that share its steps.",
     )
     draft_tokens: int = setting(
-        7,
+        15,
         "Most tokens of an answer that are guessed from what followed the last ones before, in context, question or "
         "answer, and verified in one step: the answer is the same. 0: none.",
         lowest=0,

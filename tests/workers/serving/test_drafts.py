@@ -18,26 +18,32 @@ def ngrams(*token_ids: int) -> Ngrams:
     return Ngrams(np.array(token_ids, np.int32))
 
 
-def test_ngrams_finds_what_followed_the_last_occurrence() -> None:
+def after(text: Ngrams, ngram: list[int], num_tokens: int, start: int = 0) -> list[int]:
+    place = text.find(ngram, start)
+    return [] if place is None else text.after(place, num_tokens)
+
+
+def test_ngrams_finds_what_followed_the_next_occurrence_or_else_the_last() -> None:
     text = ngrams(1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 8, 1, 2, 3)
-    assert text.after([1, 2, 3], 2) == [6, 7]
-    assert text.after([1, 2, 3], 9) == [6, 7, 8, 1, 2, 3]
-    assert text.after([2, 3, 4], 1) == [5]
-    assert text.after([3, 2, 1], 9) == []
+    assert after(text, [1, 2, 3], 2) == [4, 5]
+    assert after(text, [1, 2, 3], 2, 1) == after(text, [1, 2, 3], 2, 5) == [6, 7]
+    assert after(text, [1, 2, 3], 9, 6) == [6, 7, 8, 1, 2, 3]
+    assert after(text, [2, 3, 4], 1) == after(text, [2, 3, 4], 1, 2) == [5]
+    assert text.find([3, 2, 1]) is None
 
 
 @pytest.mark.parametrize("num_tokens", range(5))
 def test_short_texts_have_no_ngrams_that_a_token_follows(num_tokens) -> None:
     text = ngrams(*[7] * num_tokens)
-    assert text.after([7, 7, 7], 9) == [7] * (num_tokens > 3)
+    assert after(text, [7, 7, 7], 9) == [7] * (num_tokens > 3)
 
 
 def test_ngrams_tells_all_tokens_of_a_vocabulary_apart() -> None:
     large = 2**21 - 1
     text = ngrams(large, 0, large, 5, 0, large, 0, 6)
-    assert text.after([large, 0, large], 1) == [5]
-    assert text.after([0, large, 0], 1) == [6]
-    assert text.after([large, large, large], 1) == []
+    assert after(text, [large, 0, large], 1) == [5]
+    assert after(text, [0, large, 0], 1) == [6]
+    assert after(text, [large, large, large], 1) == []
 
 
 def test_a_draft_continues_the_answer_then_the_first_part_of_the_prompt_that_can() -> None:
@@ -48,8 +54,25 @@ def test_a_draft_continues_the_answer_then_the_first_part_of_the_prompt_that_can
     assert drafts.propose([1, 2, 3], 0) == []
     assert drafts.propose([1, 2, 3, 4, 5, 6], 9) == [60]
     assert drafts.propose([1, 2, 3, 4, 5, 6, 1, 2, 3], 2) == [4, 5]
-    assert Drafts([]).propose([7, 7, 7, 7, 7], 9) == [7] * 7
+    assert Drafts([]).propose([7, 7, 7, 7, 7], 99) == [7] * 15
+    assert Drafts([], 7).propose([7, 7, 7, 7, 7], 99) == [7] * 7
     assert drafts.propose([1, 2, 3, 4, 5, 6, 1, 2, 3, 9], 9) == []
+
+
+def test_a_text_is_followed_from_where_it_was_last_found() -> None:
+    text = ngrams(1, 2, 3, 40, 8, 9, 10, 1, 2, 3, 50, 11, 1, 2, 3, 60)
+    drafts = Drafts([text])
+    assert drafts.propose([8, 9, 10], 3) == [1, 2, 3]
+    assert drafts.propose([8, 9, 10, 1, 2, 3], 2) == [50, 11]
+    assert Drafts([text]).propose([8, 9, 10, 1, 2, 3], 1) == [40]  # also if another request has the same context
+
+
+def test_what_the_client_predicts_comes_before_the_answer_itself() -> None:
+    predicted = ngrams(1, 2, 3, 40, 1, 2, 3, 50, 60)
+    drafts, answer = Drafts([ngrams(1, 2, 3, 70)], predicted=predicted), [1, 2, 3]
+    assert drafts.propose(answer, 1) == [40]
+    assert drafts.propose([1, 2, 3, 40, 1, 2, 3], 9) == [50, 60]
+    assert drafts.propose([1, 2, 3, 40, 1, 2, 3, 40], 1) == [1]
 
 
 def test_the_chance_follows_the_last_drafts_whether_or_not_they_were_run() -> None:
@@ -135,7 +158,7 @@ def test_requests_get_the_answers_that_they_get_without_drafts(built: Path, draw
 def test_a_request_takes_fewer_steps(built: Path) -> None:
     asked = {"question": token_ids(5).tolist(), "max_new_tokens": 40}
     (request,), engine = answers(built, [asked], wrong_every=100)
-    assert engine.num_steps == 1 + 2 + 5  # the question; two tokens alone; then 37 by drafts of up to 7 tokens
+    assert engine.num_steps == 1 + 2 + 3  # the question; two tokens alone; then 37 by drafts of up to 15 tokens
     assert request.num_rows == 5 + 39
 
 
@@ -146,10 +169,10 @@ def test_a_request_takes_fewer_steps(built: Path) -> None:
 def test_a_request_that_samples_takes_fewer_steps(built: Path, sampling, draws) -> None:
     asked = {"question": token_ids(5).tolist(), "max_new_tokens": 40, "seed": 3, **sampling}
     _, engine = answers(built, [asked], draws, wrong_every=100)
-    assert engine.num_steps == 1 + 2 + 5
+    assert engine.num_steps == 1 + 2 + 3
 
 
-@pytest.mark.parametrize(("draws", "num_steps"), [(False, 1 + 2 + 5), (True, 40)])
+@pytest.mark.parametrize(("draws", "num_steps"), [(False, 1 + 2 + 3), (True, 40)])
 def test_an_engine_that_samples_cannot_apply_penalties_to_guessed_tokens(built: Path, draws, num_steps) -> None:
     asked = {"question": token_ids(5).tolist(), "max_new_tokens": 40, "frequency_penalty": 0.5, "temperature": 0.9}
     _, engine = answers(built, [asked], draws, wrong_every=100)
@@ -169,7 +192,7 @@ def test_a_question_is_read_beside_a_request_that_always_has_drafts(built: Path)
     ids, _ = alone(built, {"question": token_ids(5).tolist(), "max_new_tokens": 60})
     scheduler, _, _ = make_scheduler(built)
     drafting = make_request(scheduler, token_ids(5).tolist(), max_new_tokens=60)
-    drafting.drafts = Drafts([ngrams(*ids)])
+    drafting.drafts = Drafts([ngrams(*ids)], 7)
     while len(drafting.token_ids) < 8:
         scheduler.turn()
     asking = make_request(scheduler, token_ids(9, seed=1).tolist(), max_new_tokens=1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -233,6 +234,45 @@ def test_http_requests_beyond_their_timeout_end_in_time_and_are_counted(
             assert outcomes["timeout"] == 4
             await until(lambda: not engine.request_slots)
             assert backend._scheduler.flow.num_in_flight == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prediction_saves_steps_and_changes_nothing_else(built: Path, stream) -> None:
+    chat = {"model": "smollm2-135m@heron", "messages": [{"role": "user", "content": "who?"}], "max_tokens": 40}
+    chat |= {"stream": stream, "logit_bias": {str(byte): 100 for byte in range(65, 91)}}  # letters, each a token
+    chat |= {"stream_options": {"include_usage": True}} if stream else {}
+
+    async def main() -> None:
+        engine = FullEngine(loaded())
+        async with running(built, engine) as backend:
+            transport = ASGITransport(make_app(backend, settings_of(built)))
+            async with AsyncClient(transport=transport, base_url="http://localhost") as http:
+
+                async def answered(**more: Any) -> tuple[str, dict[str, Any], int]:
+                    """Return the text, the usage, and the number of steps."""
+                    before, reply = engine.num_steps, await http.post("/v1/chat/completions", json={**chat, **more})
+                    if not stream:
+                        body = reply.json()
+                        return body["choices"][0]["message"]["content"], body["usage"], engine.num_steps - before
+                    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
+                    *chunks, last = map(json.loads, lines)
+                    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+                    return text, last["usage"], engine.num_steps - before
+
+                text, usage, _ = await answered(temperature=2.0, seed=1)
+                assert len(set(text)) > 5 and "completion_tokens_details" not in usage
+                parts = [{"type": "text", "text": text[:20] + "~" + text[20:]}]
+                prediction = {"type": "content", "content": parts}
+                same, of_prediction, num_steps = await answered(temperature=2.0, seed=1, prediction=prediction)
+                assert same == text and num_steps < 20
+                details = of_prediction.pop("completion_tokens_details")
+                assert of_prediction == usage
+                assert details["accepted_prediction_tokens"] >= 20 and details["rejected_prediction_tokens"] >= 1
+                other = {"type": "content", "content": "~~~~~~"}
+                same, of_prediction, _ = await answered(temperature=2.0, seed=1, prediction=other)
+                assert same == text and of_prediction["completion_tokens_details"]["accepted_prediction_tokens"] < 10
 
     asyncio.run(main())
 

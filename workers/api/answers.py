@@ -162,14 +162,11 @@ def usage(prompts: Sequence[Usage], answers: Sequence[Usage]) -> dict[str, Any]:
 
 def _of_predictions(answers: Sequence[Usage]) -> dict[str, Any]:
     """Return what became of guessed tokens, if a prediction was sent."""
-    accepted, rejected = (
-        [count for count in counts if count is not None]
-        for counts in zip(*((answer.accepted_tokens, answer.rejected_tokens) for answer in answers), strict=True)
-    )
-    if not accepted:
+    guessed = [answer.guessed_tokens for answer in answers if answer.guessed_tokens is not None]
+    if not guessed:
         return {}
-    details = {"accepted_prediction_tokens": sum(accepted), "rejected_prediction_tokens": sum(rejected)}
-    return {"completion_tokens_details": details}
+    right, wrong = (sum(counts) for counts in zip(*guessed, strict=True))
+    return {"completion_tokens_details": {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong}}
 
 
 def _call_delta(part: CallPart) -> dict[str, Any]:

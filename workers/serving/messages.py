@@ -150,8 +150,7 @@ class Usage:
     question_tokens: int
     cached_tokens: int  # tokens of context and question that did not have to be computed
     new_tokens: int
-    accepted_tokens: int | None = None  # of a request with a prediction: guessed tokens that were right; None: no such
-    rejected_tokens: int | None = None  # and those that were wrong
+    guessed_tokens: tuple[int, int] | None = None  # right and wrong ones, of a request with a prediction
 
 
 @dataclass(frozen=True, slots=True)

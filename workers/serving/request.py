@@ -188,10 +188,10 @@ class Request:
     def done(self, reason: Finish) -> Done:
         return Done(reason=reason, **self._usage())
 
-    def _usage(self) -> dict[str, int]:
-        of_prediction = {"accepted_tokens": self.num_accepted, "rejected_tokens": self.num_drafted - self.num_accepted}
+    def _usage(self) -> dict[str, Any]:
+        guessed = self.num_accepted, self.num_drafted - self.num_accepted
         return {
-            **(of_prediction if self.has_prediction else {}),
+            "guessed_tokens": guessed if self.has_prediction else None,
             "context_tokens": self.context_len,
             "question_tokens": len(self.question_ids),
             "cached_tokens": self.num_cached,

@@ -1,9 +1,9 @@
 """Drafts of an answer: guesses at its next tokens, which one step verifies together.
 
 The guess is that text goes on as before: with the tokens that followed the last NGRAM ones where these occurred, in
-what the client predicts, the answer, the question or the context (prompt lookup decoding). A step runs the answer's
-last token and the draft. Each row's next token is chosen as without drafts, so the answer is the same, and rows after a
-wrong guess are dropped.
+what the client predicts, the answer, the question or the context (prompt lookup decoding). Under a grammar, the text
+that must come next is a better guess. A step runs the answer's last token and the draft. Each row's next token is
+chosen as without drafts, so the answer is the same, and rows after a wrong guess are dropped.
 """
 
 from collections.abc import Sequence
@@ -51,6 +51,21 @@ class Ngrams:
         return found
 
 
+class _Chance:
+    """How likely a guessed token is right, after right ones."""
+
+    def __init__(self) -> None:
+        self._num_right, self._num_tried = 0.8, 1.0  # guessed tokens, weighted: the last ones count most
+
+    @property
+    def value(self) -> float:
+        return self._num_right / self._num_tried
+
+    def add(self, is_right: bool) -> None:
+        self._num_right = _KEPT * self._num_right + is_right
+        self._num_tried = _KEPT * self._num_tried + 1
+
+
 class Drafts:
     """Guesses one request's tokens, and learns how often it is right."""
 
@@ -62,27 +77,32 @@ class Drafts:
         self._ends: dict[tuple[int, ...], int] = {}  # by NGRAM tokens of the answer: where their last occurrence ends
         self._num_seen = 0  # tokens of the answer
         self._last: list[int] = []  # the last draft, whether or not it was run
-        self._num_right, self._num_tried = 0.8, 1.0  # guessed tokens, weighted: the last ones count most
+        self._of_text, self._of_grammar = _Chance(), _Chance()
+        self._chance = self._of_text  # of the last draft's kind
 
     @property
     def chance(self) -> float:
-        """How likely a draft's next token is right, after right ones."""
-        return self._num_right / self._num_tried
+        """How likely the last draft's next token is right, after right ones."""
+        return self._chance.value
 
-    def propose(self, answer_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """Return a draft of at most num_tokens tokens, often none. answer_ids: all of the answer so far."""
+    def propose(self, answer_ids: Sequence[int], num_tokens: int, forced: Sequence[int] = ()) -> list[int]:
+        """Return a draft of at most num_tokens tokens, often none.
+
+        answer_ids: all of the answer so far; forced: tokens of the text that a grammar has come next.
+        """
         self._learn(answer_ids[self._num_seen :])
         for end in range(max(NGRAM, self._num_seen), len(answer_ids)):
             self._ends[tuple(answer_ids[end - NGRAM : end])] = end
         self._num_seen = len(answer_ids)
-        self._last = self._found(answer_ids, min(num_tokens, self._most))
+        num_tokens = min(num_tokens, self._most)
+        self._last = [*forced[:num_tokens]] or self._found(answer_ids, num_tokens)
+        self._chance = self._of_grammar if forced else self._of_text
         return self._last
 
     def _learn(self, token_ids: Sequence[int]) -> None:
         """Compare the last draft with the tokens that followed; after its first wrong token it tells nothing."""
         for guess, token_id in zip(self._last, token_ids, strict=False):
-            self._num_right = _KEPT * self._num_right + (guess == token_id)
-            self._num_tried = _KEPT * self._num_tried + 1
+            self._chance.add(guess == token_id)
             if guess != token_id:
                 return
 

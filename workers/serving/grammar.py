@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
+from itertools import takewhile
 from string import punctuation
 from threading import Lock
 from typing import Any
@@ -62,7 +63,8 @@ class Grammars:
         for name, schema in schemas:  # one by one, to name the one at fault
             self._matcher(f"start: {_json(schema)}", name)
         matcher = self._matcher(grammar_text(ask, form), "tools" if ask.schema is None else ask.schema_field)
-        return Grammar(matcher, self._tokenizer.vocab_size, self._loaded.stop_ids, self._pool)
+        sizes = self._tokenizer.vocab_size, self._loaded.geometry.vocab_size
+        return Grammar(matcher, *sizes, self._loaded.stop_ids, self._pool)
 
     def close(self) -> None:
         for pool in (self._pool, self._makers):
@@ -104,8 +106,15 @@ class Grammars:
 class Grammar:
     """The grammar of one request's answer and its state, which tokens advance."""
 
-    def __init__(self, matcher: Any, vocab_size: int, stop_ids: set[int], pool: ThreadPoolExecutor) -> None:
-        self._matcher, self._pool = matcher, pool
+    def __init__(
+        self,
+        matcher: Any,
+        vocab_size: int,
+        num_embedded: int,  # tokens that a model can be fed
+        stop_ids: set[int],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self._matcher, self._num_embedded, self._pool = matcher, num_embedded, pool
         self._stop_ids = sorted(stop_ids)
         self._bits = np.zeros((vocab_size + 31) // 32, np.uint32)
         self._computing: Future[None] | None = None
@@ -131,6 +140,13 @@ class Grammar:
         if self._stop_ids:
             allowed[self._stop_ids] = self._matcher.is_accepting()
         return allowed
+
+    def forced(self) -> list[int]:
+        """Return how the tokenizer writes the text that must come next: the model may write it in other tokens."""
+        if self._computing is not None:  # from the same state
+            return []
+        forced = self._matcher.compute_ff_tokens()
+        return [*takewhile(lambda token_id: token_id < self._num_embedded and token_id not in self._stop_ids, forced)]
 
     def accept(self, token_id: int) -> None:
         """Advance by a token that was drawn from those allowed."""

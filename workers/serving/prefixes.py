@@ -175,11 +175,13 @@ class Prefixes:
         if resident.ngrams is None and artifact is not None:
             resident.ngrams = await self._in_thread(Ngrams, artifact.token_ids)
         of_question = await self._in_thread(Ngrams, np.asarray(ids, np.int32))
-        predicted = None if ask.prediction is None else await self._in_thread(self._ngrams_of, ask.prediction)
+        predicted = None if ask.prediction is None else await self._in_thread(self._predicted, ask.prediction)
         return Drafts([of_question, *([] if resident.ngrams is None else [resident.ngrams])], most, predicted)
 
-    def _ngrams_of(self, text: str) -> Ngrams:
-        return Ngrams(np.asarray(self._loaded.tokenizer(text, add_special_tokens=False).input_ids, np.int32))
+    def _predicted(self, text: str) -> Ngrams:
+        ids = self._loaded.tokenizer(text, add_special_tokens=False).input_ids
+        require_embedded(ids, self._loaded.geometry.vocab_size, "prediction")
+        return Ngrams(np.asarray(ids, np.int32))
 
     def _identity(
         self, ask: Ask, config: SearchConfig, selector: SelectorName, artifact_id: str | None

@@ -68,8 +68,12 @@ class Request:
         return self._is_drawn(len(self.token_ids))
 
     @property
-    def has_penalties(self) -> bool:
-        """Whether the probability of a token depends on which tokens precede it in prompt and answer."""
+    def depends_on_answer(self) -> bool:
+        """Whether which tokens may come, or how likely they are, depends on the answer so far: beyond the logits."""
+        return self.grammar is not None or self._has_penalties
+
+    @property
+    def _has_penalties(self) -> bool:
         return bool(self.sampling.frequency_penalty or self.sampling.presence_penalty or self.in_prompt is not None)
 
     @property
@@ -92,17 +96,18 @@ class Request:
         return [self.token_ids[-1]]
 
     def draft(self) -> list[int]:
-        """Guess the tokens that follow the answer's last one; none under a grammar, whose masks take a step each."""
-        if self.drafts is None or self.grammar is not None:
+        """Guess the tokens that follow the answer's last one."""
+        if self.drafts is None:
             return []
-        return self.drafts.propose(self.token_ids, self.max_new_tokens - len(self.token_ids) - 1)
+        forced = [] if self.grammar is None else self.grammar.forced()
+        return self.drafts.propose(self.token_ids, self.max_new_tokens - len(self.token_ids) - 1, forced)
 
     def draw_spec(self, stop_ids: Set[int], num_guessed: int = 0) -> DrawSpec | None:
         """Return how to sample the next token; None: take the argmax. stop_ids: the model's end-of-turn tokens.
 
-        num_guessed: so many guessed tokens come before it, in a request without penalties and grammar.
+        num_guessed: so many guessed tokens come before it, in a request that does not depend on them.
         """
-        assert not num_guessed or not (self.has_penalties or self.grammar), "the guessed tokens matter"
+        assert not num_guessed or not self.depends_on_answer, "the guessed tokens matter"
         position = len(self.token_ids) + num_guessed
         if not self._is_drawn(position):
             return None
@@ -153,7 +158,7 @@ class Request:
     def _is_drawn(self, position: int) -> bool:
         """Whether the answer's token at that position is sampled, changed or scored."""
         s = self.sampling
-        changes_logits = self.has_penalties or s.logit_bias or position < s.min_tokens
+        changes_logits = self._has_penalties or s.logit_bias or position < s.min_tokens
         return bool(s.temperature > 0 or s.top_logprobs is not None or self.grammar is not None or changes_logits)
 
     def _early_ends(self, stop_ids: Set[int], position: int) -> Set[int]:

@@ -1,8 +1,10 @@
 """Drafts: the same answers in fewer steps."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -11,7 +13,10 @@ from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.requests import alone, make_request, make_scheduler, read, run
 from tests.workers.serving.test_scheduler import ASKED
 from workers.serving.drafts import MAX_ROWS, Drafts, Ngrams, draft_lens
+from workers.serving.grammar import Grammars
+from workers.serving.messages import Ask
 from workers.serving.step_times import REMEMBERED, StepTimes
+from workers.serving.tools import ChatForm
 
 
 def ngrams(*token_ids: int) -> Ngrams:
@@ -85,6 +90,18 @@ def test_the_chance_follows_the_last_drafts_whether_or_not_they_were_run() -> No
     assert all(after >= before for before, after in pairwise(chances[:4])) and chances[4] > 0.9
     assert all(after < before for before, after in pairwise(chances[4:]))
     assert chances[-1] < 0.35
+
+
+def test_text_that_a_grammar_fixes_comes_before_other_guesses_and_has_a_chance_of_its_own() -> None:
+    drafts = Drafts([ngrams(1, 2, 3, 40)])
+    assert drafts.propose([1, 2, 3], 9, [50, 51]) == [50, 51]
+    assert drafts.propose([1, 2, 3], 1, [50, 51]) == [50]
+    assert drafts.propose([1, 2, 3, 50, 1, 2, 3], 9) == [50, 1, 2, 3] * 2 + [50]
+    assert drafts.chance == 0.8  # nothing is known of text
+    drafts.propose([1, 2, 3, 50, 1, 2, 3, 7], 9, [8])
+    assert drafts.chance > 0.8
+    drafts.propose([1, 2, 3, 50, 1, 2, 3, 7, 8, 9], 9)
+    assert drafts.chance < 0.5
 
 
 def timed(**seconds: float) -> StepTimes:
@@ -177,6 +194,31 @@ def test_an_engine_that_samples_cannot_apply_penalties_to_guessed_tokens(built: 
     asked = {"question": token_ids(5).tolist(), "max_new_tokens": 40, "frequency_penalty": 0.5, "temperature": 0.9}
     _, engine = answers(built, [asked], draws, wrong_every=100)
     assert engine.num_steps == num_steps
+
+
+FORM = {
+    "type": "object",
+    "properties": {"number_of_visitors": {"type": "integer", "maximum": 99}, "open": {"enum": ["today", "tomorrow"]}},
+    "required": ["number_of_visitors", "open"],
+}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "seed": 3}, {"top_logprobs": 2}])
+def test_text_that_a_grammar_fixes_is_guessed(built: Path, sampling) -> None:
+    answers, num_steps = [], []
+    for drafts, draws in ((None, False), (Drafts([]), False), (Drafts([]), True)):
+        scheduler, engine, _ = make_scheduler(built, FullEngine(loaded(), draws=draws))
+        request = make_request(scheduler, token_ids(5).tolist(), max_new_tokens=90, **sampling)
+        ask = Ask(request_id="1", context="", sampling=request.sampling, schema=FORM)
+        request.grammar, request.drafts = Grammars(loaded()).make_now(ask, ChatForm(loaded().tokenizer)), drafts
+        run(scheduler)
+        text, done = read(request)
+        answers.append((text, done.reason, request.token_ids))
+        num_steps.append(engine.num_steps)
+    assert answers[1:] == answers[:1] * 2
+    jsonschema.validate(json.loads(answers[0][0]), FORM)
+    assert num_steps[1] < num_steps[0] / 3
+    assert num_steps[2] == num_steps[0]  # an engine that samples knows the mask of one token
 
 
 @pytest.mark.parametrize("stop", ["eos", "text"])

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
@@ -110,12 +110,12 @@ class Grammar:
         self,
         matcher: Any,
         vocab_size: int,
-        num_embedded: int,  # tokens that a model can be fed
+        num_embedded: int,  # tokens that the model can be fed
         stop_ids: set[int],
         pool: ThreadPoolExecutor,
     ) -> None:
-        self._matcher, self._num_embedded, self._pool = matcher, num_embedded, pool
-        self._stop_ids = sorted(stop_ids)
+        self._matcher, self._more = matcher, (vocab_size, num_embedded, stop_ids, pool)
+        self._num_embedded, self._stop_ids, self._pool = num_embedded, sorted(stop_ids), pool
         self._bits = np.zeros((vocab_size + 31) // 32, np.uint32)
         self._computing: Future[None] | None = None
 
@@ -143,10 +143,20 @@ class Grammar:
 
     def forced(self) -> list[int]:
         """Return how the tokenizer writes the text that must come next: the model may write it in other tokens."""
-        if self._computing is not None:  # from the same state
-            return []
-        forced = self._matcher.compute_ff_tokens()
-        return [*takewhile(lambda token_id: token_id < self._num_embedded and token_id not in self._stop_ids, forced)]
+        forced: list[int] = self._matcher.compute_ff_tokens()
+        return forced
+
+    def possible(self, token_ids: list[int]) -> list[int]:
+        """Return those of the first tokens that may come next, one after the other, before the answer ends."""
+        text = [*takewhile(lambda x: x < self._num_embedded and x not in self._stop_ids, token_ids)]
+        return text[: self._matcher.validate_tokens(text)]
+
+    def after(self, token_ids: Sequence[int]) -> "Grammar":
+        """Return this grammar as it will be after these tokens, which have to be possible."""
+        ahead = Grammar(self._matcher.deep_copy(), *self._more)
+        for token_id in token_ids:
+            ahead.accept(token_id)
+        return ahead
 
     def accept(self, token_id: int) -> None:
         """Advance by a token that was drawn from those allowed."""

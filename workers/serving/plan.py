@@ -68,12 +68,12 @@ def plan_drafts(requests: Sequence[Request], max_rows: int, draws: bool, times: 
     """Return the drafts of a step in which each request has one row otherwise, for requests that have any.
 
     There are none while a question is left: it takes the time that they would save, and a step without drafts may have
-    to be timed first. draws: the engine samples, for all rows of a step at the same time, so penalties and grammars
-    cannot take guessed tokens into account. times: of steps without questions.
+    to be timed first. draws: the engine samples, for all rows of a step at the same time, so penalties cannot take
+    guessed tokens into account. times: of steps without questions.
     """
     if any(request.question_left for request in requests):
         return {}
-    drafts = [[] if draws and request.depends_on_answer else request.draft() for request in requests]
+    drafts = [[] if draws and request.has_penalties else request.draft() for request in requests]
     if not any(drafts):
         return {}
     chances = [0.0 if request.drafts is None else request.drafts.chance for request in requests]

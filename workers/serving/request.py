@@ -1,7 +1,7 @@
 """A request in flight: its parameters, its progress, and its answer as events."""
 
 from collections import deque
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -68,12 +68,8 @@ class Request:
         return self._is_drawn(len(self.token_ids))
 
     @property
-    def depends_on_answer(self) -> bool:
-        """Whether which tokens may come, or how likely they are, depends on the answer so far: beyond the logits."""
-        return self.grammar is not None or self._has_penalties
-
-    @property
-    def _has_penalties(self) -> bool:
+    def has_penalties(self) -> bool:
+        """Whether the probability of a token depends on which tokens precede it in prompt and answer."""
         return bool(self.sampling.frequency_penalty or self.sampling.presence_penalty or self.in_prompt is not None)
 
     @property
@@ -100,20 +96,22 @@ class Request:
         if self.drafts is None:
             return []
         forced = [] if self.grammar is None else self.grammar.forced()
-        return self.drafts.propose(self.token_ids, self.max_new_tokens - len(self.token_ids) - 1, forced)
+        draft = self.drafts.propose(self.token_ids, self.max_new_tokens - len(self.token_ids) - 1, forced)
+        return draft if self.grammar is None else self.grammar.possible(draft)
 
-    def draw_spec(self, stop_ids: Set[int], num_guessed: int = 0) -> DrawSpec | None:
+    def draw_spec(self, stop_ids: Set[int], guessed: Sequence[int] = ()) -> DrawSpec | None:
         """Return how to sample the next token; None: take the argmax. stop_ids: the model's end-of-turn tokens.
 
-        num_guessed: so many guessed tokens come before it, in a request that does not depend on them.
+        guessed: of `draft`, for a request without penalties: tokens that will come before it.
         """
-        assert not num_guessed or not self.depends_on_answer, "the guessed tokens matter"
-        position = len(self.token_ids) + num_guessed
+        assert not guessed or not self.has_penalties, "tokens that are guessed are not counted"
+        position = len(self.token_ids) + len(guessed)
         if not self._is_drawn(position):
             return None
         ends, allowed = self._early_ends(stop_ids, position), None
         if self.grammar is not None:
-            ends, allowed = frozenset(), partial(self._allowed, self.grammar, ends)
+            grammar = self.grammar.after(guessed) if guessed else self.grammar
+            ends, allowed = frozenset(), partial(self._allowed, grammar, ends)
         of_answer = self.token_ids, self.in_prompt
         return draw_spec(self.sampling, self.seed, position, *of_answer, ends, allowed, self.counted)
 
@@ -158,7 +156,7 @@ class Request:
     def _is_drawn(self, position: int) -> bool:
         """Whether the answer's token at that position is sampled, changed or scored."""
         s = self.sampling
-        changes_logits = self._has_penalties or s.logit_bias or position < s.min_tokens
+        changes_logits = self.has_penalties or s.logit_bias or position < s.min_tokens
         return bool(s.temperature > 0 or s.top_logprobs is not None or self.grammar is not None or changes_logits)
 
     def _early_ends(self, stop_ids: Set[int], position: int) -> Set[int]:

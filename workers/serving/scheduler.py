@@ -216,9 +216,11 @@ class Scheduler:
             draw = self._draw_spec(request) if gives and not request.scores_prompt else None
             rows.append(StepRow(request.request_slot, last, wants_token=request.scores_prompt or gives, draw=draw))
             last_rows.append(len(rows) - 1)
-            request.num_drafted += len(drafts.get(request, ()))
-            for n, token_id in enumerate(drafts.get(request, ()), 1):
-                rows.append(StepRow(request.request_slot, token_id, is_draft=True, draw=self._draw_spec(request, n)))
+            draft = drafts.get(request, [])
+            request.num_drafted += len(draft)
+            for n, token_id in enumerate(draft, 1):
+                how = self._draw_spec(request, draft[:n])
+                rows.append(StepRow(request.request_slot, token_id, is_draft=True, draw=how))
             want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives and draw is None)
             if gives and request.grammar is not None and draw is None:
                 request.grammar.begin()
@@ -293,13 +295,13 @@ class Scheduler:
                 assert request.request_slot is not None
                 self._engine.drop_rows(request.request_slot, len(draft) - num_right[request])
 
-    def _draw_spec(self, request: Request, num_guessed: int = 0) -> DrawSpec | None:
+    def _draw_spec(self, request: Request, guessed: Sequence[int] = ()) -> DrawSpec | None:
         """`Request.draw_spec`, for an engine that draws; None also if it raises. `_choose` then meets the error and
         ends this request alone."""
         if not self._engine.draws:
             return None
         try:
-            return request.draw_spec(self._stop_ids, num_guessed)
+            return request.draw_spec(self._stop_ids, guessed)
         except Exception:
             return None
 

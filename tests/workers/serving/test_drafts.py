@@ -217,8 +217,7 @@ def test_text_that_a_grammar_fixes_is_guessed(built: Path, sampling) -> None:
         num_steps.append(engine.num_steps)
     assert answers[1:] == answers[:1] * 2
     jsonschema.validate(json.loads(answers[0][0]), FORM)
-    assert num_steps[1] < num_steps[0] / 3
-    assert num_steps[2] == num_steps[0]  # an engine that samples knows the mask of one token
+    assert num_steps[1] == num_steps[2] < num_steps[0] / 3
 
 
 @pytest.mark.parametrize("stop", ["eos", "text"])

@@ -95,6 +95,28 @@ def test_every_answer_fits_its_schema(schema: Any) -> None:
         assert not calls and "\n" not in text
 
 
+def test_a_grammar_names_forced_and_possible_tokens_and_looks_ahead_without_advancing() -> None:
+    model = chat_model("hermes", True)
+    schema = {"type": "object", "properties": {"id": {"enum": ["ab", "ac"]}}, "required": ["id"]}
+    schema["additionalProperties"] = False
+    grammar = Grammars(model).make_now(ask(schema=schema), ChatForm(model.tokenizer))
+
+    def encoded(text: str) -> list[int]:
+        return list(model.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def next_texts(of: Grammar) -> list[str]:
+        return [model.tokenizer.decode([i]) for i in np.flatnonzero(of.allowed(model.geometry.vocab_size))]
+
+    assert grammar.forced() == encoded('{"id": "a')
+    assert grammar.possible(encoded('{"id": "ab"}')) == encoded('{"id": "ab"}')
+    assert grammar.possible(encoded('{"id": "ad"}')) == encoded('{"id": "a')
+    assert grammar.possible([*encoded('{"'), *model.stop_ids, *encoded('id"')]) == encoded('{"')
+    assert grammar.possible([model.geometry.vocab_size, *encoded("{")]) == []
+    assert next_texts(grammar.after(encoded('{"id": "a'))) == ["b", "c"]
+    assert grammar.after(encoded('{"id": "ab"}')).is_over
+    assert next_texts(grammar) == ["{"] and not grammar.is_over
+
+
 @pytest.mark.parametrize("schema", [True, {}, {"type": ["array", "object"]}])
 def test_an_answer_to_any_schema_is_on_one_line(schema: Any) -> None:
     model = loaded()

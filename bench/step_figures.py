@@ -201,7 +201,16 @@ def drafts() -> list[str]:
         whole = f"{len(of)}, {sum(case['tokens'] for case in of):,}"
         figures = f"{result['tokens_a_step'][most]:.2f} | {result['x'][most]:.2f}"
         lines.append(f"| {title} | {whole} | {figures} | {min(times):.2f}, {max(times):.2f} |")
-    return lines
+    return [*lines, _extracted()]
+
+
+def _extracted() -> str:
+    """Return the row of answers in JSON of a schema."""
+    result = json.loads((RESULTS / "extract.json").read_text())
+    times = [case["seconds"] / case["seconds_with_drafts"] for case in result["cases"]]
+    whole = f"{len(times)}, {result['tokens']:,}"
+    figures = f"{result['tokens_a_step']:.2f} | {result['x']:.2f} | {min(times):.2f}, {max(times):.2f}"
+    return f"| SmolLM2-135M, float32, JSON of a schema | two CPU cores, the service | {whole} | {figures} |"
 
 
 def draft_speeds() -> str:

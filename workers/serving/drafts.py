@@ -5,8 +5,8 @@ in the answer, the question or the context (prompt lookup decoding). A step runs
 Each row's next token is chosen as without drafts, so the answer is the same, and rows after a wrong guess are dropped.
 """
 
-from collections.abc import Sequence
-from itertools import cycle, islice
+from collections.abc import Sequence, Set
+from itertools import cycle, islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,9 +49,10 @@ class Ngrams:
 class Drafts:
     """Guesses one request's tokens, and learns how often it is right."""
 
-    def __init__(self, prompt: Sequence[Ngrams], most: int = MAX_DRAFT) -> None:
-        """prompt: its parts, the one to look in first first; most: tokens of a draft."""
-        self._prompt, self._most = prompt, most
+    def __init__(self, prompt: Sequence[Ngrams], most: int = MAX_DRAFT, stop_ids: Set[int] = frozenset()) -> None:
+        """prompt: its parts, the one to look in first first; most: tokens of a draft; stop_ids: tokens that end the
+        answer, which need no row."""
+        self._prompt, self._most, self._stop_ids = prompt, most, stop_ids
         self._ends: dict[tuple[int, ...], int] = {}  # by NGRAM tokens of the answer: where their last occurrence ends
         self._num_seen = 0  # tokens of the answer
         self._last: list[int] = []  # the last draft, whether or not it was run
@@ -68,7 +69,8 @@ class Drafts:
         for end in range(max(NGRAM, self._num_seen), len(answer_ids)):
             self._ends[tuple(answer_ids[end - NGRAM : end])] = end
         self._num_seen = len(answer_ids)
-        self._last = self._found(answer_ids, min(num_tokens, self._most))
+        found = self._found(answer_ids, min(num_tokens, self._most))
+        self._last = list(takewhile(lambda token_id: token_id not in self._stop_ids, found))
         return self._last
 
     def _learn(self, token_ids: Sequence[int]) -> None:
@@ -83,8 +85,8 @@ class Drafts:
         last = tuple(answer_ids[-NGRAM:])
         if num_tokens < 1 or len(last) < NGRAM:
             return []
-        if last in self._ends:  # where its tokens end, the answer may be going round in a circle
-            return list(islice(cycle(answer_ids[self._ends[last] :]), num_tokens))
+        if (end := self._ends.get(last)) is not None:  # where its tokens end, the answer may be going round in a circle
+            return list(islice(cycle(answer_ids[end : end + num_tokens]), num_tokens))
         return next((found for part in self._prompt if (found := part.after(last, num_tokens))), [])
 
 

@@ -175,7 +175,8 @@ class Prefixes:
         if resident.ngrams is None and artifact is not None:
             resident.ngrams = await self._in_thread(Ngrams, artifact.token_ids)
         of_question = await self._in_thread(Ngrams, np.asarray(ids, np.int32))
-        return Drafts([of_question, *([] if resident.ngrams is None else [resident.ngrams])], most)
+        stop_ids = {*ask.sampling.stop_token_ids, *(() if ask.sampling.ignore_eos else self._loaded.stop_ids)}
+        return Drafts([of_question, *([] if resident.ngrams is None else [resident.ngrams])], most, stop_ids)
 
     def _identity(
         self, ask: Ask, config: SearchConfig, selector: SelectorName, artifact_id: str | None

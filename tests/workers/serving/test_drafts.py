@@ -52,6 +52,12 @@ def test_a_draft_continues_the_answer_then_the_first_part_of_the_prompt_that_can
     assert drafts.propose([1, 2, 3, 4, 5, 6, 1, 2, 3, 9], 9) == []
 
 
+def test_a_draft_ends_before_a_token_that_ends_the_answer() -> None:
+    drafts = Drafts([ngrams(1, 2, 3, 4, 9, 5, 6)], stop_ids={9})
+    assert drafts.propose([1, 2, 3], 7) == [4]
+    assert drafts.propose([1, 2, 3, 4], 7) == []
+
+
 def test_the_chance_follows_the_last_drafts_whether_or_not_they_were_run() -> None:
     drafts, answer, chances = Drafts([ngrams(*[1, 2, 3, 4, 5, 6] * 2)]), [1, 2, 3], [0.8]
     for n in range(12):

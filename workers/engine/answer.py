@@ -134,7 +134,8 @@ def _continued(
     times.count_step()
     times.add(len(rows), time.perf_counter() - started)
     num_right = next((n for n, token_id in enumerate(draft) if token_id != next_ids[n]), len(draft))
-    engine.drop_rows(0, len(draft) - num_right)
+    if num_right < len(draft):
+        engine.drop_rows(0, len(draft) - num_right)
     return [require_token(token_id) for token_id in next_ids[: num_right + 1]]
 
 

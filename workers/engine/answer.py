@@ -83,7 +83,8 @@ def answer(
         room = min(engine.max_positions - context_len, engine.tail_capacity + 1)  # the last token is never fed back
         most, drafts = min(max_new_tokens, room - len(ids)), None
         if draft_tokens and observer is None and engine.drops_rows(artifact, config, selector):
-            drafts = Drafts([Ngrams(np.asarray(ids, np.int32)), Ngrams(artifact.token_ids)], draft_tokens)
+            prompt = Ngrams(np.asarray(ids, np.int32)), Ngrams(artifact.token_ids)
+            drafts = Drafts(prompt, draft_tokens, loaded.stop_ids)
         searched_s = engine.counts().search_s
         started = time.perf_counter()
         token_ids = [_feed(engine, ids, on_read)]
@@ -98,8 +99,6 @@ def answer(
             for token_id in _continued(engine, token_ids, drafts, most, times):
                 token_ids.append(token_id)
                 on_text(stream.add(token_id))
-                if token_id in loaded.stop_ids:
-                    break
         ended = time.perf_counter()
         on_text(stream.finish())
         reading, counts = engine.reading(0), engine.counts()
@@ -135,7 +134,8 @@ def _continued(
     times.count_step()
     times.add(len(rows), time.perf_counter() - started)
     num_right = next((n for n, token_id in enumerate(draft) if token_id != next_ids[n]), len(draft))
-    engine.drop_rows(0, len(draft) - num_right)
+    if num_right < len(draft):
+        engine.drop_rows(0, len(draft) - num_right)
     return [require_token(token_id) for token_id in next_ids[: num_right + 1]]
 
 

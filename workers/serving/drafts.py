@@ -6,8 +6,8 @@ that must come next is a better guess. A step runs the answer's last token and t
 chosen as without drafts, so the answer is the same, and rows after a wrong guess are dropped.
 """
 
-from collections.abc import Sequence
-from itertools import cycle, islice
+from collections.abc import Sequence, Set
+from itertools import cycle, islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,9 +69,14 @@ class _Chance:
 class Drafts:
     """Guesses one request's tokens, and learns how often it is right."""
 
-    def __init__(self, prompt: Sequence[Ngrams], most: int = MAX_DRAFT, predicted: Ngrams | None = None) -> None:
-        """prompt: its parts, the one to look in first first; most: tokens of a draft; predicted: by the client."""
-        self._prompt, self._most = prompt, most
+    def __init__(
+        self,
+        prompt: Sequence[Ngrams],  # its parts, the one to look in first first
+        most: int = MAX_DRAFT,  # tokens of a draft
+        stop_ids: Set[int] = frozenset(),  # tokens that end the answer, which need no row
+        predicted: Ngrams | None = None,  # by the client
+    ) -> None:
+        self._prompt, self._most, self._stop_ids = prompt, most, stop_ids
         self._predicted = [] if predicted is None else [predicted]
         self._next: dict[Ngrams, int] = {}  # where an occurrence may begin after the last one found, as texts go on
         self._ends: dict[tuple[int, ...], int] = {}  # by NGRAM tokens of the answer: where their last occurrence ends
@@ -95,7 +100,8 @@ class Drafts:
             self._ends[tuple(answer_ids[end - NGRAM : end])] = end
         self._num_seen = len(answer_ids)
         num_tokens = min(num_tokens, self._most)
-        self._last = [*forced[:num_tokens]] or self._found(answer_ids, num_tokens)
+        found = [*forced[:num_tokens]] or self._found(answer_ids, num_tokens)
+        self._last = list(takewhile(lambda token_id: token_id not in self._stop_ids, found))
         self._chance = self._of_grammar if forced else self._of_text
         return self._last
 
@@ -112,8 +118,8 @@ class Drafts:
             return []
         if found := self._found_in(self._predicted, last, num_tokens):
             return found
-        if last in self._ends:  # where its tokens end, the answer may be going round in a circle
-            return list(islice(cycle(answer_ids[self._ends[last] :]), num_tokens))
+        if (end := self._ends.get(last)) is not None:  # where its tokens end, the answer may be going round in a circle
+            return list(islice(cycle(answer_ids[end : end + num_tokens]), num_tokens))
         return self._found_in(self._prompt, last, num_tokens)
 
     def _found_in(self, parts: Sequence[Ngrams], last: tuple[int, ...], num_tokens: int) -> list[int]:

@@ -176,7 +176,9 @@ class Prefixes:
             resident.ngrams = await self._in_thread(Ngrams, artifact.token_ids)
         of_question = await self._in_thread(Ngrams, np.asarray(ids, np.int32))
         predicted = None if ask.prediction is None else await self._in_thread(self._predicted, ask.prediction)
-        return Drafts([of_question, *([] if resident.ngrams is None else [resident.ngrams])], most, predicted)
+        stop_ids = {*ask.sampling.stop_token_ids, *(() if ask.sampling.ignore_eos else self._loaded.stop_ids)}
+        prompt = [of_question, *([] if resident.ngrams is None else [resident.ngrams])]
+        return Drafts(prompt, most, stop_ids, predicted)
 
     def _predicted(self, text: str) -> Ngrams:
         ids = self._loaded.tokenizer(text, add_special_tokens=False).input_ids

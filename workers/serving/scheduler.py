@@ -272,21 +272,16 @@ class Scheduler:
         now: float,
     ) -> None:
         """Take the tokens that follow drafts, as long as each token taken is the draft's, and drop the other rows."""
-        num_right = dict.fromkeys(drafts, 0)
-
-        def is_right(request: Request, nth: int) -> bool:
-            draft = drafts[request]
-            is_next = num_right[request] == nth < len(draft) and not request.is_over
-            return is_next and request.token_ids[-1] == draft[nth]
-
+        num_right, right = dict.fromkeys(drafts, 0), list(drafts)
         for nth in range(max(map(len, drafts.values()), default=0)):
-            right = [(request, row + nth + 1) for request, row in rows_before.items() if is_right(request, nth)]
-            for request, _ in right:
+            right = [x for x in right if not x.is_over and x.token_ids[-1:] == drafts[x][nth : nth + 1]]
+            for request in right:
                 num_right[request] += 1
                 request.num_accepted += 1
                 request.num_rows += 1
                 self._keep(request)
-            for request, token in self._choose(right, rows, result).items():
+            following = [(request, rows_before[request] + nth + 1) for request in right]
+            for request, token in self._choose(following, rows, result).items():
                 self._take_token(request, token, now)
         for request, draft in drafts.items():
             self.metrics.drafted_tokens.inc(len(draft))

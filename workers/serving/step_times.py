@@ -12,17 +12,22 @@ class StepTimes:
     def __init__(self) -> None:
         self._times: dict[int, list[float]] = {}  # by rows: the shortest times of the last (up to) REMEMBERED steps
         self._before: dict[int, list[float]] = {}  # of the REMEMBERED steps before those
+        self._trusted: dict[int, float] = {}  # by rows: the shortest of both, if there are enough
         self._num_steps = 0
 
     def count_step(self) -> None:
         """Count a step, of whatever kind: times of long ago are forgotten."""
         if self._num_steps % REMEMBERED == 0:
             self._times, self._before = {}, self._times
+            self._trusted = {}
+            for num_rows in self._before:
+                self._trust(num_rows)
         self._num_steps += 1
 
     def add(self, num_rows: int, seconds: float) -> None:
         """Record a step's time."""
         self._times[num_rows] = sorted([*self._times.get(num_rows, ()), max(seconds, _LEAST_S)])[:_TRUSTED]
+        self._trust(num_rows)
 
     def shortest(self, num_rows: int) -> float | None:
         """Return the shortest time of steps with so many rows; None if there was none."""
@@ -36,8 +41,7 @@ class StepTimes:
 
     def estimate(self, num_rows: int) -> float:
         """Return the time of a step with so many rows: the shortest, or a guess from other numbers of rows."""
-        trusted = {rows: self._known(rows)[0] for rows in self._times.keys() | self._before.keys()}
-        trusted = {rows: seconds for rows, seconds in trusted.items() if len(self._known(rows)) >= _TRUSTED}
+        trusted = self._trusted  # kept up to date, because a step asks many times
         if num_rows in trusted:
             return trusted[num_rows]
         fewer, more = [rows for rows in trusted if rows < num_rows], [rows for rows in trusted if rows > num_rows]
@@ -51,6 +55,10 @@ class StepTimes:
         else:
             slope = _ROW_SHARE * trusted[below] / (1 + _ROW_SHARE * (below - 1))
         return trusted[below] + max(0.0, slope) * (num_rows - below)
+
+    def _trust(self, num_rows: int) -> None:
+        if len(known := self._known(num_rows)) >= _TRUSTED:
+            self._trusted[num_rows] = known[0]
 
     def _known(self, num_rows: int) -> list[float]:
         return sorted([*self._times.get(num_rows, ()), *self._before.get(num_rows, ())])

@@ -1,5 +1,8 @@
 """An answer computed by the engine equals what transformers generates in a session, and reports how much it read."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from csattn.artifact import Artifact, open_artifact
@@ -52,6 +55,19 @@ def test_an_answer_equals_what_transformers_generates(
     assert got.first_token_s > 0
     assert len(got.token_ids) == min(max_new_tokens, MAX_POSITIONS - 1000 - got.question_len)
     assert (got.search_ms_per_step > 0) == (got.selector == "csattn")
+
+
+def test_an_answer_that_ends_within_a_draft_reads_what_it_reads_without(artifact: Artifact) -> None:
+    config, ids = SearchConfig(window_len=16), token_ids(5, seed=2).tolist()
+    with CpuEngine(loaded(), max_requests=1, tail_capacity=200, num_threads=2) as engine:
+        engine.add_context(0, artifact)
+        said = answer(engine, loaded(), artifact, config, ids, 30, draft_tokens=0).token_ids
+        last = max(said.index(token_id) for token_id in said[:7])
+        model = SimpleNamespace(stop_ids={said[last]}, tokenizer=loaded().tokenizer)
+        context = SimpleNamespace(spec=artifact.spec, token_ids=np.array(said, np.int32))
+        want, got = (answer(engine, model, context, config, ids, 30, draft_tokens=most) for most in (0, 7))
+    assert got.token_ids == want.token_ids == said[: last + 1]
+    assert got.num_steps < want.num_steps and got.rows_read_per_step == want.rows_read_per_step
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 20])

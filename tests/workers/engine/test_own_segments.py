@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -74,6 +75,19 @@ def test_drafts_change_no_bit_as_segments_are_made(
         got, reading = with_drafts(engine, want, rng)
         assert_same(got, want)
         assert reading == reading_of(engine, want)
+
+
+def test_a_segment_is_made_in_time_if_all_rows_of_a_step_but_one_were_drafts(artifacts: list[Artifact]) -> None:
+    """As many rows stay near as a step may have, and drafts become certain only after the step."""
+    config, growth, fed = replace(CONFIG, window_len=4), replace(GROWTH, least_near=8), token_ids(90, seed=1).tolist()
+    with make_engine(artifacts[:1], max_requests=1, growth=growth, max_rows=8) as engine:
+        want = alone(engine, Talk(0, config, "csattn", fed, 1)).logits[0]
+        engine.open(0, 0, config, "csattn")
+        for start in range(0, 90, 8):
+            first, *draft = fed[start : start + 8]
+            rows = [StepRow(0, first), *(StepRow(0, token_id, is_draft=True) for token_id in draft)]
+            got = engine.step(rows, want_logits=True).logits[-1].copy()
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(

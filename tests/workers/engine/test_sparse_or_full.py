@@ -102,6 +102,20 @@ def test_a_request_reads_some_rows_in_one_step_and_all_in_the_next(half, artifac
         assert chosen is not None and chosen.recall < 1
 
 
+def test_there_are_no_drafts_because_a_draft_may_change_what_the_row_before_it_reads(half, artifact) -> None:
+    with make_engine(half, all_where_faster=True) as engine:
+        engine.add_context(0, artifact)
+        got = []
+        for draft in ([], [StepRow(0, 6, is_draft=True)]):
+            engine.open(0, 0, CONFIG, "csattn")
+            got.append(engine.step([StepRow(0, 5), *draft], want_logits=True).logits[0].copy())
+            engine.close_request(0)
+        assert not np.array_equal(*got)
+        assert not engine.drops_rows(artifact, CONFIG, "csattn")
+    with make_engine(half) as engine:
+        assert engine.drops_rows(artifact, CONFIG, "csattn")
+
+
 def test_reading_counts_only_computed_tokens_not_written_rows(half, artifact) -> None:
     with make_engine(half, all_where_faster=True) as engine:
         engine.add_context(0, artifact)

@@ -80,6 +80,12 @@ def test_what_the_client_predicts_comes_before_the_answer_itself() -> None:
     assert drafts.propose([1, 2, 3, 40, 1, 2, 3, 40], 1) == [1]
 
 
+def test_a_draft_ends_before_a_token_that_ends_the_answer() -> None:
+    drafts = Drafts([ngrams(1, 2, 3, 4, 9, 5, 6)], stop_ids={9})
+    assert drafts.propose([1, 2, 3], 7) == [4]
+    assert drafts.propose([1, 2, 3, 4], 7) == []
+
+
 def test_the_chance_follows_the_last_drafts_whether_or_not_they_were_run() -> None:
     drafts, answer, chances = Drafts([ngrams(*[1, 2, 3, 4, 5, 6] * 2)]), [1, 2, 3], [0.8]
     for n in range(12):

@@ -1,4 +1,4 @@
-"""Random arrivals, cancellations, time-outs, slow readers and faults: no request is lost or disturbed."""
+"""Random arrivals, drafts, cancellations, time-outs, slow readers and faults: no request is lost or disturbed."""
 
 from collections import Counter
 from functools import cache
@@ -12,6 +12,7 @@ from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.requests import make_request, make_scheduler, read
 from tests.workers.serving.soundness import check
 from workers.serving import outlet, scheduler
+from workers.serving.drafts import MAX_DRAFT, Drafts, Ngrams
 from workers.serving.messages import Done, OverloadedError, ServingError, TimedOutError
 from workers.serving.request import Request
 
@@ -41,13 +42,14 @@ class Fuzz:
         self.outcomes: Counter[str] = Counter()
 
     @cache  # noqa: B019  # as long as the test
-    def alone(self, kind: int) -> str:
+    def alone(self, kind: int) -> tuple[str, list[int]]:
+        """The answer's text and tokens."""
         sched, _, _ = make_scheduler(self.store)
         request, text = make_request(sched, **KINDS[kind]), ""
         while not request.is_over:
             sched.turn()
             text += read(request)[0]
-        return text
+        return text, request.token_ids
 
     def arrive(self) -> None:
         kind = int(self.rng.integers(len(KINDS)))
@@ -59,6 +61,9 @@ class Fuzz:
             self.outcomes["refused"] += 1
             return
         self.alive[request] = kind, []
+        if self.rng.random() < 0.5:
+            wrong = self.rng.random(KINDS[kind]["max_new_tokens"]) < 0.2
+            request.drafts = Drafts([Ngrams((np.array(self.alone(kind)[1], np.int32) + wrong) % 256)])
         if self.rng.random() < 0.1:
             self.slow.add(request)
 
@@ -77,7 +82,7 @@ class Fuzz:
             request.request_slot is None or self.engine.request_slots.get(request.request_slot) is not request
         )
         kind, parts = self.alive.pop(request)
-        assert self.alone(kind).startswith("".join(parts))
+        assert self.alone(kind)[0].startswith("".join(parts))
         self.outcomes["cancelled"] += 1
 
     def fail(self) -> None:
@@ -106,18 +111,18 @@ class Fuzz:
                 continue
             del self.alive[request]
             if isinstance(last, Done):
-                assert "".join(parts) == self.alone(kind)
+                assert "".join(parts) == self.alone(kind)[0]
                 assert last.new_tokens == KINDS[kind]["max_new_tokens"]
             else:
                 assert isinstance(last, ServingError)
-                assert self.alone(kind).startswith("".join(parts))
+                assert self.alone(kind)[0].startswith("".join(parts))
             self.outcomes[type(last).__name__ if last else ""] += 1
 
     def check(self) -> None:
         check(self.scheduler)
         assert set(self.engine.request_slots) == set(self.scheduler._running)
         assert sum(not request.is_over for request in self.alive) == self.scheduler.flow.num_in_flight
-        assert all(len(request.outlet) <= outlet.MAX_UNREAD + 2 for request in self.alive)
+        assert all(len(request.outlet) <= outlet.MAX_UNREAD + MAX_DRAFT + 2 for request in self.alive)
 
 
 def test_random_traffic_loses_and_disturbs_no_request(built: Path, rng, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +140,6 @@ def test_random_traffic_loses_and_disturbs_no_request(built: Path, rng, monkeypa
         fuzz.read()
         fuzz.check()
     assert not fuzz.engine.request_slots and fuzz.scheduler.flow.num_in_flight == 0
-    assert fuzz.outcomes["Done"] > 100
+    assert fuzz.outcomes["Done"] > 100 and fuzz.scheduler.metrics.accepted_tokens._value.get() > 20
     rare = ("cancelled", "refused", TimedOutError.__name__, "ServingError")
     assert all(fuzz.outcomes[kind] > 5 for kind in rare), fuzz.outcomes

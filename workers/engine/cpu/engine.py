@@ -208,6 +208,9 @@ class CpuEngine:
         """
         self._require_rows(rows, watch)
         request_slots = [row.request_slot for row in rows]
+        for request in map(self._requests.__getitem__, set(request_slots)):
+            if request.own is not None:  # not after the step: some of its rows may be drafts, and be dropped
+                request.own.grow(request.tail_len)
         lens = np.array(seen_lens(request_slots, self._requests), np.int64)
         plan = self._plans.plan([self._requests[request_slot] for request_slot in request_slots], lens)
         if plan is not self._plan:
@@ -239,9 +242,6 @@ class CpuEngine:
         self._count(plan, plain, tail_lens, [rows[i].is_draft for i in order])
         for request_slot, length in zip(request_slots, lens.tolist(), strict=True):
             self._requests[request_slot].tail_len = length
-        for request in map(self._requests.__getitem__, set(request_slots)):
-            if request.own is not None:
-                request.own.grow(request.tail_len - len(request.drafted))
         return self._result(token_rows, len(rows), want_logits, observers.fidelity)
 
     def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:

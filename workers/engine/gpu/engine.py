@@ -160,6 +160,7 @@ class GpuEngine:
         self.alike_rows = min(self.max_rows, QUANTIZED_ROWS if self.model.is_quantized else ALIKE_ROWS)
         self.max_positions, self.num_layers = spec.max_positions, len(spec.indexed_layers)
         self._num_contexts, self._growth = num_contexts, growth or Growth()
+        self._all_where_faster = all_where_faster
         sizing = Sizing(
             model=self.model,
             placement=self.placement,
@@ -333,9 +334,10 @@ class GpuEngine:
         return shape.sparse_or_full and all_are_faster(shape, contexts, own_lens)
 
     def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
-        """Return False for latents, too: there, a row's last bits depend on how many rows a step has."""
+        """Return False for latents, too, where a row's last bits depend on how many rows a step has, and with
+        all_where_faster: what a row reads depends on the others then."""
         keeps_rows = "state" not in self.model.geometry.kinds and not model_selects_rows(self.model.spec)
-        return keeps_rows and config.search_period == 1
+        return keeps_rows and config.search_period == 1 and not self._all_where_faster
 
     def drop_rows(self, request_slot: int, num_rows: int) -> None:
         self._request(request_slot).drop(num_rows)

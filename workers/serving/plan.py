@@ -15,24 +15,23 @@ _PATIENCE = 16  # steps
 class QuestionRows:
     """Controls how many rows of questions (`limit`) go beside those that decode.
 
-    A step is short enough if it takes at most STRETCH times the shortest recent step without questions that had as many
-    rows, or more. `limit` grows by a quarter after such a step if it was used up. It shrinks by a quarter after a
-    longer one, and may grow again _PATIENCE short steps later; so the effect of other load on the machine is soon
-    forgotten.
+    A step is short enough if it takes at most STRETCH times the shortest recent step without questions in which as many
+    requests decode, or more; with drafts, such a step may be longer, and one without is rare. `limit` grows by a
+    quarter after a short step if it was used up. It shrinks by a quarter after a longer one, and may grow again
+    _PATIENCE short steps later; so the effect of other load on the machine is soon forgotten.
     """
 
-    def __init__(self, times: StepTimes) -> None:
-        """times: of steps without questions, to which `add` adds."""
-        self._times = times
+    def __init__(self) -> None:
+        self._decoding = StepTimes()  # of steps without questions, by the number of requests
         self._num_patient = 0  # short steps still to come before `limit` may grow
         self.limit = _FIRST_TRIED
 
     def add(self, num_decoding: int, num_question_rows: int, seconds: float) -> None:
-        """Record a step's time, and adjust `limit`. num_decoding: its other rows, with drafts."""
-        self._times.count_step()
+        """Record a step's time, and adjust `limit`. num_decoding: requests that decode."""
+        self._decoding.count_step()
         if not num_question_rows:
-            self._times.add(num_decoding, seconds)
-        elif (decode_s := self._times.shortest_of_at_least(num_decoding)) is not None:
+            self._decoding.add(num_decoding, seconds)
+        elif (decode_s := self._decoding.shortest_of_at_least(num_decoding)) is not None:
             if seconds > STRETCH * decode_s:
                 self.limit = max(_FEWEST, self.limit - max(1, self.limit // 4))
                 self._num_patient = _PATIENCE
@@ -42,8 +41,8 @@ class QuestionRows:
                 self.limit += max(1, self.limit // 4)
 
     def knows(self, num_decoding: int) -> bool:
-        """Whether a step of so many decoding rows without questions has been timed."""
-        return self._times.shortest(num_decoding) is not None
+        """Whether a step in which so many requests decode, without questions, has been timed."""
+        return self._decoding.shortest(num_decoding) is not None
 
 
 def plan_step(requests: Sequence[Request], max_rows: int, question_rows: QuestionRows) -> list[tuple[Request, int]]:

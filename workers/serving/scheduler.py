@@ -73,8 +73,7 @@ class Scheduler:
         self._running: dict[int, Request] = {}  # by request slot, in the order of admission
         self._free_request_slots = list(range(engine.max_requests))
         self._num_steps = self._num_watched = 0
-        self._step_times = StepTimes()  # without questions
-        self._question_rows = QuestionRows(self._step_times)
+        self._question_rows, self._step_times = QuestionRows(), StepTimes()
         self._touched: dict[Outlet, None] = {}
         self._num_samplers = min(MAX_SAMPLERS, available_cpus() - 1)
         self._samplers = ThreadPoolExecutor(max(1, self._num_samplers), thread_name_prefix="csattn-draw")
@@ -235,7 +234,11 @@ class Scheduler:
         ended = self.clock()
         self._num_steps += 1
         num_question_rows = sum(num_rows for request, num_rows in plan if request.question_left)
-        self._question_rows.add(len(rows) - num_question_rows, num_question_rows, ended - started)
+        num_drafted = sum(map(len, drafts.values()))
+        self._question_rows.add(len(rows) - num_question_rows - num_drafted, num_question_rows, ended - started)
+        self._step_times.count_step()
+        if not num_question_rows:
+            self._step_times.add(len(rows), ended - started)
         self.metrics.step_s.observe(ended - started)
         self.metrics.batch_rows.observe(len(rows))
         if watched is not None and result.fidelity is not None:

@@ -16,7 +16,6 @@ from workers.serving import scheduler as scheduling
 from workers.serving.messages import Done, Piece
 from workers.serving.plan import QuestionRows, divide_rows, plan_step
 from workers.serving.request import Request
-from workers.serving.step_times import StepTimes
 
 ASKED = [
     {"question": token_ids(n, seed=n).tolist(), "context_id": n % 3, "max_new_tokens": 3 + n, "seed": n, **more}
@@ -130,14 +129,14 @@ def test_divide_rows_fills_the_room_fairly(room, wants) -> None:
     ],
 )
 def test_the_question_row_limit_follows_step_times(steps, room) -> None:
-    rows = QuestionRows(StepTimes())
+    rows = QuestionRows()
     for num_decoding, num_asking, ms in steps:
         rows.add(num_decoding, num_asking, ms / 1e3)
     assert rows.limit == room
 
 
 def test_the_decoding_only_step_time_expires() -> None:
-    rows = QuestionRows(StepTimes())
+    rows = QuestionRows()
     rows.add(4, 0, 0.040)
     num_steps = 0
     while rows.knows(4):
@@ -149,7 +148,7 @@ def test_the_decoding_only_step_time_expires() -> None:
 def test_a_question_fills_steps_up_to_the_allowed_time_among_decoding_requests(built: Path) -> None:
     """A step takes 20 ms and 5 ms a row. Alone, the question gets all rows."""
     scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_rows=64, max_requests=16))
-    rows, sizes = QuestionRows(StepTimes()), list[int]()
+    rows, sizes = QuestionRows(), list[int]()
     decoding = [make_request(scheduler, max_new_tokens=30) for _ in range(4)]
     for request in decoding:
         request.num_fed = len(request.question_ids)

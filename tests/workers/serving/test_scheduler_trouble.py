@@ -25,7 +25,6 @@ from workers.serving.outlet import MAX_UNREAD
 from workers.serving.plan import QuestionRows, plan_step
 from workers.serving.request import Request
 from workers.serving.scheduler import STALL_S
-from workers.serving.step_times import StepTimes
 
 
 def test_timed_out_requests_are_ended_in_the_queue_and_while_running(built: Path) -> None:
@@ -285,7 +284,7 @@ def test_fidelity_is_measured_every_hundred_steps_in_rotation(built: Path) -> No
 def test_a_step_has_one_row_for_every_decoding_request(built: Path) -> None:
     scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_rows=4, max_requests=16))
     requests = [make_request(scheduler, max_new_tokens=30) for _ in range(4)]
-    rows = QuestionRows(StepTimes())
+    rows = QuestionRows()
     assert [num_rows for _, num_rows in plan_step(requests, 4, rows)] == [1, 1, 1, 1]
     for request in requests[:3]:
         request.num_fed = len(request.question_ids)

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from csattn.artifact.layout import MANIFEST_FILE
+from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE
 from csattn.errors import ArtifactError, ArtifactNotFoundError
 
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -24,6 +24,18 @@ def resolve_artifact(path: Path) -> Path:
     if path.is_file():
         raise ArtifactNotFoundError(f"{path} is a file; an artifact is a directory: give that, or STORE/start-of-id")
     return path if is_there else find_artifact(path.parent, path.name)
+
+
+def require_place_for_store(store: Path) -> None:
+    """Raise ArtifactError if a store cannot be there: in place of a file, or in an artifact, which it would damage."""
+    for place in (store.absolute(), *store.absolute().parents):
+        if place.is_file():
+            raise ArtifactError(f"cannot make the store {store}: a file is in its place; name a directory")
+        if all((place / name).is_file() for name in (MANIFEST_FILE, MANIFEST_HASH_FILE)):
+            inside = "" if place == store.absolute() else f"inside {place}, which is "
+            raise ArtifactError(
+                f"{store} is {inside}an artifact, not a store; give the directory it is in: {place.parent}"
+            )
 
 
 def find_artifact(store: Path, prefix: str) -> Path:

@@ -506,6 +506,24 @@ def test_a_missing_store_is_refused_and_not_treated_as_empty(capsys, place: Path
 
 
 @pytest.mark.parametrize(
+    "asked",
+    [
+        ("build", "--context", "{place}/text.txt", "--model", "/no/model"),
+        ("ls",),
+        ("gc",),
+        ("serve", "--local", "--model", "/no/model"),
+    ],
+    ids=lambda asked: asked[0],
+)
+def test_an_artifact_in_place_of_a_store_is_refused_before_a_model_is_loaded(capsys, place, artifact, asked) -> None:
+    done = in_process(*(word.format(place=place) for word in asked), "--store", artifact, capsys=capsys)
+    assert (
+        done.returncode == 1
+        and f"an artifact, not a store; give the directory it is in: {artifact.parent}" in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
     ("arguments", "exit_code", "words"),
     [
         (["build", "--context", "{place}/none.txt"], 1, "cannot read"),

@@ -164,8 +164,9 @@ class Contexts:
             and known.artifact_id is not None
             and self._examine(self._store / known.artifact_id).is_lost
         )
-        if known is None or known.state == "failed" or is_gone:
-            self._texts.require(text)
+        if known is not None and known.state != "failed" and not is_gone:
+            return known  # nothing to write: the store may be read-only
+        self._texts.require(text)
 
         def edit(records: dict[str, Record]) -> Record:
             known = records.get(name)

@@ -112,6 +112,25 @@ def test_an_unwritable_store_is_logged_at_startup(
     assert line.startswith(f"{tmp_path / 'store'} cannot be written: nothing can be registered")
 
 
+def test_a_context_that_is_there_is_registered_again_without_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients register their contexts whenever they start, also with a service whose store is read-only."""
+    artifact_id = build(store := tmp_path / "store", text_of("heron"))
+    name_artifact(store, "heron", artifact_id, "float32")
+
+    def no_room(path: Path, data: bytes) -> None:
+        raise StoreFullError(f"cannot write {path}") from OSError(errno.ENOSPC, "No space left on device")
+
+    async def main() -> None:
+        async with LocalBackend(FullEngine(loaded()), loaded(), settings_of(tmp_path)) as backend:
+            again = await backend.register("heron", text_of("heron"))
+            assert (again.state, again.artifact_id) == ("ready", artifact_id)
+
+    monkeypatch.setattr(context_file, "write_bytes", no_room)
+    asyncio.run(main())
+
+
 def test_a_failed_build_on_a_full_disk_is_reported_though_unrecorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

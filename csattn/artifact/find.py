@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from shlex import quote
 
 from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE
 from csattn.errors import ArtifactError, ArtifactNotFoundError
@@ -46,7 +47,7 @@ def find_artifact(store: Path, prefix: str) -> Path:
     if is_one and not any(name.startswith(prefix) for name in names):
         raise ArtifactNotFoundError(
             f"there is no artifact {prefix!r} in {store}: an artifact's directory is named by its id, 16 hexadecimal "
-            f"digits; `csattn inspect {store / prefix}` shows the id: rename the directory to it"
+            f"digits; `csattn inspect {quote(str(store / prefix))}` shows the id: rename the directory to it"
         )
     return store / choose_artifact(names, store, prefix)
 

@@ -24,6 +24,8 @@ def read_text(context: str) -> str:
 
     Raises ContextError if it is not text, or blank.
     """
+    if not context.strip():
+        raise ContextError("the path of the text is empty; give a text file, or - for stdin")
     name = "standard input" if context == "-" else context
     try:
         data = sys.stdin.buffer.read() if context == "-" else Path(context).read_bytes()

@@ -2,8 +2,9 @@
 
 import re
 from pathlib import Path
+from shlex import quote
 
-from csattn.artifact.layout import MANIFEST_FILE
+from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE
 from csattn.errors import ArtifactError, ArtifactNotFoundError
 
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -26,6 +27,18 @@ def resolve_artifact(path: Path) -> Path:
     return path if is_there else find_artifact(path.parent, path.name)
 
 
+def require_place_for_store(store: Path) -> None:
+    """Raise ArtifactError if a store cannot be there: in place of a file, or in an artifact, which it would damage."""
+    for place in (store.absolute(), *store.absolute().parents):
+        if place.is_file():
+            raise ArtifactError(f"cannot make the store {store}: a file is in its place; name a directory")
+        if all((place / name).is_file() for name in (MANIFEST_FILE, MANIFEST_HASH_FILE)):
+            inside = "" if place == store.absolute() else f"inside {place}, which is "
+            raise ArtifactError(
+                f"{store} is {inside}an artifact, not a store; give the directory it is in: {place.parent}"
+            )
+
+
 def find_artifact(store: Path, prefix: str) -> Path:
     """Return the directory of the only artifact in the store whose id has this prefix, without opening it."""
     entries = store_entries(store)
@@ -34,7 +47,7 @@ def find_artifact(store: Path, prefix: str) -> Path:
     if is_one and not any(name.startswith(prefix) for name in names):
         raise ArtifactNotFoundError(
             f"there is no artifact {prefix!r} in {store}: an artifact's directory is named by its id, 16 hexadecimal "
-            f"digits; `csattn inspect {store / prefix}` shows the id: rename the directory to it"
+            f"digits; `csattn inspect {quote(str(store / prefix))}` shows the id: rename the directory to it"
         )
     return store / choose_artifact(names, store, prefix)
 

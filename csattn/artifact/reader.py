@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -286,7 +287,8 @@ def _read_manifest(path: Path) -> Manifest:
         remedy = repair_advice(path)
         if not is_artifact_id(path.name):
             remedy = (
-                f"if it is a store, `csattn ls --store {path}` lists its artifacts: give {path}/ and how an id starts"
+                f"if it is a store, `csattn ls --store {quote(str(path))}` lists its artifacts: "
+                f"give {path}/ and how an id starts"
             )
         raise ArtifactNotFoundError(f"{path} holds no finished artifact ({MANIFEST_FILE} is missing); {remedy}")
     with open_regular_file(path / MANIFEST_FILE) as file:

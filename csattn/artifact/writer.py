@@ -23,6 +23,7 @@ from csattn.artifact.durable import (
     store_errors,
     write_bytes,
 )
+from csattn.artifact.find import require_place_for_store
 from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FILE, artifact_bytes, file_names
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
@@ -78,6 +79,7 @@ class ArtifactWriter:
         if self._is_published():
             self._tidy_up()
             return self
+        require_place_for_store(self._store)
         make_store(self._store)
         self._lock.acquire(self._on_wait)
         self._locked = True

@@ -383,6 +383,8 @@ def _resolve(name: str, dtype: torch.dtype) -> str:
     if os.path.isfile(path):
         raise ModelError(f"{path} is a file but not a .gguf file; give a model directory or a .gguf file")
     if name.startswith(("/", ".", "~")) or name.count("/") != 1 or path.suffix == ".gguf":
+        if DEMO_MODEL.startswith(name.lower()):  # as a service and csattn itself call it
+            raise ModelError(f"there is no model at {name}; the installed model is {DEMO_MODEL}, or leave --model out")
         raise ModelError(f"there is no model at {name}; give a directory, a .gguf file, or a hub id like owner/name")
     return hub_source(name)
 

@@ -212,6 +212,14 @@ def test_a_store_path_that_is_a_file_is_refused_with_the_reason(inside: str, tmp
         build(tmp_path / "notes.txt" / inside, SPEC)
 
 
+@pytest.mark.parametrize("inside", ["", "store"])
+def test_a_store_path_in_an_artifact_is_refused_and_leaves_the_artifact_whole(inside: str, tmp_path: Path) -> None:
+    finished = build(tmp_path, SPEC)
+    with pytest.raises(ArtifactError, match=rf"an artifact, not a store; give .* in: {re.escape(str(tmp_path))}$"):
+        build(finished / inside, make_spec(71))
+    verify_artifact(finished)
+
+
 def test_a_store_without_locks_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some network file systems have no locks. There, two builders would remove each other's work."""
     finished = build(tmp_path, SPEC)

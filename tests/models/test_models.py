@@ -342,6 +342,12 @@ def test_a_cuda_index_beyond_the_last_device_is_refused(monkeypatch: pytest.Monk
             load_model("/no/such/dir", device=there)
 
 
+@pytest.mark.parametrize("name", ["smollm2-135m", "SmolLM2-135M"])
+def test_the_name_by_which_a_service_calls_the_installed_model_is_refused_with_its_own(name: str) -> None:
+    with pytest.raises(ModelError, match=f"no model at {name}; the installed model is smollm2-135m-instruct, or leave"):
+        load_model(name)
+
+
 def test_the_home_directory_of_an_unknown_user_is_refused_with_the_reason() -> None:
     for load in (load_model, read_config):
         with pytest.raises(ModelError, match="there is no model at ~nosuchuser9/x"):

@@ -240,6 +240,12 @@ def test_generate_and_eval_use_the_requested_kv_codec(capsys, place: Path, artif
     assert result["results"][0]["output_error"] > 1e-3
 
 
+def test_a_suggested_command_quotes_a_path_with_spaces(capsys, tmp_path: Path) -> None:
+    (store := tmp_path / "my store").mkdir()
+    done = in_process("inspect", store, capsys=capsys)
+    assert done.returncode == 1 and f"`csattn ls --store '{store}'` lists its artifacts" in done.stderr
+
+
 def test_an_artifact_is_found_by_the_start_of_its_id(capsys, place: Path, artifact: Path) -> None:
     assert (
         last_line(in_process("inspect", artifact.parent / artifact.name[:6], "--json", capsys=capsys))["artifact"]
@@ -506,10 +512,29 @@ def test_a_missing_store_is_refused_and_not_treated_as_empty(capsys, place: Path
 
 
 @pytest.mark.parametrize(
+    "asked",
+    [
+        ("build", "--context", "{place}/text.txt", "--model", "/no/model"),
+        ("ls",),
+        ("gc",),
+        ("serve", "--local", "--model", "/no/model"),
+    ],
+    ids=lambda asked: asked[0],
+)
+def test_an_artifact_in_place_of_a_store_is_refused_before_a_model_is_loaded(capsys, place, artifact, asked) -> None:
+    done = in_process(*(word.format(place=place) for word in asked), "--store", artifact, capsys=capsys)
+    assert (
+        done.returncode == 1
+        and f"an artifact, not a store; give the directory it is in: {artifact.parent}" in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
     ("arguments", "exit_code", "words"),
     [
         (["build", "--context", "{place}/none.txt"], 1, "cannot read"),
         (["build", "--context", "{place}/empty.txt"], 1, "holds no text"),
+        (["build", "--context", ""], 1, "the path of the text is empty; give a text file, or - for stdin"),
         (["build", "--context", "{place}/latin.txt"], 1, "not UTF-8"),
         (["build", "--context", "{place}/short.txt", "--model", "{place}/model"], 1, "at least 256"),
         (["build", "--context", "{place}/long.txt", "--model", "{place}/model"], 1, "positions"),
@@ -567,6 +592,8 @@ def test_a_missing_store_is_refused_and_not_treated_as_empty(capsys, place: Path
         (["generate", "{artifact}"], 2, "Missing option '--prompt'; `csattn generate --help` shows what to give"),
         (["verify", "{artifact}", "--json=3"], 2, "Option '--json' does not take a value; `--help` shows what to give"),
         (["generate", "{artifact}", "--prompt", "x", "--max-new-tokens", "0"], 2, " 1; `csattn generate --help` shows"),
+        (["generate", "{artifact}", "--prompt", "x", "--max-new-tokens", "many"], 2, "'many'"),
+        (["generate", "{artifact}", "--prompt", "x", "--keep", "2%"], 2, "'2%'"),
         (["build", "--keep", "3"], 2, "--keep belongs to generate, eval and serve; `csattn build --help` lists"),
         (["verify", "{artifact}", "--set", "a=b"], 2, "--set belongs to serve and config show; `csattn verify --help`"),
         (["ls", "--ray", "auto"], 2, "--ray belongs to build; `csattn ls --help` lists"),

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -361,6 +362,23 @@ def test_a_library_that_hangs_on_import_is_reported(tmp_path: Path, monkeypatch:
     (tmp_path / "hanging.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     assert facts.ask("import", "hanging", timeout_s=0.5) == {"error": "no answer within 0.5 s"}
+
+
+def test_an_interrupt_does_not_wait_for_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hanging.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setattr(facts, "ask", lambda probe, *more, ask=facts.ask: ask("import", "hanging"))
+
+    def interrupted() -> tuple[facts.Gpu, ...]:
+        while not facts._running:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(facts, "visible_gpus", interrupted)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        facts.gather_facts(tmp_path)
+    assert time.monotonic() - started < 30
 
 
 def test_output_of_a_library_does_not_disturb_its_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

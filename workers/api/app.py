@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
+from starlette.routing import Match
 
 from csattn import __version__
 from csattn.errors import ConfigError
@@ -196,16 +197,22 @@ def _id(request: Request) -> str:
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+        allowed = _methods_at(request)
         wrong = HttpError(
             405, "method_not_allowed", f"this address does not support {request.method[:16]}; wanted {allowed}"
         )
-        return error_reply(wrong, error.headers)
+        return error_reply(wrong, {"Allow": allowed})
     path, advice = quoted(request.url.path), "workers/api/README.md lists the addresses"
     if not request.url.path.startswith("/v1/"):
         advice = "OpenAI's API is below /v1, with which a client's base_url must end"
     what = f"there is nothing at {path}; {advice}"
     return error_reply(HttpError(error.status_code, "not_found", what))
+
+
+def _methods_at(request: Request) -> str:
+    """Return the methods that an address supports: several routes may share it."""
+    here = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in here for method in route.methods}))
 
 
 def read_tokenize(body: object, model: str, limits: LimitSettings) -> tuple[TokenizeAsk, bool]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from starlette.requests import Request
 
-from workers.api.errors import HttpError
+from workers.api.errors import HttpError, quoted
 from workers.serving.messages import BadRequestError
 from workers.settings import LimitSettings
 
@@ -30,6 +30,13 @@ class BodyReader:
         if kind != "application/json":  # browsers send other types across origins without a CORS preflight
             raise HttpError(
                 415, "unsupported_media_type", "wanted a JSON body; send the header 'Content-Type: application/json'"
+            )
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise HttpError(
+                415,
+                "unsupported_media_type",
+                f"Content-Encoding is {quoted(encoding)}: compressed bodies are not read; send the JSON as it is",
             )
         pieces = await self._read(request)
         if sum(map(len, pieces)) <= SMALL_BYTES:

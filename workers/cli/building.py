@@ -5,8 +5,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from csattn.artifact import read_manifest
+from csattn.artifact import is_url, local_path, read_manifest
 from csattn.artifact.durable import unsynced
+from csattn.artifact.find import require_place_for_store
 from csattn.build_options import BuildOptions
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
@@ -37,6 +38,8 @@ def build(
     use_threads(threads)
     device = choose_device(device)
     make_config(options.preset, options.index_changes, device)  # invalid options fail before a model is loaded
+    if not is_url(store):
+        require_place_for_store(local_path(store))
     ids = None if tokens is None else read_tokens(tokens)
     text = "" if context is None else read_text(context)
     loaded = show_loading(options.model, options.dtype, device, weights=options.weights)

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from csattn.errors import ConfigError
-from workers.cli.terminal import out
+from workers.cli.terminal import err, out
 from workers.doctor import Finding, examine, gather_facts
 from workers.words import counted, printable
 
@@ -19,6 +19,7 @@ def doctor(store: Path, model: str | None, weights: str | None) -> dict[str, Any
     """Show the findings, and return the command's JSON object."""
     if weights is not None and model is None:
         raise ConfigError("--weights says how a model is rounded, and no model was given; name one, or leave it out")
+    err.print("examining this machine and its libraries")
     facts = gather_facts(store)
     findings = examine(facts)
     if model is not None:

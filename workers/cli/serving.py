@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 
+from csattn.artifact.find import require_place_for_store
 from csattn.errors import ConfigError
 from csattn.selector_names import SELECTOR_NAMES
 from csattn.signals import ending_signals
@@ -66,6 +67,7 @@ def _require_packages(names: Sequence[str]) -> None:
 def _with_absolute_paths(settings: Settings) -> Settings:
     """Make paths absolute, so that they hold in every process, and make the store's directory."""
     path = settings.store.path.absolute()
+    require_place_for_store(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -21,7 +21,7 @@ from csattn.artifact import (
     unfinished_builds,
     verify_artifact,
 )
-from csattn.artifact.find import is_artifact_id, store_entries
+from csattn.artifact.find import is_artifact_id, require_place_for_store, store_entries
 from csattn.artifact.layout import MANIFEST_FILE
 from csattn.artifact.manifest import NOT_ROUNDED
 from csattn.config import IndexConfig, SketchConfig
@@ -202,6 +202,7 @@ def require_store(place: Path) -> None:
         raise ArtifactNotFoundError(f"{place} is a file, not a store; give a directory with --store")
     if not place.is_dir():
         raise ArtifactNotFoundError(f"there is no store at {place}; `csattn build` makes one, --store names another")
+    require_place_for_store(place)
 
 
 def clean(store: Path | str, cache_bytes: int | None, with_kept: bool) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typer.main import get_command
 # typer brings its own copy of click in some versions; these are UsageError and ClickException in all of them
 UsageError: Any = typer.BadParameter.__mro__[1]
 ClickError: Any = typer.BadParameter.__mro__[2]
+_WANTED = {"float_parsing": "a number, such as 0.02", "int_parsing": "a whole number"}  # by pydantic's types of errors
+_MAX_SHOWN = 60  # characters of a value
 
 
 def sentence_of(error: Any, app: typer.Typer) -> str:
@@ -16,7 +18,7 @@ def sentence_of(error: Any, app: typer.Typer) -> str:
     was printed."""
     verbs = _verbs_with(app, error.option_name) if type(error).__name__ == "NoSuchOption" else []
     if not verbs:
-        told: str = error.format_message()
+        told = _message(error)
         if not told or "; " in told:  # our own messages, which say what to do, after typer's name for them
             return told.replace("Value error, ", "")
         asked = f"`{error.ctx.command_path} --help`" if getattr(error, "ctx", None) else "`--help`"
@@ -24,6 +26,19 @@ def sentence_of(error: Any, app: typer.Typer) -> str:
     *others, last = verbs
     whose = f"{', '.join(others)} and {last}" if others else last
     return f"{error.option_name} belongs to {whose}; `{error.ctx.command_path} --help` lists the options that it takes"
+
+
+def _message(error: Any) -> str:
+    """Return a ClickError's message with the value that came, which newer versions of typer leave out."""
+    told: str = error.format_message()
+    find_faults = getattr(error.__cause__, "errors", None)  # of pydantic's error, which the message repeats
+    if find_faults is None:
+        return told
+    fault = find_faults()[0]
+    if fault["type"] == "value_error":  # our own words
+        return told
+    wanted = _WANTED.get(fault["type"], fault["msg"].replace("Input should be", "a number"))
+    return told.replace(fault["msg"], f"got {str(fault['input'])[:_MAX_SHOWN]!r}, wanted {wanted}")
 
 
 def _verbs_with(app: typer.Typer, option: str) -> list[str]:

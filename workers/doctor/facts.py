@@ -5,8 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
@@ -17,6 +18,7 @@ from csattn.cpus import available_cpus
 IMPORTS = ("faiss", "cupy", "triton", "ray")
 _FAMILIES = ("faiss", "cupy", "torch", "triton", "numba", "ray", "csattn")
 _PROBE_TIMEOUT_S = 120.0
+_running: set[subprocess.Popen[str]] = set()  # probes
 
 Answer = Mapping[str, Any]  # of a probe; {"error": sentence} if it failed
 
@@ -53,7 +55,7 @@ def gather_facts(store: Path) -> Facts:
     wanted = [("torch", "torch"), ("numba", "numba"), ("memory", "memory"), ("store", "store", str(store))]
     wanted += [("kept", "kept", str(store))]
     wanted += [(name, "import", name) for name in IMPORTS]
-    with ThreadPoolExecutor(min(4, available_cpus())) as pool:
+    with ThreadPoolExecutor(min(4, available_cpus())) as pool, _ended_probes(pool):
         answers = {name: pool.submit(ask, *probe) for name, *probe in wanted}
         return Facts(
             python=sys.version_info[:2],
@@ -68,22 +70,38 @@ def gather_facts(store: Path) -> Facts:
         )
 
 
+@contextmanager
+def _ended_probes(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """If the block is interrupted, begin no more probes and end those that run: the pool would wait for all."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in tuple(_running):
+            process.kill()
+        raise
+
+
 def ask(probe: str, *arguments: str, timeout_s: float = _PROBE_TIMEOUT_S) -> Answer:
     """Run a probe in its own process; return its answer, or why it failed."""
     command = [sys.executable, "-P", "-m", "workers.doctor.probes", probe, *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", env=environment, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {timeout_s:g} s"}
-    if done.returncode < 0:
-        return {"error": f"the process was killed by signal {-done.returncode}"}
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return {"error": lines[-1][:300] if lines else f"exit code {done.returncode}"}
-    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]  # libraries print other lines
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace", env=environment) as process:
+        _running.add(process)
+        try:
+            printed, complaints = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return {"error": f"no answer within {timeout_s:g} s"}
+        finally:
+            _running.discard(process)
+    if process.returncode < 0:
+        return {"error": f"the process was killed by signal {-process.returncode}"}
+    if process.returncode:
+        lines = complaints.strip().splitlines()
+        return {"error": lines[-1][:300] if lines else f"exit code {process.returncode}"}
+    answers = [line for line in printed.splitlines() if line.startswith("{")]  # libraries print other lines
     answer: Answer = json.loads(answers[-1]) if answers else {"error": "the process ended without an answer"}
     return answer
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from csattn.artifact import find_artifact, open_artifact
 from csattn.artifact.durable import store_errors, write_bytes
 from csattn.errors import ArtifactError, ConfigError
+from csattn.plain_text import as_read
 from workers.serving.build_queue import Build, BuildQueue
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
@@ -115,6 +116,7 @@ class Contexts:
         ContextExistsError if the name has another text.
         """
         require_name(name)
+        text = as_read(text)  # a text has one digest, whatever its line ends
         if not text.strip():
             raise BadRequestError("the context's text is empty; give some text", "text")
         data = text.encode()
@@ -162,8 +164,9 @@ class Contexts:
             and known.artifact_id is not None
             and self._examine(self._store / known.artifact_id).is_lost
         )
-        if known is None or known.state == "failed" or is_gone:
-            self._texts.require(text)
+        if known is not None and known.state != "failed" and not is_gone:
+            return known  # nothing to write: the store may be read-only
+        self._texts.require(text)
 
         def edit(records: dict[str, Record]) -> Record:
             known = records.get(name)
@@ -190,16 +193,21 @@ class Contexts:
             raise
 
     def _require_same(self, known: Record, text: str, digest: str) -> None:
-        if known.text_sha256 is not None or known.artifact_id is None:
-            is_same = known.text_sha256 == digest
-        elif self._examine(self._store / known.artifact_id).is_lost:
+        if known.text_sha256 == digest:
+            return
+        artifact_path = None if known.artifact_id is None else self._store / known.artifact_id
+        is_lost = artifact_path is not None and self._examine(artifact_path).is_lost
+        if is_lost and known.text_sha256 is None:
             raise ContextExistsError(
                 f"the artifact {known.artifact_id} that is named {known.name!r} is missing or damaged, so its text is "
                 "unknown; delete it first, or choose another name",
                 "name",
             )
-        else:
-            with open_artifact(self._store / known.artifact_id) as artifact:
+        is_same = False
+        if artifact_path is not None and not is_lost:
+            with open_artifact(
+                artifact_path
+            ) as artifact:  # texts that differ in space around them have the same tokens
                 is_same = self._texts.is_of(artifact, text)
         if not is_same:
             raise ContextExistsError(

@@ -1,6 +1,7 @@
 """Hostile and unlucky clients, over raw sockets, are refused in OpenAI's format, in time, and with short replies."""
 
 import errno
+import gzip
 import json
 import os
 import signal
@@ -135,6 +136,15 @@ def test_unknown_paths_and_methods_return_404_or_405(service: Running, method: s
     assert ("allow" in reply.headers) == (status == 405)
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"), [("/v1/contexts", "GET, HEAD, POST"), ("/v1/contexts/handbook", "DELETE, GET, HEAD")]
+)
+def test_a_refused_method_is_told_all_methods_of_its_address(service: Running, path: str, methods: str) -> None:
+    reply = httpx2.patch(service.url + path, headers=AUTH)
+    assert reply.headers["allow"] == methods
+    assert reply.json()["error"]["message"] == f"this address does not support PATCH; wanted {methods}"
+
+
 def test_a_path_without_v1_is_refused_with_a_hint(service: Running) -> None:
     reply = httpx2.post(f"{service.url}/chat/completions", headers=AUTH, json={})
     assert 'nothing at "/chat/completions"; OpenAI\'s API is below /v1' in reply.json()["error"]["message"]
@@ -174,6 +184,13 @@ def test_invalid_bodies_and_content_types_return_400_404_or_415(
     service: Running, content: bytes, kind: str, status: int
 ) -> None:
     assert post(service, content=content, headers={**AUTH, "Content-Type": kind}).status_code == status
+
+
+def test_a_compressed_body_returns_415_with_the_reason(service: Running) -> None:
+    headers = {**AUTH, "Content-Type": "application/json", "Content-Encoding": "gzip"}
+    reply = post(service, content=gzip.compress(b"{}"), headers=headers)
+    assert reply.status_code == 415
+    assert 'Content-Encoding is "gzip": compressed bodies are not read' in reply.json()["error"]["message"]
 
 
 def test_a_large_body_returns_413_without_being_read(service: Running) -> None:

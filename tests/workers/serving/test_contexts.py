@@ -74,7 +74,7 @@ def test_a_registered_text_is_built_and_survives_a_service_restart(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "workers")
-    loaded, settings, text = load_model(str(place / "model")), settings_of(place), text_of("otter")
+    loaded, settings, text = load_model(str(place / "model")), settings_of(place), text_of("otter") + "\nDo not.\n"
 
     async def first() -> tuple[str, list[ContextInfo]]:
         async with LocalBackend(FullEngine(loaded), loaded, settings) as backend:
@@ -82,7 +82,8 @@ def test_a_registered_text_is_built_and_survives_a_service_restart(
             assert (info.state, info.progress) == ("building", 0.0)
             with pytest.raises(ContextNotReadyError, match="being built"):
                 await answer(backend, ask("otter"))
-            assert (await backend.register("otter", text)).created_at == info.created_at
+            for same_text in (text, "\ufeff" + text, text.replace("\n", "\r\n")):
+                assert (await backend.register("otter", same_text)).created_at == info.created_at
             with pytest.raises(ContextExistsError, match="another text"):
                 await backend.register("otter", text + "!")
             told = {next(iter(await backend.contexts())).progress}
@@ -91,8 +92,9 @@ def test_a_registered_text_is_built_and_survives_a_service_restart(
                 await asyncio.sleep(0.005)
             assert now.state == "ready" and now.progress == 1.0 and now.num_tokens
             assert sorted(told)[0] == 0.0 and len(told) > 1, "progress was told"
-            same = await backend.register("otter", text)
-            assert same.artifact_id == now.artifact_id
+            for same_text in (text, "\ufeff" + text, text.replace("\n", "\r\n"), f"\n{text}\n"):
+                same = await backend.register("otter", same_text)
+                assert same.artifact_id == now.artifact_id
             await backend.register("mink", text)
             while "building" in {info.state for info in await backend.contexts()}:
                 await asyncio.sleep(0.01)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from csattn.errors import StoreFullError
+from csattn.errors import ArtifactError, StoreFullError
 from tests.tiny import loaded
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
@@ -110,6 +110,27 @@ def test_an_unwritable_store_is_logged_at_startup(
     monkeypatch.setattr(local.os, "access", lambda *_: False)  # root may write what the mode forbids
     [line] = asyncio.run(lines())
     assert line.startswith(f"{tmp_path / 'store'} cannot be written: nothing can be registered")
+
+
+def test_a_context_that_is_there_is_registered_again_without_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients register their contexts whenever they start, also with a service whose store is read-only."""
+    artifact_id = build(store := tmp_path / "store", text_of("heron"))
+    name_artifact(store, "heron", artifact_id, "float32")
+
+    def is_read_only(self: Any, edit: Any) -> None:
+        raise ArtifactError("cannot lock the store") from OSError(errno.EROFS, "Read-only file system")
+
+    async def main() -> None:
+        async with LocalBackend(FullEngine(loaded()), loaded(), settings_of(tmp_path)) as backend:
+            again = await backend.register("heron", text_of("heron"))
+            assert (again.state, again.artifact_id) == ("ready", artifact_id)
+            with pytest.raises(StorageUnavailableError):
+                await backend.register("stork", text_of("stork"))
+
+    monkeypatch.setattr(context_file.ContextFile, "change", is_read_only)
+    asyncio.run(main())
 
 
 def test_a_failed_build_on_a_full_disk_is_reported_though_unrecorded(

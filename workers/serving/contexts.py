@@ -205,10 +205,8 @@ class Contexts:
             )
         is_same = False
         if artifact_path is not None and not is_lost:
-            with open_artifact(
-                artifact_path
-            ) as artifact:  # texts that differ in space around them have the same tokens
-                is_same = self._texts.is_of(artifact, text)
+            with open_artifact(artifact_path) as artifact:
+                is_same = self._texts.is_of(artifact, text)  # texts that differ in space around them have equal tokens
         if not is_same:
             raise ContextExistsError(
                 f"the context {known.name!r} has another text; delete it first, or choose another name", "name"

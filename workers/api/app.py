@@ -205,6 +205,8 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     path, advice = quoted(request.url.path), "workers/api/README.md lists the addresses"
     if not request.url.path.startswith("/v1/"):
         advice = "OpenAI's API is below /v1, with which a client's base_url must end"
+    elif request.url.path.startswith("/v1/v1/"):
+        advice = "a client's base_url ends with /v1 once"
     what = f"there is nothing at {path}; {advice}"
     return error_reply(HttpError(error.status_code, "not_found", what))
 

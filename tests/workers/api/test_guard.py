@@ -145,9 +145,16 @@ def test_a_refused_method_is_told_all_methods_of_its_address(service: Running, p
     assert reply.json()["error"]["message"] == f"this address does not support PATCH; wanted {methods}"
 
 
-def test_a_path_without_v1_is_refused_with_a_hint(service: Running) -> None:
-    reply = httpx2.post(f"{service.url}/chat/completions", headers=AUTH, json={})
-    assert 'nothing at "/chat/completions"; OpenAI\'s API is below /v1' in reply.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "OpenAI's API is below /v1"),
+        ("/v1/v1/chat/completions", "a client's base_url ends with /v1 once"),
+    ],
+)
+def test_a_path_with_the_wrong_beginning_is_refused_with_a_hint(service: Running, path: str, hint: str) -> None:
+    reply = httpx2.post(service.url + path, headers=AUTH, json={})
+    assert f'nothing at "{path}"; {hint}' in reply.json()["error"]["message"]
 
 
 def test_x_request_id_is_echoed_or_replaced_if_invalid(service: Running) -> None:

@@ -21,6 +21,7 @@ from index_build import batch, tasks
 from tests.artifact.faults import reseal
 from tests.tiny import byte_tokenizer, save
 from workers.cli import building, main, terminal
+from workers.serving.context_file import FILE_NAME, ContextFile, Record
 
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
@@ -434,6 +435,22 @@ def test_terminal_escapes_from_an_artifact_are_not_printed(capsys, artifact: Pat
     (path / "\x1b[31m").touch()
     shown = in_process("verify", path, capsys=capsys)
     assert "does not belong" in shown.stderr and "\x1b" not in shown.stderr
+
+
+def test_ls_shows_the_names_of_registered_contexts(capsys, artifact: Path) -> None:
+    store, contexts = artifact.parent, artifact.parent / FILE_NAME
+    try:
+        record = Record(name="handbook", created_at=1.0, artifact_id=artifact.name)
+        ContextFile(store).change(lambda records: records.update(handbook=record))
+        listed = last_line(shown := in_process("ls", "--store", store, "--json", capsys=capsys))
+        assert {of["artifact"]: of["names"] for of in listed["artifacts"]}[artifact.name] == ["handbook"]
+        assert "handbook" in shown.stdout.partition("{")[0]
+        contexts.write_text("{")
+        listed = last_line(shown := in_process("ls", "--store", store, "--json", capsys=capsys))
+        assert artifact.name in {of["artifact"] for of in listed["artifacts"]}
+        assert "names of contexts cannot be read" in shown.stderr
+    finally:
+        contexts.unlink(missing_ok=True)
 
 
 def test_ls_and_inspect_report_the_quantization_of_an_artifacts_weights(

@@ -1,6 +1,7 @@
 """`csattn inspect`, `verify`, `ls` and `gc`: show, check and clean what is in a store."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from csattn.artifact.find import is_artifact_id, require_place_for_store, store_
 from csattn.artifact.layout import MANIFEST_FILE
 from csattn.artifact.manifest import NOT_ROUNDED
 from csattn.config import IndexConfig, SketchConfig
-from csattn.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError, ConfigError
+from csattn.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError, ConfigError, CsattnError
 from workers.cli.terminal import counting, err, out, table
+from workers.serving.context_file import ContextFile
 from workers.serving.kept_store import DIRECTORY, KeptFiles, kept_files, remove_kept
 from workers.words import counted, size
 
@@ -127,7 +129,7 @@ def _verify_store(store: Path, names: list[str]) -> dict[str, Any]:
 
 def listing(store: Path | str) -> dict[str, Any]:
     """List a store's artifacts, builds and kept files, and return the command's JSON object."""
-    kept = KeptFiles(0, 0, 0)
+    kept, names = KeptFiles(0, 0, 0), dict[str, list[str]]()
     if (remote := remote_store(store)) is not None:
         manifests, faults = remote.manifests()
         found = [ArtifactSummary.of(f"{remote.url}/{name}", one) for name, one in manifests.items()]
@@ -137,9 +139,9 @@ def listing(store: Path | str) -> dict[str, Any]:
         unfinished = [work for work in unfinished_builds(Path(store)) if work.is_dir()]
         found, broken = scan_store(Path(store))
         faults = {path.name: error for path, error in broken.items()}
-        kept = kept_files(Path(store))
+        kept, names = kept_files(Path(store)), _registered(Path(store))
     building = [work for work in unfinished if is_being_built(work)]
-    out.print(_artifact_table(store, found))
+    out.print(_artifact_table(store, found, names))
     if kept.num_bytes:
         out.print(f"{_describe_kept(store, kept)}; `csattn gc --kept` removes it", soft_wrap=True)
     for name, error in faults.items():
@@ -162,6 +164,7 @@ def listing(store: Path | str) -> dict[str, Any]:
                 "weights": of.weights,
                 "size_bytes": of.size_bytes,
                 "source": of.source,
+                "names": names.get(of.artifact_id, []),
             }
             for of in found
         ],
@@ -172,7 +175,19 @@ def listing(store: Path | str) -> dict[str, Any]:
     }
 
 
-def _artifact_table(store: Path | str, found: Sequence[ArtifactSummary]) -> Table:
+def _registered(store: Path) -> dict[str, list[str]]:
+    """Return the names under which services know contexts, by artifact. If they cannot be read, says so."""
+    names = defaultdict[str, list[str]](list)
+    try:
+        for record in ContextFile(store).read().values():
+            if record.artifact_id is not None:
+                names[record.artifact_id].append(record.name)
+    except CsattnError as error:
+        err.print(f"the names of contexts cannot be read: {error}", soft_wrap=True)
+    return names
+
+
+def _artifact_table(store: Path | str, found: Sequence[ArtifactSummary], names: Mapping[str, list[str]]) -> Table:
     rows = [
         [
             of.artifact_id,
@@ -181,11 +196,11 @@ def _artifact_table(store: Path | str, found: Sequence[ArtifactSummary]) -> Tabl
             str(of.context_len),
             of.layout,
             size(of.size_bytes),
-            of.source or "",
+            ", ".join(names.get(of.artifact_id, ())) or of.source or "",
         ]
         for of in found
     ]
-    columns = ["artifact", "model", "dtype", "tokens", "index", "size", "source"]
+    columns = ["artifact", "model", "dtype", "tokens", "index", "size", "name or source" if names else "source"]
     shown = table(f"{counted(len(rows), 'artifact')} in {store}", columns, rows)
     shown.columns[0].no_wrap = True  # users copy ids
     return shown

@@ -15,8 +15,8 @@ tokens are replaced by the answers of the model above: so the speed is the shape
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,16 +76,7 @@ def main() -> None:
     loaded, cases = load_model(args.model, dtype=args.dtype, weights=args.weights), list[dict[str, Any]]()
     options: dict[str, Any] = {"max_requests": 1, "num_threads": args.threads}
     with ExitStack() as stack:
-        timed: StepEngine | None = None  # of the shape
-        if args.shape:
-            device = "cpu" if args.placement == "cpu" else "cuda"
-            store = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            shaped = random_model(args.shape, args.layers, device, byte_tokenizer())
-            ids = np.resize(np.frombuffer(TEXT.read_bytes(), np.uint8), args.context_len).astype(np.int32)
-            long = stack.enter_context(open_artifact(build_artifact(shaped, ids, preset("default"), store).path))
-            shaped_options = {**options, "placement": args.placement, "tail_capacity": 4096}
-            opened = open_engine(shaped, long, SearchConfig(), **shaped_options)
-            timed = stack.enter_context(opened)  # type: ignore[assignment]
+        timed = stack.enter_context(_engine_of_shape(args, options)) if args.shape else None
         for name in args.texts:
             text = find_text(name)
             built = build_context(loaded, text.content()[: args.chars], args.store)
@@ -125,6 +116,20 @@ def main() -> None:
         "cases": cases,
     }
     finish(report, args.json)
+
+
+@contextmanager
+def _engine_of_shape(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[StepEngine]:
+    """Open an engine of the shape's model, with random weights, over a context of that length."""
+    model = random_model(args.shape, args.layers, "cpu" if args.placement == "cpu" else "cuda", byte_tokenizer())
+    ids = np.resize(np.frombuffer(TEXT.read_bytes(), np.uint8), args.context_len).astype(np.int32)
+    where = {"placement": args.placement, "tail_capacity": 4096}
+    with (
+        tempfile.TemporaryDirectory() as store,
+        open_artifact(build_artifact(model, ids, preset("default"), Path(store)).path) as artifact,
+        open_engine(model, artifact, SearchConfig(), **options, **where) as engine,
+    ):
+        yield engine
 
 
 def _answers(

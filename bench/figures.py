@@ -35,6 +35,7 @@ from bench.step_figures import (
     case,
     draft_speeds,
     drafts,
+    extract_speed,
     few_bits,
     full,
     latents,
@@ -121,7 +122,7 @@ def on_a_cpu() -> str:
         f"({kl['int4']:.2f}); llama.cpp (Q4_K_M) takes {ms['llama.cpp']:.0f} "
         "([more](docs/compare.md#llamacpp-on-a-cpu)). Tokens that an answer repeats from the document are guessed, and "
         f"verified together: the same answers, [{draft_speeds()}](docs/use.md#answers-that-repeat-their-context) as "
-        "fast."
+        f"fast, and {extract_speed()} in JSON of a schema (SmolLM2-135M)."
     )
 
 

@@ -204,6 +204,11 @@ def drafts() -> list[str]:
     return [*lines, _extracted()]
 
 
+def extract_speed() -> str:
+    """Return how many times as fast answers in JSON of a schema are with drafts."""
+    return f"{json.loads((RESULTS / 'extract.json').read_text())['x']:.1f} ×"
+
+
 def _extracted() -> str:
     """Return the row of answers in JSON of a schema."""
     result = json.loads((RESULTS / "extract.json").read_text())

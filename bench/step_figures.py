@@ -195,13 +195,18 @@ def drafts() -> list[str]:
     ]
     for name, title in DRAFTS.items():
         result = json.loads((RESULTS / name).read_text())
-        most = max(result["x"], key=int)
+        most = _most(result)
         of = [case for case in result["cases"] if str(case["draft_tokens"]) == most]
         times = [case["x"] for case in of]
         whole = f"{len(of)}, {sum(case['tokens'] for case in of):,}"
         figures = f"{result['tokens_a_step'][most]:.2f} | {result['x'][most]:.2f}"
         lines.append(f"| {title} | {whole} | {figures} | {min(times):.2f}, {max(times):.2f} |")
     return [*lines, _extracted()]
+
+
+def _most(result: Case) -> str:
+    """Return the greatest length of drafts that was measured."""
+    return max(result["x"], key=int)
 
 
 def extract_speed() -> str:
@@ -221,8 +226,8 @@ def _extracted() -> str:
 def draft_speeds() -> str:
     """Return how many times as fast answers are with drafts on a CPU, from the least model to the best."""
     on_cpu = [name for name, title in DRAFTS.items() if title.endswith("CPU cores")]
-    of_files = (json.loads((RESULTS / name).read_text())["x"] for name in on_cpu)
-    times = [x[max(x, key=int)] for x in of_files]
+    results = [json.loads((RESULTS / name).read_text()) for name in on_cpu]
+    times = [result["x"][_most(result)] for result in results]
     return f"{min(times):.1f} to {max(times):.1f} ×"
 
 

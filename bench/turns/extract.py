@@ -19,7 +19,7 @@ from bench.turns.service import Service, ask, serving, user
 from workers.serving.drafts import MAX_DRAFT
 
 
-def _texts(most: int) -> dict[str, Any]:
+def _text(most: int) -> dict[str, Any]:
     return {"type": "string", "maxLength": most}
 
 
@@ -33,18 +33,18 @@ def _object(**properties: dict[str, Any]) -> dict[str, Any]:
 
 
 PERSON = _object(
-    full_name=_texts(40),
-    profession=_texts(40),
+    full_name=_text(40),
+    profession=_text(40),
     is_mentioned_often={"type": "boolean"},
-    quotation_about_the_person=_texts(120),
+    quotation_about_the_person=_text(120),
 )
 QUESTIONS = {
     "Which people occur?": _object(people={"type": "array", "items": PERSON, "minItems": 2, "maxItems": 3}),
     "Summarize.": _object(
-        title=_texts(60),
-        summary_in_one_sentence=_texts(200),
-        main_points={"type": "array", "items": _texts(80), "minItems": 3, "maxItems": 4},
-        quotation=_texts(160),
+        title=_text(60),
+        summary_in_one_sentence=_text(200),
+        main_points={"type": "array", "items": _text(80), "minItems": 3, "maxItems": 4},
+        quotation=_text(160),
     ),
 }
 

@@ -72,7 +72,9 @@ def serving(store: Path, *settings: str, model: Path | None = None) -> Iterator[
                 process.wait()
                 errors.seek(0)
                 said = [*errors.read().splitlines(), *([ready["error"]["message"]] if ready else [])]
-                raise RuntimeError(f"the service ended with {process.returncode} before it was ready: {said[-1:]}")
+                raise RuntimeError(
+                    f"the service ended with {process.returncode} before it was ready: {''.join(said[-1:])}"
+                )
             yield Service(process, ready["url"], MODEL if model is None else model.name)
         finally:
             if process.poll() is None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
@@ -151,11 +151,10 @@ class Grammar:
         text = [*takewhile(lambda x: x < self._num_embedded and x not in self._stop_ids, token_ids)]
         return text[: self._matcher.validate_tokens(text)]
 
-    def after(self, token_ids: Sequence[int]) -> "Grammar":
-        """Return this grammar as it will be after these tokens, which have to be possible."""
+    def after(self, token_id: int) -> "Grammar":
+        """Return this grammar as it will be after a token, which has to be possible."""
         ahead = Grammar(self._matcher.deep_copy(), *self._more)
-        for token_id in token_ids:
-            ahead.accept(token_id)
+        ahead.accept(token_id)
         return ahead
 
     def accept(self, token_id: int) -> None:

@@ -99,18 +99,29 @@ class Request:
         draft = self.drafts.propose(self.token_ids, self.max_new_tokens - len(self.token_ids) - 1, forced)
         return draft if self.grammar is None else self.grammar.possible(draft)
 
-    def draw_spec(self, stop_ids: Set[int], guessed: Sequence[int] = ()) -> DrawSpec | None:
-        """Return how to sample the next token; None: take the argmax. stop_ids: the model's end-of-turn tokens.
+    def draw_spec(self, stop_ids: Set[int]) -> DrawSpec | None:
+        """Return how to sample the next token; None: take the argmax. stop_ids: the model's end-of-turn tokens."""
+        (spec,) = self.draw_specs(stop_ids, ())
+        return spec
 
-        guessed: of `draft`, for a request without penalties: tokens that will come before it.
+    def draw_specs(self, stop_ids: Set[int], draft: Sequence[int]) -> list[DrawSpec | None]:
+        """Return `draw_spec`, and how to sample the tokens that follow each token of a draft.
+
+        draft: of `draft`; empty for a request with penalties.
         """
-        assert not guessed or not self.has_penalties, "tokens that are guessed are not counted"
-        position = len(self.token_ids) + len(guessed)
+        assert not draft or not self.has_penalties, "guessed tokens are not counted"
+        specs, grammar = list[DrawSpec | None](), self.grammar
+        for num_guessed in range(len(draft) + 1):
+            if grammar is not None and num_guessed:
+                grammar = grammar.after(draft[num_guessed - 1])
+            specs.append(self._draw_spec_at(len(self.token_ids) + num_guessed, stop_ids, grammar))
+        return specs
+
+    def _draw_spec_at(self, position: int, stop_ids: Set[int], grammar: Grammar | None) -> DrawSpec | None:
         if not self._is_drawn(position):
             return None
         ends, allowed = self._early_ends(stop_ids, position), None
-        if self.grammar is not None:
-            grammar = self.grammar.after(guessed) if guessed else self.grammar
+        if grammar is not None:
             ends, allowed = frozenset(), partial(self._allowed, grammar, ends)
         of_answer = self.token_ids, self.in_prompt
         return draw_spec(self.sampling, self.seed, position, *of_answer, ends, allowed, self.counted)

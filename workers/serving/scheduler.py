@@ -212,13 +212,12 @@ class Scheduler:
             assert request.request_slot is not None, "a request without a request slot was planned"
             *others, last = request.next_inputs(num_rows)
             rows += [StepRow(request.request_slot, token_id, wants_token=request.scores_prompt) for token_id in others]
-            draw = self._draw_spec(request) if gives and not request.scores_prompt else None
+            draft = drafts.get(request, [])
+            draw, *of_draft = self._draw_specs(request, draft) if gives and not request.scores_prompt else [None]
             rows.append(StepRow(request.request_slot, last, wants_token=request.scores_prompt or gives, draw=draw))
             last_rows.append(len(rows) - 1)
-            draft = drafts.get(request, [])
             request.num_drafted += len(draft)
-            for n, token_id in enumerate(draft, 1):
-                how = self._draw_spec(request, draft[:n])
+            for token_id, how in zip(draft, of_draft, strict=True):
                 rows.append(StepRow(request.request_slot, token_id, is_draft=True, draw=how))
             want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives and draw is None)
             if gives and request.grammar is not None and draw is None:
@@ -293,15 +292,16 @@ class Scheduler:
                 assert request.request_slot is not None
                 self._engine.drop_rows(request.request_slot, len(draft) - num_right[request])
 
-    def _draw_spec(self, request: Request, guessed: Sequence[int] = ()) -> DrawSpec | None:
-        """`Request.draw_spec`, for an engine that draws; None also if it raises. `_choose` then meets the error and
+    def _draw_specs(self, request: Request, draft: Sequence[int]) -> list[DrawSpec | None]:
+        """`Request.draw_specs`, for an engine that draws; None also if it raises. `_choose` then meets the error and
         ends this request alone."""
+        none: list[DrawSpec | None] = [None] * (len(draft) + 1)
         if not self._engine.draws:
-            return None
+            return none
         try:
-            return request.draw_spec(self._stop_ids, guessed)
+            return request.draw_specs(self._stop_ids, draft)
         except Exception:
-            return None
+            return none
 
     def _keep(self, request: Request) -> None:
         """Keep the blocks of the request's rows that have become complete. A failure does not end the request."""

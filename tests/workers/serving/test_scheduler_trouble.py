@@ -132,7 +132,7 @@ def test_a_failed_step_fails_its_requests_and_no_other(built: Path) -> None:
         ({}, "take", False),
         ({"temperature": 0.8}, "choose", False),
         ({"temperature": 0.8}, "take", True),
-        ({"temperature": 0.8}, "draw_spec", True),
+        ({"temperature": 0.8}, "draw_specs", True),
         ({"temperature": 0.8}, "draw_spec", False),
     ],
 )

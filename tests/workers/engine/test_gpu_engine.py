@@ -14,9 +14,6 @@ import torch
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError, CsattnError
-from csattn.models.loader import wrap_model
-from csattn.models.quantized_model import round_weights
-from csattn.models.quantized_weight import rounding_named
 from csattn.selector_names import SelectorName
 from index_build.pipeline import build_artifact
 from offload.budget import AvailableMemory, MemoryPlan
@@ -26,14 +23,13 @@ from offload.pinned import PinnedRows
 from offload.slot_cache import max_slots
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
-from tests.tiny import byte_tokenizer, loaded, make_model, token_ids
+from tests.tiny import loaded, token_ids
 from tests.workers.engine.emulated_engine import emulate, ignore
-from tests.workers.engine.talks import Talk, alone, assert_same, next_ids_beside_nan, reading_of, with_drafts
+from tests.workers.engine.talks import next_ids_beside_nan
 from workers.engine import GpuEngine, lossy_keys
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.gpu import engine as gpu_engine
 from workers.engine.gpu import placed_model, step_model
-from workers.engine.gpu.engine import GPU_SELECTORS
 from workers.engine.gpu.memory import PLACEMENTS, plan_context, plan_memory
 from workers.engine.gpu.on_device import SearchOnDevice
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -479,52 +475,6 @@ def test_a_session_on_a_gpu_generates_what_it_does_on_the_cpu(artifacts, placeme
                 with pytest.raises(ConfigError, match="leave out the observer"):
                     session.request(print)
     assert said[0] == said[1]
-
-
-@pytest.mark.parametrize(
-    ("placement", "selector"),
-    [
-        ("hybrid", "csattn"),
-        *(
-            pytest.param(placement, selector, marks=pytest.mark.gpu)
-            for placement in PLACEMENTS
-            for selector in (*GPU_SELECTORS[:2], *(["exact"] if placement == "device" else []))
-        ),
-    ],
-)
-def test_drafts_change_no_token(artifacts, placement, selector, rng) -> None:
-    options = {"batch_sizes": (1, 8, 16), "tail_capacity": 256} if DEVICE.type != "cpu" else {}
-    with make_engine(placement, selector=selector, **options) as engine:
-        engine.add_context(0, artifacts[0])
-        assert engine.drops_rows(artifacts[0], CONFIG, selector)
-        want = alone(engine, Talk(0, CONFIG, selector, QUESTIONS[0], 9 if DEVICE.type == "cpu" else 200))
-        got, reading = with_drafts(engine, want, rng)
-        assert reading == reading_of(engine, want)
-    assert got.tokens == want.tokens
-    if DEVICE.type != "cpu":  # there, PyTorch's products depend on the number of rows
-        assert_same(got, want)
-
-
-def test_rows_of_some_models_and_schedules_cannot_be_drafts(artifacts) -> None:
-    """What a step leaves behind depends on them, or the last bits of a row on the number of rows."""
-    with make_engine("hybrid") as engine:
-        assert not engine.drops_rows(artifacts[0], replace(CONFIG, search_period=2), "csattn")
-    for family in ("qwen3_next", "deepseek_v3", "deepseek_v4"):
-        with GpuEngine(
-            wrap_model(make_model(family), byte_tokenizer(), family), CONFIG, "device", device=DEVICE
-        ) as engine:
-            assert not engine.drops_rows(None, CONFIG, "csattn")
-
-
-@pytest.mark.parametrize(("rounding", "num_rows"), [(None, 16), ("fp8", 8), ("int4", 8)])
-def test_steps_of_quantized_weights_have_the_same_bits_up_to_eight_rows(rounding, num_rows) -> None:
-    model = wrap_model(make_model(head_dim=64).bfloat16(), byte_tokenizer(), "model")
-    if rounding is not None:
-        round_weights(model.model, rounding_named(rounding))
-    with GpuEngine(model, CONFIG, "device", batch_sizes=(1, 64), tail_capacity=64, device=DEVICE) as engine:
-        assert engine.alike_rows == num_rows
-    with GpuEngine(model, CONFIG, "device", batch_sizes=(1, 4), tail_capacity=64, device=DEVICE) as engine:
-        assert engine.alike_rows == 4
 
 
 @pytest.mark.parametrize("selector", ["csattn", "full"])

@@ -69,7 +69,6 @@ def main() -> None:
                 cases.append({"placement": placement, **case})
                 print(cases[-1], flush=True)
             torch.cuda.empty_cache()
-    name = torch.cuda.get_device_name() if device == "cuda" else None
     num_layers = loaded.geometry.num_layers
     facts = {
         "shape": arguments.shape,
@@ -77,7 +76,7 @@ def main() -> None:
         "context_len": arguments.context,
         "preset": arguments.preset,
     }
-    finish({"name": "concurrency", "machine": {**machine(), "gpu": name}, **facts, "cases": cases}, arguments.out)
+    finish({"name": "concurrency", "machine": machine(), **facts, "cases": cases}, arguments.out)
 
 
 def byte_tokenizer() -> Any:

@@ -28,7 +28,7 @@ from bench.accuracy.texts import find_text, named_texts, sha256_of
 from bench.build import TEXT, random_model
 from bench.concurrency import byte_tokenizer
 from bench.records import called
-from bench.timing import finish, gate, machine, numbers
+from bench.timing import finish, gate, numbers
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.cpus import available_cpus
@@ -105,7 +105,6 @@ def main() -> None:
         "weights": args.weights,
         "threads": args.threads,
         "placement": args.placement,
-        **({} if args.placement == "cpu" else {"machine": {**machine(), "gpu": torch.cuda.get_device_name()}}),
         **({"shape": args.shape} if args.shape else {}),
         "x": {most: round(seconds[0] / seconds[most], 2) for most in args.drafts},
         "least_x": {most: min(case["x"] for case in of_drafts[most]) for most in args.drafts},

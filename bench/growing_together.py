@@ -69,7 +69,6 @@ def main() -> None:
                 times_ms.append((time.perf_counter() - started) * 1e3)
                 gate(bool((result.next_ids >= 0).all()), "a row has no next token")
     report = {"bench": "growing_together", "machine": machine(), "model": loaded.name, "placement": arguments.placement}
-    report |= {"gpu": torch.cuda.get_device_name()} if on_gpu else {}
     report |= {"context_len": len(ids), "requests": arguments.requests, "segment_len": growth.segment_len}
     report |= {
         "before": _summary(times_ms[SETTLING : STEPS_AROUND - 1]),

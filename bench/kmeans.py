@@ -101,8 +101,6 @@ def main() -> None:
                 print(case, flush=True)
                 cases.append(case)
     header = {"bench": "kmeans", "shape": SHAPE, "machine": machine(), **faiss_version()}
-    if device.type == "cuda":
-        header["gpu"] = torch.cuda.get_device_name(device)
     finish({**header, "num_centroids": config.num_centroids, "cases": cases}, arguments.json)
 
 

@@ -4,7 +4,9 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -111,15 +113,23 @@ def _read(memory: NDArray[np.uint8], start: int, num_bytes: int) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Return facts about the machine and the run: versions, the command line, and the commit, which ends in -dirty if
-    the tree has changes."""
+    """Return facts about the machine and the run: its GPU if it has one, versions, the command line, and the commit,
+    which ends in -dirty if the tree has changes."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
     load_average = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    facts = {"cpu": model, "cpus": os.cpu_count(), "load_average": load_average, "python": platform.python_version()}
+    facts: dict[str, Any] = {
+        "cpu": model,
+        "cpus": os.cpu_count(),
+        "load_average": load_average,
+        "python": platform.python_version(),
+    }
+    if shutil.which("nvidia-smi"):  # it leaves CUDA alone, which a process that forks must not start
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", "0"]
+        facts["gpu"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     versions = {name: version(name) for name in ("numpy", "torch", "transformers")}
     command = shlex.join(["python", *sys.orig_argv[1:]])
     return {**facts, **versions, "csattn": __version__, "commit": commit(), "command": command}

@@ -12,7 +12,6 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import torch
 
 from bench.accuracy.answering import FULL, SET_UPS, Prompt, answer_all
 from bench.accuracy.contenders import Contender, find_contenders, shares
@@ -171,8 +170,6 @@ def _ask_all(arguments: argparse.Namespace) -> dict[str, Any]:
     _require_room(loaded, names, depths, arguments.lengths)
     header = {"bench": "tasks", "model": loaded.name, "machine": machine(), "dtype": arguments.dtype}
     header["depths"] = arguments.depths  # multikey hides a number at each, so with others it is another task
-    if loaded.device.type == "cuda":
-        header["gpu"] = torch.cuda.get_device_name(loaded.device)
     records = Records(arguments.json, header, KEY, fixed_fields=("dtype", "depths"))
     for length in arguments.lengths:
         for name in names:

@@ -1,6 +1,7 @@
 """How fast are answers in JSON of a schema, if the text that the schema fixes is guessed, and if it is not?
 
     python -m bench.turns.extract [--texts speech,dialogue,novel] [--chars 8000] [--rounds 2] [--json FILE]
+                                  [--set engine.placement=device]
 
 Each document is sent with two questions, to a service with drafts and to one without, in turns, so that other load on
 the machine affects both alike. Answers are greedy, from the model of the demo. `x` is how many times as fast the tokens
@@ -54,6 +55,9 @@ def main() -> None:
     parser.add_argument("--texts", type=named_texts, default=named_texts("speech,dialogue,novel"))
     parser.add_argument("--chars", type=int, default=8000, help="of a text that are a document")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--set", action="append", default=[], help="setting of both services, KEY=VALUE; may be repeated"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     cases = list[dict[str, Any]]()
@@ -61,7 +65,7 @@ def main() -> None:
         services = {}
         for most in (MAX_DRAFT, 0):
             store = Path(stack.enter_context(TemporaryDirectory()))
-            services[most] = stack.enter_context(serving(store, f"engine.draft_tokens={most}"))
+            services[most] = stack.enter_context(serving(store, *args.set, f"engine.draft_tokens={most}"))
         for number in range(args.rounds + 1):  # the first one builds contexts, and compiles
             for name in args.texts:
                 text = find_text(name)
@@ -77,6 +81,7 @@ def main() -> None:
     whole, with_drafts_s = (sum(case[of] for case in cases) for of in ("seconds", "seconds_with_drafts"))
     report = {
         "bench": "turns.extract",
+        "set": args.set,
         "tokens": tokens,
         "tokens_per_s": round(tokens / whole, 1),
         "tokens_per_s_with_drafts": round(tokens / with_drafts_s, 1),

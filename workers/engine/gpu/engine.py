@@ -70,7 +70,7 @@ from workers.model.runner import StepOutput
 from workers.searchers.step_searches import StepSearches
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
 
-BATCH_SIZES = (1, 8)  # for a single request: its decode steps, and its question eight tokens at a time
+BATCH_SIZES = (1, 8, 16)  # for a single request: its decode steps, those with drafts, and its question
 MAX_ROWS = 64  # of a step
 _MOST_THREADS = 8  # that compute the eigenvectors for a segment of own rows
 GPU_SELECTORS: tuple[SelectorName, ...] = ("csattn", "full", "exact")

@@ -3,9 +3,9 @@
     python -m bench.constrained_step [--batch 8] [--tokens 64] [--rounds 6] [--json FILE]
     python -m bench.constrained_step --model llama-3.1-8b --placement hybrid
 
-Tokens are greedy and sampled. Times are between tokens as a reader of the backend receives them: engine, masks,
-sampling and text. A model given by its shape has random weights and the demo model's tokenizer. Gate: every request of
-every round gets all of its tokens, and answers with a schema begin a list.
+Tokens are greedy and sampled. Times are between tokens as a reader of the backend receives them, from when all requests
+of the batch have begun: engine, masks, sampling and text. A model given by its shape has random weights and the demo
+model's tokenizer. Gate: every request of every round gets all of its tokens, and answers with a schema begin a list.
 """
 
 import argparse
@@ -83,16 +83,16 @@ def _settings(model: str, placement: str, batch: int, place: Path) -> Settings:
 async def _measure(
     backend: LocalBackend, batch: int, num_tokens: int, rounds: int
 ) -> dict[tuple[str, bool], list[float]]:
-    """Return each request's mean milliseconds per token, by ("greedy" or "drawn", whether it has a schema)."""
+    """Return each request's milliseconds per token, by ("greedy" or "drawn", whether it has a schema)."""
     times: dict[tuple[str, bool], list[float]] = {}
     async with backend:
         for number in range(rounds + 1):  # the first one warms up
             for drawing in ("greedy", "drawn"):
                 for has_schema in (False, True):
                     asks = [_ask(i, number, drawing, has_schema, num_tokens) for i in range(batch)]
-                    took = await asyncio.gather(*(_token_ms(backend, ask) for ask in asks))
+                    answers = await asyncio.gather(*(_tokens_at(backend, ask) for ask in asks))
                     if number:
-                        times.setdefault((drawing, has_schema), []).extend(took)
+                        times.setdefault((drawing, has_schema), []).extend(_token_ms(answers))
     return times
 
 
@@ -101,20 +101,37 @@ def _ask(index: int, number: int, drawing: str, has_schema: bool, num_tokens: in
     sampling = Sampling(max_new_tokens=num_tokens, temperature=temperature, seed=seed, ignore_eos=True)
     prompt = f"\n\nChapter {index}. A list of what was seen:\n"
     return Ask(
-        request_id=f"{index}", context=CONTEXT, prompt=prompt, sampling=sampling, schema=SCHEMA if has_schema else None
+        request_id=f"{index}",
+        context=CONTEXT,
+        prompt=prompt,
+        sampling=sampling,
+        schema=SCHEMA if has_schema else None,
+        reports_usage=True,
     )
 
 
-async def _token_ms(backend: LocalBackend, ask: Ask) -> float:
-    first_at, text = None, ""
+def _token_ms(answers: list[list[tuple[float, int]]]) -> list[float]:
+    """Return each answer's milliseconds per token, from when all have begun. answers: of `_tokens_at`."""
+    all_begun = max(pieces[0][0] for pieces in answers)
+    took = []
+    for pieces in answers:
+        (begun, num_before), *_, (ended, num_tokens) = [piece for piece in pieces if piece[0] >= all_begun]
+        took.append((ended - begun) * 1e3 / (num_tokens - num_before))
+    return took
+
+
+async def _tokens_at(backend: LocalBackend, ask: Ask) -> list[tuple[float, int]]:
+    """Return, for each piece of an answer, when it came, and how many tokens there were by then."""
+    came, text = list[tuple[float, int]](), ""
     async with aclosing(backend.generate(ask)) as events:
         async for event in events:
             if isinstance(event, Done):
                 gate(event.new_tokens == ask.sampling.max_new_tokens, f"an answer ended early: {text!r}")
                 gate(ask.schema is None or text[:2] in LIST_BEGINS, f"no list: {text!r}")
-                assert first_at is not None
-                return (time.perf_counter() - first_at) * 1e3 / (event.new_tokens - 1)
-            first_at, text = first_at or time.perf_counter(), text + event.text
+                return came
+            assert event.usage is not None
+            came.append((time.perf_counter(), event.usage.new_tokens))
+            text += event.text
     raise AssertionError("events end with Done")
 
 

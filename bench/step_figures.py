@@ -15,7 +15,7 @@ SHAPES = {  # shape in MODELS: the row's title, with the layers that are searche
     "gemma-3-27b": "Gemma 3 27B: 10 of 62 layers, the others see 1024 rows",
     "qwen3.5-27b": "Qwen3.5-27B: 16 of 64 layers, the others are linear",
 }
-SHARED = "shared-h100.json"
+SHARED = "shared-h200.json"
 SPLIT = {  # title: number of requests, and result files, the one with figures of one GPU last
     "8B, one request": (1, ("split-2-h200.json", "split-4-h200.json")),
     "8B, four requests on contexts of their own": (4, ("split-4-h200.json",)),
@@ -30,6 +30,7 @@ DRAFTS = {  # result file: model, dtype or format of weights; on what
     "drafts-8b-device-h200.json": "Llama-3.1-8B's shape, 32K | H200, `device`",
     "drafts-8b-hybrid-h200.json": "Llama-3.1-8B's shape, 32K | H200, `hybrid`",
 }
+EXTRACTED = {"extract.json": "two CPU cores", "extract-device-h200.json": "H200, `device`"}
 EVERY_STEP, AHEAD = "every step", "one layer ahead"
 
 
@@ -201,7 +202,7 @@ def drafts() -> list[str]:
         whole = f"{len(of)}, {sum(case['tokens'] for case in of):,}"
         figures = f"{result['tokens_a_step'][most]:.2f} | {result['x'][most]:.2f}"
         lines.append(f"| {title} | {whole} | {figures} | {min(times):.2f}, {max(times):.2f} |")
-    return [*lines, _extracted()]
+    return [*lines, *(_extracted(name, title) for name, title in EXTRACTED.items())]
 
 
 def _most(result: Case) -> str:
@@ -214,13 +215,13 @@ def extract_speed() -> str:
     return f"{json.loads((RESULTS / 'extract.json').read_text())['x']:.1f} ×"
 
 
-def _extracted() -> str:
-    """Return the row of answers in JSON of a schema."""
-    result = json.loads((RESULTS / "extract.json").read_text())
+def _extracted(name: str, title: str) -> str:
+    """Return a row of answers in JSON of a schema."""
+    result = json.loads((RESULTS / name).read_text())
     times = [case["seconds"] / case["seconds_with_drafts"] for case in result["cases"]]
     whole = f"{len(times)}, {result['tokens']:,}"
     figures = f"{result['tokens_a_step']:.2f} | {result['x']:.2f} | {min(times):.2f}, {max(times):.2f}"
-    return f"| SmolLM2-135M, float32, JSON of a schema | two CPU cores, the service | {whole} | {figures} |"
+    return f"| SmolLM2-135M, float32, JSON of a schema | {title}, the service | {whole} | {figures} |"
 
 
 def draft_speeds() -> str:

@@ -106,17 +106,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const int* valid_len,    // [batch_size, ROW_UNITS / SHARES]
     const int* context_ids,  // [batch_size]; -1: none, only the tail
     const int* tail_ids, const int* tail_lens,  // [batch_size]; a length of 0: the step's row is idle
-    const int* own_lens,      // [batch_size]: the first so many of the request's own rows are left to `other`
+    const int* own_lens,      // [batch_size]: the first so many of the request's own rows are left out
     const int* tail_starts,   // [batch_size]: so many of these are stored elsewhere; the tail begins with the next row
-    const char* other,        // like out: attention to the first own_lens rows; or null
-    const float* other_lse,   // like lse
     const char* moments,     // [num_contexts, NUM_KV_HEADS, 2 + HEAD_DIM, 2, HEAD_DIM], for ESTIMATE_REST
     const int* middle_lens,  // [num_contexts]: rows that may be selected, for ESTIMATE_REST
     const long long* positions,  // [batch_size], for LOCAL
     const float* sinks,          // [ROW_UNITS, HEADS], for SINKS: a head's sink logit, which has no row
     float* posted,           // [batch_size * ROW_UNITS, PARTS, HEADS, PART], ABSENT between launches
     char* out,               // like q
-    float* lse,              // [batch_size, ROW_UNITS, HEADS]: log2 of the sum of exponentials, without `other` and sinks
+    float* lse,              // [batch_size, ROW_UNITS, HEADS]: log2 of the sum of exponentials
     int num_items, int max_top_k, int tail_capacity, int num_contexts, int window, int chunk, float scale, float cap) {
     extern __shared__ __align__(16) char shared[];
     float* warp_parts = (float*)(shared + TILES_BYTES);  // [2][WARPS][HEADS][PART]: items alternate between the two
@@ -241,21 +239,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             float max, sum;
             float4 x = merge<PARTS>(parts, quad, max, sum);
             const int head = u * HEADS + quad / (HEAD_DIM / 4);
-            if (quad % (HEAD_DIM / 4) == 0) lse[head] = sum > 0.f ? max + log2f(sum) : MINUS_INFINITY;
-            if (other && own_lens[u / ROW_UNITS] > 0) {
-                const float4 y = load_four(other + ((long long)u * HEADS * HEAD_DIM + quad * 4) * ELEMENT_BYTES);
-                const float top = fmaxf(max, other_lse[head]), weight = exp2_approx(other_lse[head] - top);
-                const float scale_x = exp2_approx(max - top);
-                sum = scale_x * sum + weight, max = top;
-                x = make_float4(scale_x * x.x + weight * y.x, scale_x * x.y + weight * y.y, scale_x * x.z + weight * y.z,
-                                scale_x * x.w + weight * y.w);
-            }
             if (SINKS) {
                 const float sink = sinks[u % ROW_UNITS * HEADS + quad / (HEAD_DIM / 4)] * LOG2E;
                 const float top = fmaxf(max, sink), kept = exp2_approx(max - top);
                 x.x *= kept, x.y *= kept, x.z *= kept, x.w *= kept;
-                sum = sum * kept + exp2_approx(sink - top);
+                sum = sum * kept + exp2_approx(sink - top), max = top;
             }
+            if (quad % (HEAD_DIM / 4) == 0) lse[head] = sum > 0.f ? max + log2f(sum) : MINUS_INFINITY;
             const float norm = sum > 0.f ? 1.f / sum : 0.f;
             *(Four*)(out + ((long long)u * HEADS * HEAD_DIM + quad * 4) * ELEMENT_BYTES) =
                 pack_four(make_float4(x.x * norm, x.y * norm, x.z * norm, x.w * norm));

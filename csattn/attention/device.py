@@ -17,7 +17,8 @@ from csattn.errors import ConfigError
 from csattn.reach import Reach
 from csattn.rest.device import DeviceMoments, moments_shape
 
-SOURCE = Path(__file__).with_name("device.cu")
+SOURCE, MERGE = (Path(__file__).with_name(name) for name in ("device.cu", "merge.cu"))
+MERGE_THREADS = 128
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 CODED_FORMATS = (
     "float32",
@@ -149,7 +150,7 @@ class DeviceAttention:
         self.rest_parts = plan.rest_parts  # of a unit: its last parts in `posted`
         # A number whose bits are all ones has not been posted. With rest `sketch`, the kernel before this one posts the
         # last parts.
-        self.lse = torch.zeros(batch_size, num_q_heads, device=device)  # log2, without `other`
+        self.lse = torch.zeros(batch_size, num_q_heads, device=device)  # log2
         posted_shape = num_units, plan.num_splits + plan.rest_parts, heads, head_dim + PART_ENDS
         self.posted = torch.full(posted_shape, -1, dtype=torch.int32, device=device).view(torch.float32)
 
@@ -164,13 +165,10 @@ class DeviceAttention:
         out: Tensor,  # like q
         spill: RowSource | None = None,  # None: no id is negative
         moments: DeviceMoments | None = None,  # of the rows that may be selected, for rest `moments`
-        other: tuple[Tensor, Tensor] | None = None,  # out and lse of the plan for the first rows.own_lens own rows
         sinks: Tensor | None = None,  # [num_q_heads] float32: sink logits, which have no rows
     ) -> None:
-        """Enqueue attention of each row to its resident rows, its tail, its selection and the rest.
-
-        The tail is attended to from row rows.own_lens on; `other`, attention to the rows before, is merged with the
-        result. Idle rows become zeros.
+        """Enqueue attention of each row to its resident rows, its tail from row rows.own_lens on, its selection and the
+        rest. Idle rows become zeros.
         """
         sources = (far, spill if spill is not None else far, resident)
         assert q.shape == out.shape == self._q_shape and q.dtype == out.dtype == tails.dtype == self._dtype
@@ -194,7 +192,6 @@ class DeviceAttention:
             rows.tail_lens,
             rows.own_lens,
             rows.tail_starts,
-            *(other if other is not None else (None, None)),
             table,
             num_rows,
             rows.positions,
@@ -211,6 +208,18 @@ class DeviceAttention:
             self._scale,
             self._cap,
         )
+
+    def merge(self, out: Tensor, own_out: Tensor, own_lse: Tensor, rows: StepRows) -> None:
+        """Enqueue merging attention to the first rows.own_lens own rows, another plan's out and lse, into what `attend`
+        has written to `out`. Definition: `device_reference.merge_own`.
+        """
+        assert own_out.shape == out.shape == self._q_shape and own_out.dtype == out.dtype == self._dtype
+        assert out.is_contiguous() and own_out.is_contiguous() and own_lse.shape == self.lse.shape
+        batch_size, num_q_heads, head_dim = self._q_shape
+        defines = {"HEAD_DIM": head_dim, "THREADS": MERGE_THREADS}
+        defines |= {"ELEMENT": ELEMENTS[self._dtype], "ELEMENT_BYTES": self._dtype.itemsize}
+        merging = cuda_kernel(MERGE, "merge_states", defines)
+        merging.launch((batch_size, num_q_heads, 1), MERGE_THREADS, out, self.lse, own_out, own_lse, rows.own_lens)
 
 
 def require_supported(

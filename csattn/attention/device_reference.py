@@ -25,7 +25,6 @@ def attend_step(
     softmax_scale: float,
     spill: Sequence[Tensor] | None = None,  # like resident
     moments: Sequence[tuple[Moments, int]] | None = None,  # for each context, with its number of selectable rows
-    other: tuple[Tensor, Tensor] | None = None,  # like out and lse: attention to the first rows.own_lens own rows
     reach: Reach | None = None,  # resident rows are contexts' last ones, and rows see those within; None: all
     logit_cap: float | None = None,
     sinks: Tensor | None = None,  # [num_q_heads] float32
@@ -34,7 +33,7 @@ def attend_step(
 
     With moments, also attend, by an estimate, to the rows that may be selected and are not. A selected id >= 0 is a row
     of `far`, an id <= -2 row -2 - id of `spill`. Returns out, like q, with zeros for rows that attend to nothing, and
-    lse [batch_size, num_q_heads] in octaves (log2), without `other` and sinks.
+    lse [batch_size, num_q_heads] in octaves (log2).
     """
     out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
     num_q_heads, num_kv_heads = q.shape[1], tails.shape[1]
@@ -72,10 +71,12 @@ def attend_step(
             rest_out, rest_lse = (torch.from_numpy(x[0]) for x in rest)
             merged, lse[b] = merge_state(out[b].double(), lse[b], rest_out, rest_lse)
             out[b] = torch.where(lse[b, :, None] > -torch.inf, merged, 0.0)
-    own_lse = lse / log(2)
-    if other is not None:
-        joined, joined_lse = merge_state(out.double(), lse, other[0].double(), log(2) * other[1])
-        has_other = rows.own_lens[:, None] > 0
-        out = torch.where(has_other[:, :, None], joined.to(out.dtype), out)
-        lse = torch.where(has_other, joined_lse.float(), lse)
-    return out if sinks is None else join_sinks(out, lse, sinks), own_lse
+    if sinks is not None:
+        out, lse = join_sinks(out, lse, sinks), torch.logaddexp(lse, sinks)
+    return out, lse / log(2)
+
+
+def merge_own(out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor, rows: StepRows) -> Tensor:
+    """Merge attention to the first rows.own_lens own rows into the others': out, and lse in octaves, are of both."""
+    merged, _ = merge_state(out.double(), log(2) * lse, own_out.double(), log(2) * own_lse)
+    return torch.where(rows.own_lens[:, None, None] > 0, merged.to(out.dtype), out)

@@ -56,7 +56,7 @@ class Step:
     def wanted(self) -> Tensor:
         return self.wanted_with_lse()[0]
 
-    def wanted_with_lse(self, other: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def wanted_with_lse(self) -> tuple[Tensor, Tensor]:
         return attend_step(
             self.q,
             self.resident,
@@ -67,7 +67,6 @@ class Step:
             self.shape.softmax_scale,
             self.spill,
             self.moments,
-            other,
             self.reach,
             self.logit_cap,
             self.sinks,
@@ -184,7 +183,7 @@ class OnDevice:
         self.moments = device_moments(step, self.device) if step.moments is not None else None
         self.out = torch.full_like(self.q, torch.nan)
 
-    def attend(self, other: tuple[Tensor, Tensor] | None = None) -> None:
+    def attend(self) -> None:
         self.plan.attend(
             self.q,
             self.resident,
@@ -195,7 +194,6 @@ class OnDevice:
             self.out,
             self.spill,
             self.moments,
-            other,
             self.sinks,
         )
 

@@ -7,6 +7,7 @@ import torch
 
 from csattn.attention import device, device_blocks, reference
 from csattn.attention.device import DeviceAttention, make_row_source
+from csattn.attention.device_reference import merge_own
 from csattn.batch import DeviceSelection
 from csattn.cuda import limits
 from csattn.errors import ConfigError
@@ -286,10 +287,9 @@ def without_first(step: Step, tail_starts: list[int]) -> Step:
 def test_a_tail_may_lack_first_rows_that_it_does_not_attend_to(reach: Reach | None) -> None:
     """A tail may lack the first rows that are attended to elsewhere, or that are out of reach."""
     step = replace(make_step(Shape(), CONTEXTS, [(context, n, 0) for context, n, _ in MIXED]), reach=reach)
-    other, starts = None, [3, 14, 0, 0, 0, 0, 11]
+    starts = [3, 14, 0, 0, 0, 0, 11]
     if reach is None:
         step.rows.own_lens.copy_(torch.tensor([3, 20, 0, 0, 0, 0, 11]))
-        other = torch.randn_like(step.q), 3 * torch.randn(step.q.shape[:2])
     else:
         context_lens = [CONTEXTS[context][0] if context >= 0 else 0 for context, _, _ in MIXED]
         step.rows.positions.copy_(torch.tensor(context_lens) + (step.rows.tail_lens - 1).clamp(min=0))
@@ -297,24 +297,29 @@ def test_a_tail_may_lack_first_rows_that_it_does_not_attend_to(reach: Reach | No
         starts = [max(0, first - context_len) for first, context_len in zip(seen, context_lens, strict=True)]
         assert max(starts) > 9
     later = without_first(step, starts)
-    want, _ = step.wanted_with_lse(other)
-    torch.testing.assert_close(later.wanted_with_lse(other)[0], want)
-    on_device = OnDevice(later)
-    on_device.attend(None if other is None else (other[0].to(DEVICE), other[1].to(DEVICE)))
-    assert_close(on_device.out.cpu(), want)
+    want = step.wanted()
+    torch.testing.assert_close(later.wanted(), want)
+    assert_close(attend_on_device(later), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_from_elsewhere_to_a_tails_first_rows_is_merged(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [80, 128])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_to_a_tails_first_rows_is_merged(dtype: torch.dtype, head_dim: int, has_sinks: bool) -> None:
     """Attention from elsewhere to a tail's first rows, here NaN, is merged, beside tails that are read whole."""
-    step = make_step(Shape(dtype=dtype), CONTEXTS, [*MIXED, (0, 24, 30), (2, 20, 0)])
+    step = make_step(Shape(dtype=dtype, head_dim=head_dim), CONTEXTS, [*MIXED, (0, 24, 30), (2, 20, 0)])
+    step = replace(step, sinks=torch.randn(step.q.shape[1]) if has_sinks else None)
     for b, own_len in enumerate([3, 0, 0, 0, 0, 3, 23, 8]):
         step.rows.own_lens[b] = own_len
         step.tails[step.rows.tail_ids[b], :, :own_len] = torch.nan
-    other = torch.randn_like(step.q), 3 * torch.randn(step.q.shape[:2])
-    want, want_lse = step.wanted_with_lse(other)
+    own_out, own_lse = torch.randn_like(step.q), 3 * torch.randn(step.q.shape[:2])
+    out, lse = step.wanted_with_lse()
     on_device = OnDevice(step)
-    on_device.attend((other[0].to(DEVICE), other[1].to(DEVICE)))
-    assert_close(on_device.out.cpu(), want)
+    on_device.attend()
+    attended = on_device.out.cpu()
+    on_device.plan.merge(on_device.out, own_out.to(DEVICE), own_lse.to(DEVICE), on_device.rows)
+    merged, has_own = on_device.out.cpu(), step.rows.own_lens > 0
+    assert_close(merged, merge_own(out, lse, own_out, own_lse, step.rows))
+    assert torch.equal(merged[~has_own], attended[~has_own])
     in_use = step.rows.context_ids >= 0
-    torch.testing.assert_close(on_device.plan.lse.cpu()[in_use], want_lse[in_use].float(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(on_device.plan.lse.cpu()[in_use], lse[in_use].float(), rtol=1e-2, atol=1e-2)

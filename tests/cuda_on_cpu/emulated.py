@@ -36,7 +36,7 @@ REPLACEMENTS = {
 }
 COMPILER = shutil.which("g++")
 _OF_THREAD = threading.local()
-LARGE_VARIABLES = "emulated_shared", "exchanged", "awaited"  # thread_local variables of the emulator itself
+LARGE_VARIABLES = "emulated_shared", "exchanged", "awaited", "anchor"  # thread_local variables of the emulator itself
 MOST_STATIC_SHARED_BYTES = 48 * 1024
 # -Og: kernels take longer to compile than they run
 # -U: where it is the default, _FORTIFY_SOURCE takes a switch to another stack for an error

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -114,8 +115,9 @@ static inline void wait_for_cluster(int round) {
     if (cluster_round == round) pause_until_changed(&cluster_round, round);
 }
 
-// The library's thread-local memory, and a copy of it for each paused block of a cluster.
-static thread_local char anchor;
+// The library's thread-local memory, and a copy of it for each paused block of a cluster. The loader has a reserve for small
+// thread-local memory, and does not tell where in it a library's is; so this must be larger.
+static thread_local char anchor[1 << 14];
 static struct {
     char* here;
     const char* at_first;
@@ -133,7 +135,7 @@ static int find_what_is_of_a_block(dl_phdr_info* library, size_t, void*) {
     for (int i = 0; i < library->dlpi_phnum; ++i) {
         const auto& part = library->dlpi_phdr[i];
         char* here = static_cast<char*>(library->dlpi_tls_data);
-        if (part.p_type != PT_TLS || !here || &anchor < here || here + part.p_memsz <= &anchor) continue;
+        if (part.p_type != PT_TLS || !here || anchor < here || here + part.p_memsz <= anchor) continue;
         of_block = {here, reinterpret_cast<const char*>(library->dlpi_addr + part.p_vaddr), part.p_memsz, part.p_filesz};
         return 1;
     }
@@ -310,8 +312,8 @@ template <class... A> static void launch(void (*kernel)(A...), const int* grid, 
     kernel_args = args;
     gridDim = {grid[0], grid[1], grid[2]};
     fibers_of_rank = static_cast<Fiber*>(memory);
-    anchor = 0;  // the first access allocates thread-local memory
-    dl_iterate_phdr(find_what_is_of_a_block, nullptr);
+    anchor[0] = 0;  // the first access allocates thread-local memory
+    if (!dl_iterate_phdr(find_what_is_of_a_block, nullptr)) std::abort();
     for (int z = 0; z < grid[2]; ++z)
         for (int y = 0; y < grid[1]; ++y)
             for (int x = 0; x < grid[0]; x += CLUSTER) run_cluster({x, y, z});

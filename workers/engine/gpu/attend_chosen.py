@@ -91,14 +91,15 @@ class AttendChosen(StepAttention):
         rows: StepRows,
         out: Tensor,
     ) -> None:
-        """Enqueue one layer's attention to resident rows, tails and fetched rows, merged with attention to own
-        segments, which must have been enqueued."""
+        """Enqueue one layer's attention to resident rows, tails and fetched rows, and merge it with attention to own
+        segments, which must have been enqueued and goes on meanwhile."""
         near, source, spill = self._resident.source(layer_idx), self.far.source(layer_idx), self.far.spill(layer_idx)
-        moments, own = self._resident.moments(layer_idx), self._own(rows)
-        other = None if own is None else own.attended(rows)
-        sinks = None if self._sinks is None else self._sinks[layer_idx]
-        attend = self._attention[rows.batch_size].attend
-        attend(q, near, self.tails[layer_idx], source, fetched, rows, out, spill, moments, other, sinks)
+        moments, sinks = self._resident.moments(layer_idx), None if self._sinks is None else self._sinks[layer_idx]
+        attention = self._attention[rows.batch_size]
+        attention.attend(q, near, self.tails[layer_idx], source, fetched, rows, out, spill, moments, sinks)
+        if (own := self._own(rows)) is not None:
+            own.join()
+            attention.merge(out, *own.attended(rows), rows)
 
 
 def plan_attention(shape: EngineShape, device: torch.device, copies_beside: bool = False) -> dict[int, DeviceAttention]:

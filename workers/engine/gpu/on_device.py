@@ -126,8 +126,6 @@ class SearchOnDevice(AttendChosen):
         fetched = self._fetched.pop(layer_idx) if self.lookahead else self._search(layer_idx, q, rows)
         if fetched.searched is not None:
             torch.cuda.current_stream().wait_event(fetched.searched)
-        if own is not None:
-            own.join()  # before the rest, whose successor starts while it ends (programmatic dependent launch)
         self._post_rest(layer_idx, rows)
         if fetched.copied is not None:
             torch.cuda.current_stream().wait_event(fetched.copied)

@@ -126,8 +126,6 @@ class SearchOnHost(AttendChosen):
         mail.fetch(layer_idx, selection, self._schedule.search_ids(rows), self._clock)
         self._schedule.distribute_choices(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids)
-        if own is not None:
-            own.join()
         self._post_rest(layer_idx, rows)
         self._attend(layer_idx, q, fetched, rows, out)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import takewhile
 from string import punctuation
 from threading import Lock
@@ -21,6 +22,7 @@ from workers.serving.messages import Ask, BadRequestError, Tool
 from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
 
 _NUM_THREADS = 2
+_NUM_COMPILED = 32  # grammars that are kept compiled: agents send the same tools at every turn
 _MAX_MESSAGE_CHARS = 300  # characters of the library's error message
 # JSON on one line, as in most of what models were trained on; with free whitespace, small models never end an answer
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -42,6 +44,7 @@ class Grammars:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
+        self._compiled = lru_cache(_NUM_COMPILED)(self._compile)
         self._lock = Lock()
         self._tokenizer: Any = None
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="csattn-masks")
@@ -58,11 +61,20 @@ class Grammars:
 
     def make_now(self, ask: Ask, form: ChatForm) -> "Grammar":
         """`make` on the calling thread, for a constrained answer."""
-        schemas = _schemas_of(ask)
+        schemas, field = _schemas_of(ask), "tools" if ask.schema is None else ask.schema_field
         _require_moderate(schemas)
-        for name, schema in schemas:  # one by one, to name the one at fault
-            self._matcher(f"start: {_json(schema)}", name)
-        matcher = self._matcher(grammar_text(ask, form), "tools" if ask.schema is None else ask.schema_field)
+        try:
+            matcher = self._compiled(grammar_text(ask, form)).deep_copy()
+        except ImportError:
+            raise BadRequestError(
+                "this service cannot constrain answers to a schema: llguidance is not installed where it runs (pip "
+                "install 'csattn[serve]'); leave the schema out",
+                field,
+            ) from None
+        except _NotCompiledError as error:
+            for name, schema in schemas:  # one by one, to name the one at fault
+                self._require_compiled(schema, name)
+            raise _refusal(error, field) from None
         sizes = self._tokenizer.vocab_size, self._loaded.geometry.vocab_size
         return Grammar(matcher, *sizes, self._loaded.stop_ids, self._pool)
 
@@ -70,22 +82,19 @@ class Grammars:
         for pool in (self._pool, self._makers):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _matcher(self, text: str, field: str) -> Any:
+    def _require_compiled(self, schema: dict[str, Any] | bool, field: str) -> None:
         try:
-            import llguidance
-        except ImportError:
-            raise BadRequestError(
-                "this service cannot constrain answers to a schema: llguidance is not installed where it runs (pip "
-                "install 'csattn[serve]'); leave the schema out",
-                field,
-            ) from None
+            self._compile(f"start: {_json(schema)}")
+        except _NotCompiledError as error:
+            raise _refusal(error, field) from None
+
+    def _compile(self, text: str) -> Any:
+        """Return the library's matcher for a grammar, which is not to be advanced: copies of it are."""
+        import llguidance
+
         matcher = llguidance.LLMatcher(self._tokens(), text, log_level=0)
         if matcher.is_error():
-            raise BadRequestError(
-                f"answers cannot be constrained to the schema in {field}: {_reason(matcher.get_error())}; leave that "
-                "part out",
-                field,
-            )
+            raise _NotCompiledError(_reason(matcher.get_error()))
         return matcher
 
     def _tokens(self) -> Any:
@@ -101,6 +110,16 @@ class Grammars:
                     end, vocab_size = vocab_size, vocab_size + 1
                 self._tokenizer = LLTokenizer(_plain(tokenizer), n_vocab=vocab_size, eos_token=end)
             return self._tokenizer
+
+
+class _NotCompiledError(Exception):
+    """The library does not support a grammar, for this reason."""
+
+
+def _refusal(error: _NotCompiledError, field: str) -> BadRequestError:
+    return BadRequestError(
+        f"answers cannot be constrained to the schema in {field}: {error}; leave that part out", field
+    )
 
 
 class Grammar:

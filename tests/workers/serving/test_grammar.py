@@ -217,6 +217,21 @@ def test_an_answer_with_a_schema_may_be_a_tool_call_instead(kind: str, own_token
         assert json.loads(text) == {"z": None} and not calls
 
 
+def test_equal_schemas_are_compiled_once_and_each_answer_has_its_own_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, compiled = chat_model("hermes"), []
+    compile_one = Grammars._compile
+    monkeypatch.setattr(Grammars, "_compile", lambda self, text: compiled.append(text) or compile_one(self, text))
+    grammars, form = Grammars(model), ChatForm(model.tokenizer)
+    first, second = (grammars.make_now(ask(schema={"const": "one"}), form) for _ in range(2))
+    begins = second.allowed(model.model.config.vocab_size)
+    for token_id in model.tokenizer('"one"').input_ids:
+        first.accept(token_id)
+    assert first.is_over and not second.is_over
+    assert np.array_equal(second.allowed(model.model.config.vocab_size), begins)
+    grammars.make_now(ask(schema={"const": "two"}), form)
+    assert len(compiled) == 2
+
+
 def test_a_line_end_may_follow_the_last_call_before_the_end_token() -> None:
     model = chat_model("hermes")
     grammar = Grammars(model).make_now(ask(tools=TOOLS, must_call=("add",)), ChatForm(model.tokenizer))

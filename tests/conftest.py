@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from csattn.cpu import compile_together
 from tests.ampere import take_for_ampere
 from tests.cuda_on_cpu.emulated import Emulator
 
@@ -81,6 +82,14 @@ def handlers_kept() -> Iterator[None]:
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_more_processes_than_cores() -> Generator[None]:
+    """Test processes wait for the first of them that compiles a kernel, and start no others."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(compile_together, "MOST_OTHERS", 0)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 from numpy.typing import NDArray
 
-from csattn.cpu.jit import c_function
+from csattn.cpu.jit import c_function, is_missing
 from csattn.cpu.llvm import by_values
 
 
@@ -25,22 +24,30 @@ class KindStage:
 
 
 Stage = Callable[[int, int, int, int], int] | KindStage  # int64 throughout
+_COMPILED: dict[Stage, Any] = {}  # keeps compiled code from being freed
 
 # By torch's names. Arrays of bfloat16 are passed as uint16, arrays of float16 as int16: numba has a type for neither.
 KINDS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0), "float16": np.int16(0)}
 LINE_BYTES = 64  # of a cache line
-_KEPT: list[Any] = []  # keeps compiled code from being freed
 
 
-@cache
 def compiled_address(stage: Stage) -> int:
     """The address of the compiled function, for the life of the process. Compiles it on the first call."""
+    if stage not in _COMPILED:
+        _COMPILED[stage] = c_function(*_typed(stage))
+    return int(_COMPILED[stage].address)
+
+
+def is_uncached(stage: Stage) -> bool:
+    """Whether the first call of `compiled_address` would compile the stage, and keep it for other processes."""
+    return stage not in _COMPILED and is_missing(*_typed(stage))
+
+
+def _typed(stage: Stage) -> tuple[Callable[..., int], Any]:
     function, fourth = (
         (stage.function, typeof(KINDS[stage.kind])) if isinstance(stage, KindStage) else (stage, types.int64)
     )
-    compiled = c_function(function, types.int64(types.int64, types.int64, types.int64, fourth))
-    _KEPT.append(compiled)
-    return int(compiled.address)
+    return function, types.int64(types.int64, types.int64, types.int64, fourth)
 
 
 def aligned(num_bytes: int) -> NDArray[np.uint8]:

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import numpy as np
 from numba import njit
+from numba.core.caching import NullCache
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 from numpy.typing import NDArray
@@ -66,12 +67,26 @@ def _cached(function: Callable[..., Any], options: dict[str, Any], version: str 
 
 def c_function(function: Callable[..., Any], signature: Any) -> CFunc:
     """Compile now to a C function, cached like a kernel. The caller keeps it alive as long as its `address` is used."""
+    compiled = _cached_c_function(function, signature)
+    compiled.compile()
+    return compiled
+
+
+def is_missing(function: Callable[..., Any], signature: Any) -> bool:
+    """Whether `c_function` would have to compile it, and would keep it for other processes."""
+    cache = (compiled := _cached_c_function(function, signature))._cache
+    if isinstance(cache, NullCache):
+        return False
+    key = cache._index_key(compiled._sig, compiled._targetdescr.target_context.codegen())
+    return key not in cache._cache_file._load_index()
+
+
+def _cached_c_function(function: Callable[..., Any], signature: Any) -> CFunc:
     options = {"nogil": True, "error_model": "numpy"}
     compiled = CFunc(function, normalize_signature(signature), locals={}, options=options)
     with suppress(RuntimeError):  # no writable place for a cache
         compiled.enable_caching()
         _share(compiled, function)
-    compiled.compile()
     return compiled
 
 

@@ -29,20 +29,25 @@ class Tape:
     """Stages in the order of execution. Keeps their arguments alive."""
 
     def __init__(self) -> None:
-        self._stages: list[tuple[int, int, int, int]] = []
+        self.functions: list[Stage] = []
         self._kept: list[NDArray[np.int64]] = []
         self._array = np.zeros((0, NUM_FIELDS), np.int64)
+        self._num_compiled = 0
 
     def add(self, stage: Stage, arguments: NDArray[np.int64], num_pieces: int = 0, waits: bool = True) -> None:
         """Append a stage. num_pieces may be set before every run, through `pieces`."""
         assert arguments.dtype == np.int64 and arguments.flags.c_contiguous
+        self.functions.append(stage)
         self._kept.append(arguments)
-        self._stages.append((compiled_address(stage), arguments.ctypes.data, num_pieces, int(waits)))
-        self._array = np.array(self._stages, np.int64)
+        fields = np.array([[0, arguments.ctypes.data, num_pieces, waits]], np.int64)
+        self._array = np.concatenate([self._array, fields])
 
     @property
     def stages(self) -> NDArray[np.int64]:
-        """[num_stages, NUM_FIELDS]"""
+        """[num_stages, NUM_FIELDS], with addresses: compiles functions that have not been."""
+        for i in range(self._num_compiled, len(self.functions)):
+            self._array[i, FUNCTION] = compiled_address(self.functions[i])
+        self._num_compiled = len(self.functions)
         return self._array
 
     @property

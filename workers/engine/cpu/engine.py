@@ -16,13 +16,17 @@ from torch import Tensor
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig, SketchConfig
+from csattn.cpu.compile_together import compile_together
 from csattn.cpu.heap import trim_heap
+from csattn.cpu.tape import help_run
 from csattn.cpu.team import Team
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.description import describe
 from csattn.search import SearchPool
+from csattn.search.calls import REST_STAGE, SKETCH_STAGES
+from csattn.search.work import help_search
 from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth
@@ -107,6 +111,7 @@ class CpuEngine:
         indexed = [self._model.shape.layers[layer_idx] for layer_idx in self._model.shape.indexed_layers]
         self._cap = indexed[0].attention.logit_cap if indexed else None
         self._attention = AttendOnCpu(self._model, self._scale)
+        self._compile()
         self._team = Team(threads)
         self._searcher: PoolSearcher | WorkerSearcher = searcher if searcher is not None else PoolSearcher(self._team)
         # searches requests' own rows, in their lists or segments; requests hold this function, and not the engine
@@ -119,6 +124,14 @@ class CpuEngine:
         self._preparing = Lock()  # one preparation at a time
         self._segment_executor = ThreadPoolExecutor(1, "own-segments")
         self._search_s = self._attend_s = 0.0
+
+    def _compile(self) -> None:
+        """Compile what steps run, unless a cache has it."""
+        tapes = [*self._model.tapes, *(tape for tape in self._attention.layers if tape is not None)]
+        searches = () if model_selects_rows(self._model.shape) else (*SKETCH_STAGES, *REST_STAGE, help_search)
+        compile_together(
+            [*(stage for tape in tapes for stage in tape.functions), help_run, *searches], available_cpus()
+        )
 
     def __repr__(self) -> str:
         return f"<CpuEngine {self.loaded.name}: {len(self._contexts)} contexts, {len(self._requests)} requests>"

@@ -105,6 +105,11 @@ class CpuModel:
             self._head = cutter.tapes[-1]  # the same for both values of ahead
         self._num_taped = 0  # the number of rows that the tapes are set for
 
+    @property
+    def tapes(self) -> list[Tape]:
+        """All tapes of a step."""
+        return [tape.tape for tape in (*self._tapes, self._head)]
+
     def begin_request(self, slot: int, states: Sequence[Mapping[str, NDArray[np.float32]]]) -> None:
         """Start a request from its context's recurrent states, one for each layer that keeps a state."""
         self._versions[slot] = 0

@@ -39,6 +39,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["path"] = _without_host(scope["path"])
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         state = scope.setdefault("state", {})
@@ -186,6 +187,12 @@ async def _drain(receive: Receive, most_bytes: int, pace: Pace) -> None:
                 await pace.keep(len(message["body"]))
     except TimeoutError:
         return
+
+
+def _without_host(path: str) -> str:
+    """Return the path of a request target that may be a whole URL, as clients with a proxy in between send it."""
+    scheme, is_url, rest = path.partition("://")
+    return "/" + rest.partition("/")[2] if is_url and "/" not in scheme else path
 
 
 def _own_path(scope: MutableMapping[str, Any]) -> str:

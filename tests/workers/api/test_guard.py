@@ -268,6 +268,16 @@ def test_a_stalled_body_returns_408() -> None:
         assert b" 408 " in connection.recv(4096)
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [("http://localhost/v1/models", b"200"), ("http://localhost", b"200"), ("/v1/http://localhost/v1/models", b"404")],
+)
+def test_a_request_target_may_be_a_whole_url(service: Running, target: str, status: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        connection.sendall(head(target, "Connection: close").replace(b"POST", b"GET"))
+        assert said(connection).split()[1] == status
+
+
 def test_a_connection_with_an_incomplete_header_is_closed(service: Running) -> None:
     for begin in (b"", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"):
         with socket.create_connection(("127.0.0.1", service.port)) as connection:

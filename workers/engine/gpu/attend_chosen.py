@@ -28,8 +28,6 @@ class OwnAttention(Protocol):
 
     def begin(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
 
-    def join(self) -> None: ...
-
     def attended(self, rows: StepRows) -> tuple[Tensor, Tensor]: ...
 
 
@@ -98,7 +96,6 @@ class AttendChosen(StepAttention):
         attention = self._attention[rows.batch_size]
         attention.attend(q, near, self.tails[layer_idx], source, fetched, rows, out, spill, moments, sinks)
         if (own := self._own(rows)) is not None:
-            own.join()
             attention.merge(out, *own.attended(rows), rows)
 
 

@@ -70,13 +70,10 @@ class OwnOnDevice:
         with torch.cuda.stream(self._stream):  # None changes nothing
             self._search.attend(layer_idx, q, self._rows[rows.batch_size], self._out[rows.batch_size])
 
-    def join(self) -> None:
-        """Make work that is enqueued later wait for that attention."""
+    def attended(self, rows: StepRows) -> tuple[Tensor, Tensor]:
+        """Return out and lse of the attention that `begin` has enqueued. Work that is enqueued later waits for it."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-
-    def attended(self, rows: StepRows) -> tuple[Tensor, Tensor]:
-        """Return out and lse of the attention that `begin` has enqueued."""
         return self._out[rows.batch_size], self._search.lse(rows)
 
     def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:

@@ -70,9 +70,6 @@ class SearchOnHost(AttendChosen):
         self._background = BackgroundThread("step-searches")
         self._searching: Future[None] | None = None  # of the current step
 
-    def __repr__(self) -> str:
-        return f"<SearchOnHost {self._searcher!r}, {self.far!r}>"
-
     def load(
         self,
         context_id: int,

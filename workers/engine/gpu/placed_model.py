@@ -105,9 +105,6 @@ class PlacedModel:
             devices=model.devices,
         )
 
-    def __repr__(self) -> str:
-        return f"<PlacedModel {self.model.name} in placement {self.placement}: {self.attention!r}>"
-
     def close(self) -> None:
         """Unpin host memory. No step may be in flight."""
         self._loader.shutdown()

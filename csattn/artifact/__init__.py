@@ -8,7 +8,7 @@ from csattn.artifact.durable import require_space
 from csattn.artifact.find import find_artifact, resolve_artifact
 from csattn.artifact.geometry import LayerGeometry, ModelGeometry
 from csattn.artifact.layout import artifact_bytes
-from csattn.artifact.manifest import ArtifactSpec, KvDtype, Manifest, hash_token_ids
+from csattn.artifact.manifest import ArtifactSpec, KvDtype, hash_token_ids
 from csattn.artifact.places import (
     fetch_artifact,
     is_url,
@@ -38,7 +38,6 @@ __all__ = [
     "ArtifactWriter",
     "KvDtype",
     "LayerGeometry",
-    "Manifest",
     "ModelGeometry",
     "RemoteStore",
     "WorkDir",

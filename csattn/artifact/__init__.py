@@ -24,7 +24,6 @@ from csattn.artifact.store import (
     ArtifactSummary,
     collect_garbage,
     is_being_built,
-    list_store,
     scan_store,
     unfinished_builds,
 )
@@ -49,7 +48,6 @@ __all__ = [
     "hash_token_ids",
     "is_being_built",
     "is_url",
-    "list_store",
     "local_path",
     "open_artifact",
     "read_manifest",

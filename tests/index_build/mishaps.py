@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import index_build.tasks
-from csattn.artifact import list_store
+from csattn.artifact import scan_store
 from index_build.batch import JobResult, build_job
 from index_build.board import BuildState
 from index_build.job_list import Job
@@ -49,7 +49,7 @@ class HangsOnTheLostNode(Builder):
     def run_job(self, job: Job, store: Path, *more: Any) -> JobResult:
         import ray
 
-        hangs, num_built = store.parent / "hangs", len(list_store(store)) - 1
+        hangs, num_built = store.parent / "hangs", len(scan_store(store)[0]) - 1
         is_lost = ray.get_runtime_context().get_node_id() == (store.parent / "lost-node").read_text()
 
         def hang(state: BuildState) -> None:

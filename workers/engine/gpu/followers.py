@@ -60,10 +60,6 @@ class Followers:
             raise
         self._is_up = True
 
-    @property
-    def pids(self) -> list[int]:
-        return [child.pid for child in self._children]
-
     def send(self, name: str, *arguments: Any) -> None:
         """Send all followers a call, and do not wait. If it fails in one, all processes end."""
         data = pickle.dumps((None, name, arguments))

@@ -106,11 +106,6 @@ class SplitEngine:
     def __repr__(self) -> str:
         return f"<SplitEngine {self._devices!r}, {self._engine!r}>"
 
-    @property
-    def pids(self) -> list[int]:
-        """Ids of the other processes."""
-        return self._followers.pids
-
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Load a context in all processes at the same time. `meanwhile` is not called."""
         require_new_context(context_id, self._context_ids, artifact, self.max_positions)

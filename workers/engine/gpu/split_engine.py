@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,12 +33,12 @@ from workers.engine.gpu.memory import Placement
 from workers.engine.gpu.step_model import first_share, handed_share, step_model
 from workers.model.deadline import ends_within
 from workers.model.devices import Devices, require_device, require_devices
-from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepResult, StepRow
+from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepEngine, StepResult, StepRow
 
 LOAD_S = 1800.0  # more than loading a context takes, or loading the weights and capturing steps
 
 
-class SplitEngine:
+class SplitEngine(StepEngine):
     """The `StepEngine` of several GPUs. Its tokens are those of `GpuEngine` on one device, up to the order of sums.
 
     If another device's process is lost, this process logs why and exits too: a supervisor has to restart it.
@@ -120,9 +120,6 @@ class SplitEngine:
         self._followers.send("remove_context", context_id)
         self._context_ids.remove(context_id)
 
-    def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
-        """Return None: a loaded context has all that its requests need."""
-
     def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         if self._engine.is_started:
             self._engine.open(request_slot, context_id, config, selector)
@@ -201,12 +198,6 @@ class SplitEngine:
         with self._undo:
             self._followers.shut_down()
             self._engine.close()  # before the `Devices` that its graphs were captured with
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _mean(seen: Sequence[Fidelity]) -> Fidelity:

@@ -17,7 +17,7 @@ from index_build.batch import run_batch
 from index_build.job_list import read_jobs
 from index_build.jobs import run_on_ray
 from index_build.needs import TaskNeeds, choose_needs
-from index_build.tasks import run_job
+from index_build.tasks import Builder
 from tests.index_build import mishaps
 from tests.index_build.batches import finished_files, hashes, make_place, write_list
 
@@ -212,7 +212,7 @@ def test_builds_on_a_cluster_are_uploaded_to_a_store_at_a_url(two_nodes: Any, tm
     [again] = run_on_ray(jobs[:1], url, device="cpu", num_threads=1).results
     assert (again.outcome, again.num_built) == ("reused", 0)
     with pytest.raises(ArtifactError, match="is not there on this node; give a store that every node sees"):
-        run_job(jobs[0], tmp_path, tmp_path / "elsewhere" / "marker", "cpu", 1, 0, False, None)
+        Builder().run_job(jobs[0], tmp_path, tmp_path / "elsewhere" / "marker", "cpu", 1, 0, False, None)
 
 
 def test_an_unreachable_cluster_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

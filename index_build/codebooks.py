@@ -36,7 +36,6 @@ def make_codebooks(
     queries: Tensor,  # [num_index_heads, num_queries, head_dim]
     config: ListConfig,
     threads: Executor,  # runs FAISS on the subspaces side by side
-    on_gpu: bool | None = None,  # whether FAISS uses a GPU: see `spherical_kmeans`
 ) -> Tensor:
     """Cluster the queries' parts by subspace.
 
@@ -55,6 +54,6 @@ def make_codebooks(
     for head in range(num_heads):
         parts += np.split(queries[head].float().cpu().numpy(), config.num_subspaces, axis=1)
     clusters = threads.map(
-        lambda part: spherical_kmeans(part, config.num_centroids, config.num_iterations, config.seed, on_gpu), parts
+        lambda part: spherical_kmeans(part, config.num_centroids, config.num_iterations, config.seed), parts
     )
     return torch.from_numpy(np.stack(list(clusters))).view(shape).to(queries.device)

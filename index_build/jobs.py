@@ -131,7 +131,7 @@ class _Dispatch:
         ray: Any,
         jobs: Sequence[Job],
         store: Path | str,
-        marker: Path,  # see `run_job`
+        marker: Path,  # see `Builder.run_job`
         needs: TaskNeeds,
         on_progress: OnJobProgress,
         on_result: OnJobResult,

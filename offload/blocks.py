@@ -129,10 +129,6 @@ class Blocks:
                     if entry is not None:
                         entry.num_users -= 1
 
-    def flush(self) -> None:
-        """Wait until every block that was put is in its file, or refused."""
-        self._writer.submit(int).result()
-
     def close(self) -> None:
         """Write the blocks that still wait, and end the thread."""
         self._writer.shutdown()

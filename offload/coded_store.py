@@ -31,11 +31,6 @@ class CodedStore(HostStore):
         self.layers = [coded[layer.data_ptr()] for layer in kv]  # [num_kv_heads, context_len, row_bytes]
         super().__init__(self.layers, _STREAM_ROWS)
 
-    def __repr__(self) -> str:
-        num_kv_heads, context_len, _ = self.layers[0].shape
-        shape = f"{len(self.layers)} layers x {num_kv_heads} heads x {context_len} rows x {self.codec.head_dim}"
-        return f"<CodedStore {shape} in {self.codec.form}>"
-
     @property
     def num_bytes(self) -> int:
         return sum(layer.nbytes for layer in distinct(self.layers))

@@ -38,10 +38,6 @@ class DiskFile:
             raise DiskError(f"cannot open {path}: {_reason(error)}; {advice}") from error
         self._close = weakref.finalize(self, os.close, self._fd)  # also if `close` is never called
 
-    def __repr__(self) -> str:
-        state = "closed" if self._fd < 0 else "direct" if self.direct else "through the page cache"
-        return f"<DiskFile {self._path}, {state}>"
-
     def read(self, into: NDArray[np.uint8], offset: int, at_least: int | None = None) -> None:
         """Fill `into` from `offset` on, both multiples of BLOCK_BYTES. Raises DiskError.
 

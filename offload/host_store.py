@@ -20,12 +20,6 @@ class HostStore:
         self._kv = kv
         self._stream_rows = stream_rows
 
-    def __repr__(self) -> str:
-        if not self._kv:
-            return "<HostStore without layers>"
-        num_kv_heads, context_len, _, head_dim = self._kv[0].shape
-        return f"<HostStore {len(self._kv)} layers x {num_kv_heads} heads x {context_len} rows x {head_dim}>"
-
     def rows(self, layer_idx: int, rows: slice) -> Tensor:
         """Return a contiguous range of rows without a copy: [num_kv_heads, num_rows, 2, head_dim]."""
         return self._kv[layer_idx][:, rows]

@@ -8,7 +8,6 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Self
 
 import numpy as np
 import torch
@@ -134,12 +133,6 @@ class TieredStore:
         self._files.close()
         self.tier.close()
         self._resident.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _fill(self, buffer: Bytes, layer_idx: int, piece: slice) -> Tensor:
         """Fill a buffer with rows of all heads, from cached pages or files: [num_kv_heads, num_rows, 2, head_dim]."""

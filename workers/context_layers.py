@@ -44,17 +44,14 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
     from csattn.models.attending_cache import CACHE, AttendingCache
     from csattn.models.attention_hook import attention_implementation
 
-    if "state" in loaded.geometry.kinds:
-        raise ConfigError(
-            f"selector h2o needs the attention of the context's own tokens, which {loaded.name}, a model with linear "
-            "attention, does not give; choose another selector"
-        )
-    if any(layer.rows_of is not None for layer in loaded.geometry.layers):
-        raise ConfigError(
-            f"selector h2o needs the attention of the context's own tokens, which {loaded.name}, some of whose layers "
-            "share the rows of others, does not give; choose another selector"
-        )
     geometry, context_len = loaded.geometry, artifact.spec.context_len
+    keeps_states = "state" in geometry.kinds
+    if keeps_states or any(layer.rows_of is not None for layer in geometry.layers):
+        why = "a model with linear attention" if keeps_states else "some of whose layers share the rows of others"
+        raise ConfigError(
+            f"selector h2o needs the attention of the context's own tokens, which {loaded.name}, {why}, does not give; "
+            "choose another selector"
+        )
     chunk_len = max(1, min(_CHUNK_LEN, _CHUNK_LOGITS // (geometry.num_q_heads * context_len)))
     ids = torch.from_numpy(np.array(artifact.token_ids)).long()[None]
     layers = zip(describe(loaded.model.config).layers, loaded.model.model.layers, strict=True)

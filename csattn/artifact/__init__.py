@@ -8,7 +8,7 @@ from csattn.artifact.durable import require_space
 from csattn.artifact.find import find_artifact, resolve_artifact
 from csattn.artifact.geometry import LayerGeometry, ModelGeometry
 from csattn.artifact.layout import artifact_bytes
-from csattn.artifact.manifest import ArtifactSpec, KvDtype, Manifest, hash_token_ids
+from csattn.artifact.manifest import ArtifactSpec, KvDtype, hash_token_ids
 from csattn.artifact.places import (
     fetch_artifact,
     is_url,
@@ -24,7 +24,6 @@ from csattn.artifact.store import (
     ArtifactSummary,
     collect_garbage,
     is_being_built,
-    list_store,
     scan_store,
     unfinished_builds,
 )
@@ -38,7 +37,6 @@ __all__ = [
     "ArtifactWriter",
     "KvDtype",
     "LayerGeometry",
-    "Manifest",
     "ModelGeometry",
     "RemoteStore",
     "WorkDir",
@@ -50,7 +48,6 @@ __all__ = [
     "hash_token_ids",
     "is_being_built",
     "is_url",
-    "list_store",
     "local_path",
     "open_artifact",
     "read_manifest",

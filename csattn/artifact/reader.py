@@ -349,7 +349,6 @@ def _require_file_set(path: Path, manifest: Manifest) -> None:
 
 
 def _require_hashes(path: Path, manifest: Manifest, progress: Progress | None) -> None:
-    total_bytes = sum(record.size_bytes for record in manifest.files.values())
     done_bytes = 0
     with ThreadPoolExecutor(min(available_cpus(), _MAX_THREADS)) as threads:
         hashes = threads.map(hash_file, [path / name for name in manifest.files])
@@ -359,7 +358,7 @@ def _require_hashes(path: Path, manifest: Manifest, progress: Progress | None) -
                     raise ArtifactCorruptError(f"{path / name} is altered: its SHA-256 is wrong; {repair_advice(path)}")
                 done_bytes += record.size_bytes
                 if progress is not None:
-                    progress(done_bytes, total_bytes)
+                    progress(done_bytes, manifest.size_bytes)
         finally:
             threads.shutdown(cancel_futures=True)
 

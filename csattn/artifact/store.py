@@ -46,11 +46,6 @@ class ArtifactSummary:
         )
 
 
-def list_store(store: Path) -> list[ArtifactSummary]:
-    """Return the finished artifacts of a store that pass the cheap checks, sorted by id."""
-    return scan_store(store)[0]
-
-
 def unfinished_builds(store: Path) -> list[Path]:
     """Return the work directories of builds that have not published: they run, or were interrupted and can resume."""
     names = {match[1] for name in store_entries(store) if (match := _WORK.fullmatch(name))}
@@ -79,7 +74,10 @@ def collect_garbage(store: Path) -> list[Path]:
 
 
 def scan_store(store: Path) -> tuple[list[ArtifactSummary], dict[Path, ArtifactError]]:
-    """Return what `list_store` does, and the error of each directory named like an artifact that fails the checks."""
+    """Return the finished artifacts of a store that pass the cheap checks, sorted by id.
+
+    Also returns the error of each directory named like an artifact that fails them.
+    """
     summaries: list[ArtifactSummary] = []
     broken: dict[Path, ArtifactError] = {}
     for path in (store / name for name in store_entries(store) if is_artifact_id(name)):

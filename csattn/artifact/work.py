@@ -76,11 +76,10 @@ class WorkDir:
     def intact_layer(self, layer_idx: int) -> dict[str, FileRecord] | None:
         """Like `finished_layer`, but None also if the hash of a file differs."""
         records = self.finished_layer(layer_idx)
-        return records if records is not None and self.is_intact(records) else None
-
-    def is_intact(self, records: Mapping[str, FileRecord]) -> bool:
-        """Whether files of the artifact have the sizes and hashes in their records."""
-        return all(matches_record(self.parts / name, plan(self.spec, name), record) for name, record in records.items())
+        for name, record in (records or {}).items():
+            if not matches_record(self.parts / name, plan(self.spec, name), record):
+                return None
+        return records
 
     def save_checkpoint(self, next_layer: int, hidden: torch.Tensor) -> None:
         """Save the hidden state [context_len, hidden_size] that enters `next_layer`, and remove older ones."""

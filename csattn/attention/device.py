@@ -216,7 +216,7 @@ class DeviceAttention:
         assert own_out.shape == out.shape == self._q_shape and own_out.dtype == out.dtype == self._dtype
         assert out.is_contiguous() and own_out.is_contiguous() and own_lse.shape == self.lse.shape
         batch_size, num_q_heads, head_dim = self._q_shape
-        defines = {"HEAD_DIM": head_dim, "THREADS": MERGE_THREADS}
+        defines: dict[str, int | str] = {"HEAD_DIM": head_dim, "THREADS": MERGE_THREADS}
         defines |= {"ELEMENT": ELEMENTS[self._dtype], "ELEMENT_BYTES": self._dtype.itemsize}
         merging = cuda_kernel(MERGE, "merge_states", defines)
         merging.launch((batch_size, num_q_heads, 1), MERGE_THREADS, out, self.lse, own_out, own_lse, rows.own_lens)

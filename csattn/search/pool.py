@@ -147,6 +147,3 @@ class SearchPool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"<SearchPool {self.num_threads} threads, {len(self._helpers.threads)} of them hired>"

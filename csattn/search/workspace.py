@@ -97,9 +97,6 @@ class SearchWorkspace:
             self._layout = ()
         return self._memory
 
-    def __repr__(self) -> str:
-        return f"<SearchWorkspace {len(self._memory)} bytes>"
-
 
 def _slot_arrays(group_size: int, stride: int, score_bytes: int, part_words: int) -> dict[str, int]:
     """Return the bytes of each array of a slot: see plan.SCRATCH."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from csattn.artifact import ArtifactSpec, ArtifactWriter, list_store, open_artifact, scan_store, verify_artifact
+from csattn.artifact import ArtifactSpec, ArtifactWriter, open_artifact, scan_store, verify_artifact
 from tests.artifact.synthetic import build, hidden_state, make_layer, make_spec, make_token_ids, write_layer
 
 SPEC = make_spec(num_layers=2, num_kv_heads=1)
@@ -25,7 +25,7 @@ def write_layers(store: Path, num_layers: int, spec: ArtifactSpec = SPEC) -> Non
 def assert_store_is_sound(store: Path) -> None:
     """Assert that only whole artifacts are listed."""
     assert not scan_store(store)[1]
-    for summary in list_store(store):
+    for summary in scan_store(store)[0]:
         verify_artifact(summary.path)
 
 

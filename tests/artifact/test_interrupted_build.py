@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from csattn.artifact import ArtifactWriter, collect_garbage, list_store, require_space, verify_artifact
+from csattn.artifact import ArtifactWriter, collect_garbage, require_space, scan_store, verify_artifact
 from csattn.artifact.durable import unsynced, write_bytes
 from csattn.artifact.lock import BuildLock, StoreUse
 from csattn.errors import ArtifactError, StoreFullError
@@ -201,7 +201,7 @@ def test_a_read_only_store_refuses_builds_but_finds_its_artifacts() -> None:
             with pytest.raises(ArtifactError, match=r"make the store .*: Permission denied"):
                 build(place / "new", SPEC)
             assert build(place, SPEC) == finished
-            assert [summary.path for summary in list_store(place)] == [finished]
+            assert [summary.path for summary in scan_store(place)[0]] == [finished]
         assert [entry.name for entry in place.iterdir()] == [SPEC.artifact_id]
 
 

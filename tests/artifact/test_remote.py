@@ -20,10 +20,10 @@ from csattn.artifact import (
     cache_store,
     durable,
     fetch_artifact,
-    list_store,
     open_artifact,
     read_manifest,
     reader,
+    scan_store,
     shrink_cache,
     verify_artifact,
 )
@@ -85,7 +85,7 @@ def test_an_uploaded_artifact_is_downloaded_unchanged(uploaded: RemoteStore, cac
         assert torch.equal(artifact.layer_kv(1), make_layer(SPEC, 1)[0])
     assert verify_artifact(f"{uploaded.url}/{ID}").spec == SPEC
     assert [path.name for path in cache.iterdir()] == [ID]
-    assert [summary.artifact_id for summary in list_store(cache)] == [ID]
+    assert [summary.artifact_id for summary in scan_store(cache)[0]] == [ID]
 
 
 def test_concurrent_readers_share_one_download(
@@ -357,7 +357,7 @@ def test_least_recently_used_copies_are_evicted_first_and_open_ones_stay_readabl
     assert shrink_cache(10 * one_bytes) == []
     assert shrink_cache(2 * one_bytes) == [oldest.path]
     np.testing.assert_array_equal(oldest.layer_kv(0), make_layer(specs[1], 0)[0])
-    assert {summary.artifact_id for summary in list_store(cache_store())} == {
+    assert {summary.artifact_id for summary in scan_store(cache_store())[0]} == {
         specs[0].artifact_id,
         specs[2].artifact_id,
     }

@@ -17,7 +17,6 @@ from csattn.artifact import (
     WorkDir,
     artifact_bytes,
     cache_store,
-    list_store,
     open_artifact,
     reader,
     scan_store,
@@ -171,7 +170,7 @@ def test_a_broken_artifact_is_replaced(tmp_path: Path) -> None:
     path = build(tmp_path, SPEC)
     os.truncate(path / kv_file(0), 100)
     assert list(scan_store(tmp_path)[1]) == [path]
-    assert list_store(tmp_path) == []
+    assert scan_store(tmp_path)[0] == []
     assert_completes(tmp_path)
 
 

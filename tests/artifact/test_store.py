@@ -9,7 +9,6 @@ from csattn.artifact import (
     ArtifactWriter,
     collect_garbage,
     find_artifact,
-    list_store,
     open_artifact,
     resolve_artifact,
     scan_store,
@@ -57,7 +56,7 @@ def test_a_listing_shows_whole_artifacts_only(tmp_path: Path) -> None:
     (tmp_path / "README").touch()
     with ArtifactWriter(tmp_path, make_spec(seed=3), make_token_ids(70, 3)) as writer:
         write_layer(writer, 0, *make_layer(writer.spec, 0))
-    listed = list_store(tmp_path)
+    listed = scan_store(tmp_path)[0]
     assert {summary.path for summary in listed} == set(paths[:2])
     assert listed == sorted(listed, key=lambda summary: summary.artifact_id)
     for summary in listed:
@@ -70,7 +69,7 @@ def test_a_listing_shows_whole_artifacts_only(tmp_path: Path) -> None:
 
 
 def test_a_store_that_does_not_exist_is_empty(tmp_path: Path) -> None:
-    assert list_store(tmp_path / "none") == []
+    assert scan_store(tmp_path / "none")[0] == []
     assert scan_store(tmp_path / "none")[1] == {}
     assert collect_garbage(tmp_path / "none") == []
 

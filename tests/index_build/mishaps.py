@@ -9,16 +9,16 @@ from typing import Any
 from unittest.mock import patch
 
 import index_build.tasks
-from csattn.artifact import list_store
+from csattn.artifact import scan_store
 from index_build.batch import JobResult, build_job
 from index_build.board import BuildState
 from index_build.job_list import Job
-from index_build.tasks import Builder, run_job
+from index_build.tasks import Builder
 
 PATIENCE_S = 60.0
 
 
-def _run_reporting_to(report: Callable[[BuildState], None], *arguments: Any) -> JobResult:
+def _run_reporting_to(report: Callable[[BuildState], None], builder: Builder, *arguments: Any) -> JobResult:
     """Run a job that reports each state to `report`, instead of some of them to the board."""
 
     def reporting(
@@ -27,7 +27,7 @@ def _run_reporting_to(report: Callable[[BuildState], None], *arguments: Any) -> 
         return build_job(job, loaded, plan, store, num_threads, report, *more, **options)
 
     with patch.object(index_build.tasks, "build_job", reporting):
-        return run_job(*arguments)
+        return Builder.run_job(builder, *arguments)
 
 
 class DiesOnce(Builder):
@@ -39,7 +39,7 @@ class DiesOnce(Builder):
                 flag.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        return _run_reporting_to(die, job, store, *more)
+        return _run_reporting_to(die, self, job, store, *more)
 
 
 class HangsOnTheLostNode(Builder):
@@ -49,7 +49,7 @@ class HangsOnTheLostNode(Builder):
     def run_job(self, job: Job, store: Path, *more: Any) -> JobResult:
         import ray
 
-        hangs, num_built = store.parent / "hangs", len(list_store(store)) - 1
+        hangs, num_built = store.parent / "hangs", len(scan_store(store)[0]) - 1
         is_lost = ray.get_runtime_context().get_node_id() == (store.parent / "lost-node").read_text()
 
         def hang(state: BuildState) -> None:
@@ -59,13 +59,14 @@ class HangsOnTheLostNode(Builder):
 
         if not is_lost and num_built >= 2:
             wait_for(hangs)
-        return _run_reporting_to(hang, job, store, *more)
+        return _run_reporting_to(hang, self, job, store, *more)
 
 
 class BuilderOnCpu(Builder):
     """Logs its process and jobs. The first builder that has finished two builds is killed at its third."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._num_done = 0
 
     def run_job(self, job: Job, store: Path, marker: Path, device: str, *more: Any) -> JobResult:

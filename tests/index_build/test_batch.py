@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 import index_build.batch
-from csattn.artifact import list_store, verify_artifact
+from csattn.artifact import scan_store, verify_artifact
 from csattn.artifact.lock import BuildLock
 from csattn.build_options import BuildOptions
 from csattn.errors import ConfigError
@@ -160,9 +160,9 @@ def test_each_job_is_built_once_and_a_failed_job_stops_no_other(
     shares = [news.share for job_idx, news in events if job_idx == 3 and isinstance(news, BuildState)]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    for summary in list_store(tmp_path):
+    for summary in scan_store(tmp_path)[0]:
         verify_artifact(summary.path)
-    assert {result.path for result in report.results if result.path} == {s.path for s in list_store(tmp_path)}
+    assert {result.path for result in report.results if result.path} == {s.path for s in scan_store(tmp_path)[0]}
     assert report.to_json()["failed"] == 2
     again = run_batch(read_jobs(file), tmp_path, device="cpu")
     assert outcomes(again) == ["reused", "failed", "failed", "reused", "reused"]

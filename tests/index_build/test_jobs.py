@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from csattn.artifact import list_store, verify_artifact
+from csattn.artifact import scan_store, verify_artifact
 from csattn.errors import ArtifactError, ConfigError
 from index_build.batch import run_batch
 from index_build.job_list import read_jobs
 from index_build.jobs import run_on_ray
 from index_build.needs import TaskNeeds, choose_needs
-from index_build.tasks import run_job
+from index_build.tasks import Builder
 from tests.index_build import mishaps
 from tests.index_build.batches import finished_files, hashes, make_place, write_list
 
@@ -192,10 +192,12 @@ def test_a_lost_node_loses_no_finished_work(two_nodes: Any, tmp_path: Path, monk
     assert sum(result.num_built for result in report.results) == 4 * 3 + 1
     assert len(finished) > 3 * 2
     assert finished.items() <= finished_files(store).items(), "something was made twice"
-    for summary in list_store(store):
+    for summary in scan_store(store)[0]:
         verify_artifact(summary.path)
-    assert {result.artifact_id for result in report.results} == {summary.artifact_id for summary in list_store(store)}
-    assert len(list_store(store)) == len(list(store.iterdir())) == 6
+    assert {result.artifact_id for result in report.results} == {
+        summary.artifact_id for summary in scan_store(store)[0]
+    }
+    assert len(scan_store(store)[0]) == len(list(store.iterdir())) == 6
 
 
 def test_builds_on_a_cluster_are_uploaded_to_a_store_at_a_url(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
@@ -210,7 +212,7 @@ def test_builds_on_a_cluster_are_uploaded_to_a_store_at_a_url(two_nodes: Any, tm
     [again] = run_on_ray(jobs[:1], url, device="cpu", num_threads=1).results
     assert (again.outcome, again.num_built) == ("reused", 0)
     with pytest.raises(ArtifactError, match="is not there on this node; give a store that every node sees"):
-        run_job(jobs[0], tmp_path, tmp_path / "elsewhere" / "marker", "cpu", 1, 0, False, None)
+        Builder().run_job(jobs[0], tmp_path, tmp_path / "elsewhere" / "marker", "cpu", 1, 0, False, None)
 
 
 def test_an_unreachable_cluster_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from csattn.artifact import list_store, open_artifact, scan_store, verify_artifact
+from csattn.artifact import open_artifact, scan_store, verify_artifact
 from csattn.attention.attend import attend_chunk
 from csattn.config import IndexConfig, ListConfig, SketchConfig
 from csattn.errors import CaptureError, ConfigError, ContextError, StoreFullError
@@ -61,7 +61,7 @@ def test_the_same_context_is_built_once(tmp_path: Path) -> None:
     assert second.path == first.path
     for config in (LISTS, replace(LISTS, seed=1)):
         build(tmp_path, config=config)
-    assert len(list_store(tmp_path)) == 3, "other centroids are another artifact"
+    assert len(scan_store(tmp_path)[0]) == 3, "other centroids are another artifact"
 
 
 def test_only_faiss_lists_require_faiss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_an_interrupted_build_resumes_at_the_layer_where_it_stopped(tmp_path: Pa
 
     with pytest.raises(Stop):
         build(tmp_path / "a", on_progress=stop)
-    assert list_store(tmp_path / "a") == []
+    assert scan_store(tmp_path / "a")[0] == []
     resumed, straight = build(tmp_path / "a"), build(tmp_path / "b")
     assert (resumed.resumed_at, straight.resumed_at) == (2, 0)
     for file in straight.path.glob("*.safetensors"):
@@ -157,7 +157,7 @@ def test_nan_in_the_model_leaves_no_artifact(tmp_path: Path) -> None:
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
     with pytest.raises(CaptureError, match="NaN"):
         build_artifact(wrap_model(model, byte_tokenizer(), "broken"), token_ids(300), SketchConfig(), tmp_path)
-    assert list_store(tmp_path) == []
+    assert scan_store(tmp_path)[0] == []
 
 
 def test_a_full_disk_is_refused_before_work_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_a_build_killed_at_any_moment_never_leaves_a_broken_artifact(tmp_path: P
         child.join()
         assert child.exitcode == 0
         whole_s.append(time.monotonic() - started)
-    want = list_store(tmp_path / "timing")[0].artifact_id
+    want = scan_store(tmp_path / "timing")[0][0].artifact_id
     num_interrupted = 0
     for trial in range(NUM_KILLS):
         store = tmp_path / f"store-{trial}"
@@ -196,7 +196,7 @@ def test_a_build_killed_at_any_moment_never_leaves_a_broken_artifact(tmp_path: P
         child.join(timeout=chance.uniform(0, 1.05 * min(whole_s[1:])))
         child.kill()
         child.join()
-        listed = [summary.artifact_id for summary in list_store(store)]
+        listed = [summary.artifact_id for summary in scan_store(store)[0]]
         assert scan_store(store)[1] == {}
         assert listed in ([], [want])
         num_interrupted += not listed

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from csattn.artifact import list_store, open_artifact, verify_artifact
+from csattn.artifact import open_artifact, scan_store, verify_artifact
 from csattn.config import IndexConfig, ListConfig, SearchConfig, SketchConfig
 from csattn.models import layer_offload
 from csattn.models.attending_cache import CACHE
@@ -110,7 +110,7 @@ def test_an_interrupted_build_resumes_and_gives_the_same_bytes(tmp_path: Path, m
 
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path, on_gpu(), on_progress=stop)
-    assert list_store(tmp_path) == []
+    assert scan_store(tmp_path)[0] == []
     resumed, straight = build(tmp_path, on_gpu()), build(tmp_path / "other", on_gpu())
     assert resumed.resumed_at == 2
     for file in straight.path.glob("*.safetensors"):

@@ -78,6 +78,11 @@ def _(cache: SlotCache) -> None:
     assert bool((ages[:, :num_slots] > 0).all()), f"{cache!r} lost a slot"
 
 
+def flush(blocks: Blocks) -> None:
+    """Wait until every block that was put is in its file, or refused."""
+    blocks._writer.submit(int).result()
+
+
 @check.register
 def _(blocks: Blocks) -> None:
     """Raise AssertionError if the book-keeping is wrong. No block may be in use."""

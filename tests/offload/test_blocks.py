@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from offload import block_files
 from offload.block_files import BlockFiles
 from offload.blocks import BlockName, Blocks, Label
-from tests.offload.soundness import check
+from tests.offload.soundness import check, flush
 from workers.serving import kept_store
 from workers.serving.kept_store import DiskBudget
 
@@ -68,14 +68,14 @@ def test_another_process_finds_blocks_that_were_flushed_to_files(tmp_path) -> No
     blocks = make(tmp_path)
     for number in range(3):
         blocks.put(name(number), data(number))
-    blocks.flush()
+    flush(blocks)
     other = make(tmp_path)
     assert other.holds(name(1)) and other.counts.memory_blocks == 0 and other.counts.disk_blocks == 3
     assert found(other, *map(name, range(5))) == lists(0, 1, 2)
     assert other.counts.memory_blocks == 3
     late = make(tmp_path)  # opened before block 7 is written
     blocks.put(name(7), data(7))
-    blocks.flush()
+    flush(blocks)
     assert found(late, name(7)) == lists(7)
     for each in (blocks, other, late):
         each.close()
@@ -86,7 +86,7 @@ def test_memory_stays_within_its_budget_and_evicted_blocks_are_read_from_files(t
     blocks = make(tmp_path, memory=2 * BLOCK + 5)
     for number in range(5):
         blocks.put(name(number), data(number))
-        blocks.flush()
+        flush(blocks)
     assert blocks.counts.memory_blocks == 2 and blocks.counts.disk_blocks == 5
     assert found(blocks, *map(name, range(5))) == lists(*range(5))  # more than fit in memory at once
     check(blocks)
@@ -214,7 +214,7 @@ def test_a_block_that_cannot_be_written_does_not_block_others(tmp_path, monkeypa
     blocks = make(tmp_path)
     for number in (1, 2):
         blocks.put(name(number), data(number))
-    blocks.flush()
+    flush(blocks)
     blocks.close()
     assert [path.stem for path in files_of(tmp_path)] == ["key2"] and blocks.counts.refused == 1
     assert "block key1 is not written" in caplog.text and "not this one" in caplog.text
@@ -243,7 +243,7 @@ def test_a_block_found_in_memory_counts_as_used_on_disk(tmp_path) -> None:
     blocks = make(tmp_path, disk=2000)
     for number in range(20):
         assert blocks.put(name(number), data(number))
-        blocks.flush()
+        flush(blocks)
         os.utime(tmp_path / f"key{number}.block", (1000 + number, 1000 + number))
         assert found(blocks, name(0)) == lists(0)
     blocks.close()
@@ -314,13 +314,13 @@ def test_a_full_disk_leaves_no_partial_block_file(tmp_path, monkeypatch, caplog,
         blocks = make(tmp_path)
         for number in range(2):
             assert blocks.put(name(number), data(number))
-            blocks.flush()
+            flush(blocks)
         assert found(blocks, name(0), name(1)) == lists(0, 1), "memory has them still"
         assert files_of(tmp_path) == [] and blocks.counts.refused == 2
         assert caplog.text.count("No space left") == 1
         patch.setattr(block_files, "_LOG_EVERY_S", 0.0)
         assert blocks.put(name(2), data(2))
-        blocks.flush()
+        flush(blocks)
         assert caplog.text.count("No space left") == 2 and "(3 so far)" in caplog.text
     blocks.put(name(3), data(3))
     blocks.close()

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from contextlib import closing
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_the_budget_named_in_a_refusal_is_enough(tmp_path, context_len, stream_r
     least = int(re.search(r"need ([\d,]+) bytes", str(refused.value))[1].replace(",", ""))
     for more in (1, 10_000, 100_000):
         TieredStore(files.spans, files.shape, files.dtype, least + more, **how).close()
-    with TieredStore(files.spans, files.shape, files.dtype, least, **how) as store:
+    with closing(TieredStore(files.spans, files.shape, files.dtype, least, **how)) as store:
         kv_indices = torch.arange(60).view(2, 30)
         assert same(store.gather(1, kv_indices), files.flat.gather(1, kv_indices))
         check(store)
@@ -155,7 +156,7 @@ def test_allocations_stay_within_the_budget(tmp_path, monkeypatch) -> None:
 
 def test_pages_grow_if_a_table_of_single_rows_would_take_the_budget(tmp_path) -> None:
     files = Files(tmp_path, context_len=2000, head_dim=1, dtype=torch.float16)  # rows of 4 bytes, like their numbers
-    with TieredStore(files.spans, files.shape, files.dtype, 200_000) as store:
+    with closing(TieredStore(files.spans, files.shape, files.dtype, 200_000)) as store:
         assert store.plan.page_rows == 4
         kv_indices = torch.arange(0, 2000, 7).expand(2, -1)
         assert same(store.gather(0, kv_indices), files.flat.gather(0, kv_indices))

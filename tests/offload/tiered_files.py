@@ -1,6 +1,7 @@
 """Layers of random KV in files and in memory, for tests of tiered stores."""
 
 from bisect import bisect_left
+from contextlib import closing
 
 import torch
 
@@ -26,8 +27,8 @@ class Files:
             self.spans.append(FileSpan(path, offset, kv.nbytes))
         self.flat = HostStore(self.kv)
 
-    def store(self, num_slots=10**9, page_rows=1, **options) -> TieredStore:
-        """Return a store with room for `num_slots` pages."""
+    def store(self, num_slots=10**9, page_rows=1, **options) -> closing[TieredStore]:
+        """Return a store with room for `num_slots` pages, which the block closes."""
         options = {"stream_rows": 16, **options}
         heads, context_len, _ = self.shape
         slots = min(num_slots, len(self.kv) * heads * -(-context_len // page_rows))
@@ -37,7 +38,7 @@ class Files:
         budget = budgets[bisect_left(budgets, slots, key=lambda budget: slots_of(*sizes, budget, *how))]
         store = TieredStore(self.spans, self.shape, self.dtype, budget, page_rows=page_rows, **options)
         assert store.plan.num_slots == slots
-        return store
+        return closing(store)
 
     def indices(self, rng, *shape: int) -> torch.Tensor:
         return torch.from_numpy(rng.integers(-1, self.shape[1] + 2, size=shape))

@@ -17,7 +17,8 @@ import pytest
 from csattn.artifact.lock import BuildLock
 from csattn.build_options import BuildOptions
 from csattn.models import LoadedModel, load_model
-from index_build import batch, tasks
+from index_build import batch
+from index_build.tasks import Builder
 from tests.artifact.faults import reseal
 from tests.tiny import byte_tokenizer, save
 from workers.cli import building, main, terminal
@@ -493,7 +494,7 @@ def test_builds_free_the_quantized_weights(
     where = "--store", tmp_path / "store"
     last_line(in_process("build", "--context", place / "text.txt", *flags, *where, "--json", capsys=capsys))
     last_line(in_process("build", "--jobs", tmp_path / "jobs", *where, "--json", capsys=capsys))
-    assert tasks._model(BuildOptions(**options), "cpu").model is models[2]
+    assert Builder()._model(BuildOptions(**options), "cpu").model is models[2]
     assert not [module for model in models for module in model.modules() if hasattr(module, "quantized")]
 
 

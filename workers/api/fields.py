@@ -35,7 +35,7 @@ class Fields:
         self._unwanted: set[str] = set()  # those of them that are never suggested
 
     def text(self, name: str, most_chars: int) -> str | None:
-        value = self._take(name)
+        value = self.any_of(name)
         if value is None:
             return None
         return self._checked_text(name, value, most_chars)
@@ -47,7 +47,7 @@ class Fields:
         return value
 
     def whole(self, name: str, lowest: int, highest: int) -> int | None:
-        value = self._take(name)
+        value = self.any_of(name)
         if value is None:
             return None
         if type(value) is not int:  # true is an int to Python, not to a client
@@ -58,7 +58,7 @@ class Fields:
 
     def number(self, name: str, lowest: float, highest: float, *, above: bool = False) -> float | None:
         """`above`: the lowest value itself is not allowed."""
-        value = self._take(name)
+        value = self.any_of(name)
         if value is None:
             return None
         bounds = f"{'more than' if above else 'at least'} {lowest:g} and at most {highest:g}"
@@ -70,7 +70,7 @@ class Fields:
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return a boolean field; the default if it is absent."""
-        value = self._take(name)
+        value = self.any_of(name)
         if value is None:
             return default
         if type(value) is not bool:
@@ -78,7 +78,7 @@ class Fields:
         return value
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> str | None:
-        value = self._take(name)
+        value = self.any_of(name)
         if value is None:
             return None
         if not isinstance(value, str) or value not in allowed:
@@ -87,7 +87,7 @@ class Fields:
 
     def texts(self, name: str, most: int, most_chars: int) -> tuple[str, ...]:
         """Return a field with one text, or with a list of at most `most`."""
-        value = self._take(name)
+        value = self.any_of(name)
         if value is None:
             return ()
         items = value if isinstance(value, list) else [value]
@@ -97,7 +97,7 @@ class Fields:
 
     def items(self, name: str) -> list[Any]:
         """Return a required list of one entry or more."""
-        value = self._take(name)
+        value = self.any_of(name)
         if not isinstance(value, list) or not value:
             came = "missing" if value is None else "an empty list" if value == [] else shown_value(value)
             self.refuse(name, f"is {came}, wanted a list of one entry or more")
@@ -105,7 +105,7 @@ class Fields:
 
     def listed(self, name: str, most: int) -> list[Any]:
         """Return a list of at most `most` entries; an empty one if it is absent."""
-        value = self._take(name)
+        value = self.any_of(name)
         if value is None:
             return []
         if not isinstance(value, list) or len(value) > most:
@@ -113,22 +113,23 @@ class Fields:
         return value
 
     def inner(self, name: str) -> "Fields | None":
-        value = self._take(name)
+        value = self.any_of(name)
         return None if value is None else Fields(value, f"{self.where}{name}.")
 
     def any_of(self, name: str) -> Any:
         """Return the value as it came, unchecked."""
-        return self._take(name)
+        self._known.add(name)
+        return self._left.pop(name, None)
 
     def ignore(self, *names: str) -> None:
         """Drop fields that cannot change an answer."""
         for name in names:
-            self._take(name)
+            self.any_of(name)
         self._unwanted.update(names)
 
     def only(self, name: str, *neutral: Any, why: str) -> None:
         """Refuse a field, for the reason `why`, unless it is absent or has a neutral value."""
-        value = self._take(name)
+        value = self.any_of(name)
         self._unwanted.add(name)
         if value is not None and not any(type(value) is type(item) and value == item for item in neutral):
             self.refuse(name, f"is {shown_value(value)}: {why}")
@@ -147,10 +148,6 @@ class Fields:
 
     def refuse(self, name: str, what: str) -> NoReturn:
         raise BadRequestError(f"{self.where}{name} {what}", f"{self.where}{name}")
-
-    def _take(self, name: str) -> Any:
-        self._known.add(name)
-        return self._left.pop(name, None)
 
     def _checked_text(self, name: str, value: object, most_chars: int) -> str:
         if not isinstance(value, str):

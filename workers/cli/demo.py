@@ -106,7 +106,8 @@ def show(target: Path, document: str, questions: tuple[Question, ...]) -> dict[s
         with open_engine(loaded, artifact, _CONFIG, max_requests=1) as engine:
             with _timed(seconds, "answer"):
                 pairs = [_ask_both(engine, loaded, artifact, question) for question in questions]
-                window = _ask_window(engine, loaded, artifact, questions[-1])
+                out.print("\nWithout the search, the first and the last rows alone do not hold the answer:")
+                window = _ask(engine, loaded, artifact, questions[-1], "window")
             with _timed(seconds, "observe"):
                 exchanges = _observe(engine, loaded, artifact, questions, pairs)
         out.print(comparison(exchanges))
@@ -184,11 +185,6 @@ def _build(loaded: LoadedModel, document: str, store: Path) -> Path:
 def _ask_both(engine: StepEngine, loaded: LoadedModel, artifact: Artifact, question: Question) -> tuple[Answer, Answer]:
     out.print(f"\n{question.text}", style="bold")
     return _ask(engine, loaded, artifact, question, "csattn"), _ask(engine, loaded, artifact, question, "full")
-
-
-def _ask_window(engine: StepEngine, loaded: LoadedModel, artifact: Artifact, question: Question) -> Answer:
-    out.print("\nWithout the search, the first and the last rows alone do not hold the answer:")
-    return _ask(engine, loaded, artifact, question, "window")
 
 
 def _ask(

@@ -4,12 +4,11 @@ Its operations run as CUDA graphs of Triton and CUDA C kernels on a GPU, and as 
 """
 
 from workers.model.attention import StepAttention
-from workers.model.runner import ModelRunner, StepOutput
+from workers.model.runner import ModelRunner
 from workers.model.weights import take_weights
 
 __all__ = [
     "ModelRunner",
     "StepAttention",
-    "StepOutput",
     "take_weights",
 ]

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
 
 from csattn.errors import SearchLostError
 
@@ -66,12 +65,6 @@ class Rendezvous:
         self._listener.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def connect(address: str) -> socket.socket:

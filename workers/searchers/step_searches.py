@@ -103,9 +103,6 @@ class StepSearches:
         self._searches: dict[bytes, LayerSearch] = {}  # by record
         self.attach(np.zeros(GIVE_UP + 8, np.uint8))
 
-    def __repr__(self) -> str:
-        return f"<StepSearches {len(self._layers)} contexts, {self.pool!r}>"
-
     def attach(self, memory: SharedMemory | NDArray[np.uint8]) -> None:
         """Use this memory from now on: records' offsets refer to it."""
         self._forget()

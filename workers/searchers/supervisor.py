@@ -87,7 +87,7 @@ class Supervisor:
 
     def _keep_one(self) -> None:
         """Start a worker, load its contexts, and wait for its end."""
-        with Rendezvous() as rendezvous:
+        with contextlib.closing(Rendezvous()) as rendezvous:
             handle = self.handle = self._launch(self._make_spec(rendezvous.address))
             try:
                 connection = rendezvous.accept(START_S, lambda: self._launch_fault(handle))

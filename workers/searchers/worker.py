@@ -1,6 +1,5 @@
 """A search worker: runs one client's searches, in its own process, until either of the two ends."""
 
-import contextlib
 import os
 import socket
 import time
@@ -59,15 +58,13 @@ class WorkerSpec:
 class SearchWorker:
     """Opens the artifacts that its client names, read-only, and searches them. It has no state of any request.
 
-    `serve` blocks until the client has gone, or `close` is called from another thread. The host (a child process, an
-    actor) calls `serve` once and ends its process when that returns. The host must not restart the worker: the client
-    notices the end at once, and launches a new one.
+    `serve` blocks until the client has gone. The host (a child process, an actor) calls it once and ends its process
+    when it returns. The host must not restart the worker: the client notices the end at once, and launches a new one.
     """
 
     def __init__(self, spec: WorkerSpec, open_context: Callable[[Path], Artifact] = open_artifact) -> None:
         self.spec, self._open_context = spec, open_context
         self._connection: socket.socket | None = None
-        self._closed = False
         self._mail: Mail | None = None
         self._searches: StepSearches | None = None
         self._step_memory: NDArray[np.uint8] | None = None  # received, but not attached yet
@@ -90,20 +87,13 @@ class SearchWorker:
         if watch is not None:
             watch(self._connection)
         try:
-            while not self._closed and self._await_request(self._num_answers + 1):
+            while self._await_request(self._num_answers + 1):
                 self._answer()
         except (BrokenPipeError, ConnectionResetError):
             pass  # the client has gone
         finally:
             self._connection.close()
             self._searches.close()
-
-    def close(self) -> None:
-        """Make `serve` return, after the search that is under way."""
-        self._closed = True
-        if self._connection is not None:
-            with contextlib.suppress(OSError):  # it may be closed already
-                self._connection.shutdown(socket.SHUT_RDWR)
 
     def _await_request(self, number: int) -> bool:
         """Wait for the request of this number; false if none will come."""

@@ -159,10 +159,6 @@ class WorkerSearcher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        health = self.health()
-        return f"<WorkerSearcher {health.num_alive}/{health.num_workers} workers, {len(self._artifacts)} contexts>"
-
     def _await_workers(self) -> None:
         for supervisor in self._supervisors:
             supervisor.came_up.wait()

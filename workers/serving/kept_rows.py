@@ -65,11 +65,6 @@ class KeptRows:
         """Keep a block, in the background. copied: waits for the copy of the block's rows, and returns it."""
         self._taker.submit(self._take, name, copied)
 
-    def flush(self) -> None:
-        """Wait until all blocks given to `keep` are on the disk, or refused."""
-        self._taker.submit(int).result()
-        self._blocks.flush()
-
     def close(self) -> None:
         """Write all blocks given to `keep`, and close."""
         self._taker.shutdown()

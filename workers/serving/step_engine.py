@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,7 +128,7 @@ class StepEngine(Protocol):
         stays loaded; if the work is run twice, its result is made once. Raises ConfigError for what this engine cannot
         do.
         """
-        ...
+        return None
 
     def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         """Begin a request with an empty tail. If `preparation` has not been run, this does its work, and steps wait.
@@ -175,3 +175,9 @@ class StepEngine(Protocol):
     def counts(self) -> EngineCounts: ...
 
     def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -4,7 +4,7 @@ loaded = load_settings(Path("csattn.toml"), os.environ, {"server.port": 9000})
 loaded.settings.server.port, loaded.leaves["server.port"].origin
 """
 
-from workers.settings.load import Loaded, load_settings
+from workers.settings.load import load_settings
 from workers.settings.parts import (
     BuildSettings,
     EngineSettings,
@@ -19,17 +19,13 @@ from workers.settings.parts import (
     default_lookahead,
 )
 from workers.settings.show import describe, example
-from workers.settings.sources import Leaf, Origin
 
 __all__ = [
     "BuildSettings",
     "EngineSettings",
     "KeptSettings",
-    "Leaf",
     "LimitSettings",
-    "Loaded",
     "ModelSettings",
-    "Origin",
     "RaySettings",
     "Secret",
     "ServerSettings",

@@ -41,9 +41,6 @@ class ExactSearch:
         self._logits = torch.zeros(sizes, dtype=torch.float32, device=device)
         self._places = torch.arange(max_context_len, dtype=torch.int32, device=device)
 
-    def __repr__(self) -> str:
-        return f"<ExactSearch for {self.batch_size} rows of {self.max_context_len} keys>"
-
     def search(
         self,
         q: Tensor,  # [batch_size, num_q_heads, head_dim], after RoPE

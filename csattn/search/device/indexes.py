@@ -65,10 +65,6 @@ class DeviceSketch:
 DeviceLayerIndex = DeviceLists | DeviceSketch
 
 
-def num_bytes(index: DeviceLayerIndex) -> int:
-    return sum(part.nbytes for part in index.parts)
-
-
 def place_codes(codes: Tensor) -> Tensor:
     """Permute a `SketchIndex`'s codes into a `DeviceSketch`'s layout, or back; int32, the shape stays.
 
@@ -125,13 +121,6 @@ class DeviceIndexes:
         self.top_ks = torch.zeros(num_contexts, dtype=torch.int32, device=device)
         self.min_top_ks_for_marks = torch.zeros(num_contexts, dtype=torch.int32, device=device)
         self._loaded: dict[int, list[DeviceLayerIndex]] = {}
-
-    def __repr__(self) -> str:
-        return f"<DeviceIndexes of {len(self._loaded)} contexts, {self.num_bytes / 2**20:.0f} MiB>"
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(num_bytes(layer) for layers in self._loaded.values() for layer in layers)
 
     def load(self, context_id: int, context_len: int, layers: list[DeviceLayerIndex]) -> None:
         """Load a context into place `context_id`. No step that reads this place may be in flight."""

@@ -52,9 +52,6 @@ class DeviceSearch:
                 device=device,
             )
 
-    def __repr__(self) -> str:
-        return f"<DeviceSearch for {self.batch_size} rows of {self.max_context_len} keys>"
-
     def search(
         self,
         q: Tensor,  # [batch_size, num_q_heads, head_dim], after RoPE

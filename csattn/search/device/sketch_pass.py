@@ -81,9 +81,6 @@ class SketchPass:
         self._exponents = memory(queries * sums_rest, self.max_tiles)
         self._sums = memory(queries * self.max_tiles * sums_rest, self._num_sums)
 
-    def __repr__(self) -> str:
-        return f"<SketchPass for {self.batch_size} rows of {self.max_keys} keys>"
-
     def run(
         self,
         q: Tensor,  # [batch_size, num_q_heads, head_dim], after RoPE

@@ -20,6 +20,6 @@ if __name__ == "__main__":
         engine.add_context(0, artifact)
         engine.open(0, 0, CONFIG, "csattn")
         engine.step([StepRow(0, 1)])
-        print(*engine.pids, flush=True)
+        print(*(child.pid for child in engine._followers._children), flush=True)
         while True:
             engine.step([StepRow(0, 1)])

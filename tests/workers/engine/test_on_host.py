@@ -127,16 +127,3 @@ def test_loading_another_context_replaces_the_searches_of_the_first(artifact: Ar
         assert [search.index.codes.ctypes.data for search in series.searches] == [
             index.codes.ctypes.data for index in other
         ]
-
-
-def test_a_context_may_be_loaded_while_a_step_over_another_is_planned(artifact: Artifact) -> None:
-    with SearchPool(2) as pool:
-        mail = make_steps(artifact, StepSearches(pool))._mail[1]
-
-        class Asked(tuple[tuple[int, int], ...]):
-            def __ne__(self, other: object) -> bool:
-                mail.load(1, CONTEXT_LEN)  # as another thread may do just when the previous plan is compared
-                return False
-
-        plan = mail.plan(((0, 5),))
-        assert mail.plan(Asked(((0, 5),))) is plan

@@ -1,5 +1,7 @@
 """Helpers that make searches, run searchers, and compare the result with the choice of one thread."""
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -81,7 +83,9 @@ class ThreadWorker:
         return None
 
     def kill(self) -> None:
-        self.worker.close()
+        if (connection := self.worker._connection) is not None:
+            with contextlib.suppress(OSError):  # it may be closed already
+                connection.shutdown(socket.SHUT_RDWR)
         self.thread.join(WAIT_S)
 
 

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -214,7 +215,7 @@ def test_socket_files_have_short_paths_despite_a_long_temporary_directory(monkey
     (long := tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.setattr(sys, "platform", "darwin")
-    with Rendezvous() as meeting, connect(meeting.address), meeting.accept(10, lambda: None):
+    with closing(Rendezvous()) as meeting, connect(meeting.address), meeting.accept(10, lambda: None):
         assert len(meeting.address) < 80
     assert not Path(meeting.address).parent.exists()
 

@@ -7,8 +7,10 @@ from typing import Any
 
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
+from tests.offload import soundness
 from tests.tiny import loaded
 from workers.engine.cpu.engine import CpuEngine
+from workers.serving.kept_rows import KeptRows
 from workers.serving.kept_store import DIRECTORY
 from workers.serving.local import LocalBackend
 from workers.serving.messages import Ask, Done, Sampling, Turn
@@ -50,13 +52,19 @@ def ask(*texts: str, new: int = 20, salt: str = "", **more: Any) -> Ask:
     return Ask(**{"request_id": "1", "context": "", **turns, **named}, cache_salt=salt, sampling=sampling)
 
 
+def flush(kept: KeptRows) -> None:
+    """Wait until all blocks that were given to `keep` are on the disk, or refused."""
+    kept._taker.submit(int).result()
+    soundness.flush(kept._blocks)
+
+
 async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:
     """Return the answer once its rows are kept, too, which a thread does in the background."""
     text = ""
     async with aclosing(backend.generate(asked)) as events:
         async for event in events:
             if isinstance(event, Done):
-                await asyncio.to_thread(backend._prefixes.kept.flush)
+                await asyncio.to_thread(flush, backend._prefixes.kept)
                 return text, event
             text += event.text
     raise AssertionError("events end with Done")

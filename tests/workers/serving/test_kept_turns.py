@@ -25,6 +25,7 @@ from tests.workers.serving.prompting import (
     ask,
     computed,
     files_of,
+    flush,
     make_backend,
 )
 from workers.serving import kept_rows
@@ -155,7 +156,7 @@ def test_the_block_records_of_a_long_prompt_take_little_memory(tmp_path) -> None
     tracemalloc.start()
     try:
         own.keep(range(64_000), lambda start, stop: lambda: torch.zeros(1, dtype=torch.uint8))
-        kept.flush()
+        flush(kept)
         assert kept.counts.memory_blocks == 1000 and tracemalloc.get_traced_memory()[0] < 4_000_000
         assert kept.num_kept(b"mine", range(64_001)) == 64_000
     finally:
@@ -170,7 +171,7 @@ def test_kept_rows_use_at_most_a_quarter_of_the_free_memory(tmp_path, monkeypatc
         open_kept_rows(loaded(), Settings(store=StoreSettings(path=tmp_path), kept=KeptSettings(disk_bytes=0)))
     ) as kept:
         kept.find(b"mine", []).keep(range(640), lambda *_: lambda: torch.zeros(30, dtype=torch.uint8))
-        kept.flush()
+        flush(kept)
         assert kept.counts.memory_blocks == 3
     assert "GiB, but only 100 B is used: a quarter of the free memory" in caplog.text
 
@@ -244,10 +245,10 @@ def test_rows_of_a_cancelled_request_are_kept(tmp_path) -> None:
             for _ in range(60):
                 await anext(events)
             await events.aclose()
-            await asyncio.to_thread(backend._prefixes.kept.flush)
+            await asyncio.to_thread(flush, backend._prefixes.kept)
             _, done = await answer(backend, ask(FIRST))
             assert computed(done) <= BLOCK_ROWS
-            backend._prefixes.kept.flush()
+            flush(backend._prefixes.kept)
             assert len(files_of(tmp_path)) >= (len(FIRST) + 50) // BLOCK_ROWS
 
     asyncio.run(main())

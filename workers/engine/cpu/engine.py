@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from threading import Lock
-from typing import Self
 
 import numpy as np
 import torch
@@ -56,7 +55,7 @@ from workers.engine.own_segments import OF_OWN, OwnSegments, grows_without_conte
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.rows import require_tokens
 from workers.searchers.worker_searcher import WorkerSearcher
-from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
+from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepEngine, StepResult, StepRow
 
 # Every step reads the near rows from memory, as it does the weights, so few rows should stay near: segments are shorter
 # than on a GPU, where the transforms of that many segments would take too much memory.
@@ -64,7 +63,7 @@ GROWTH = Growth(segment_len=512)
 QUESTION_ROWS = 64  # of a step; a question alone takes a third longer with 16, and as long with 128
 
 
-class CpuEngine:
+class CpuEngine(StepEngine):
     """The `StepEngine` of the CPU. A row's results have the same bits alone or beside others, on any number of threads.
 
     Over a sketch, a request's own rows become segments with sketches of their own (`csattn.sketch.own`). With another
@@ -304,12 +303,6 @@ class CpuEngine:
             context.store.close()
         self._contexts.clear()  # their files stay mapped while anything references them
         self._forget_plans()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _run(self, plan: RowPlan, plain: PlainRows, observers: Observers) -> None:
         """Run all layers. With lookahead, a layer's searches run while the layer before it is computed."""

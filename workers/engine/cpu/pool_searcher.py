@@ -37,9 +37,6 @@ class PoolSearcher:
         self._kept: weakref.WeakKeyDictionary[RowSearch, dict[int, LayerSearch]] = weakref.WeakKeyDictionary()
         self._waiting: list[LayerSearch] = []  # of the current layer, last first; the pool runs one at a time
 
-    def __repr__(self) -> str:
-        return f"<PoolSearcher {len(self._indexes)} contexts, {self._pool!r}>"
-
     def load(self, context_id: int, artifact: Artifact) -> None:
         self._indexes[context_id] = artifact.indexes()
         self._kept.clear()

@@ -45,9 +45,6 @@ class AttendAll(StepAttention):
             size: make_device_selection(size, heads, shape.max_top_k, device) for size in shape.batch_sizes
         }
 
-    def __repr__(self) -> str:
-        return f"<AttendAll {self.far!r}>"
-
     def begin_step(self, rows: StepRows) -> None:
         if isinstance(self.far, StreamedRows):
             self.far.begin_step(rows.context_ids.tolist())
@@ -82,9 +79,6 @@ class StreamedRows:
         self._copied: torch.cuda.Event | None = None  # recorded after the last copy
         self._kv: dict[int, PinnedRows] = {}
         self._in_step: list[int] = []  # contexts of the current step
-
-    def __repr__(self) -> str:
-        return f"<StreamedRows {len(self._kv)}/{len(self._lens)} contexts>"
 
     def load(self, context_id: int, kv: PinnedRows) -> None:
         """Register a context, whose KV stays on the host."""

@@ -32,9 +32,6 @@ class AttendCompressed(StepAttention):
         self._scale = torch.ones(1, 1, device=device)  # shared by all index keys, which are not quantized
         self._ops = _ops_for(device)
 
-    def __repr__(self) -> str:
-        return f"<AttendCompressed {self.memory!r}>"
-
     def attend_compressed(self, layer_idx: int, buffers: CompressedBuffers, rows: StepRows) -> None:
         if layer_idx == 0:
             self._seen = self.memory.find(rows, self._weights)

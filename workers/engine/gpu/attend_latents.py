@@ -28,9 +28,6 @@ class AttendLatents(StepAttention):
         self._seen = {size: SeenRows.of(shape, size, device) for size in shape.batch_sizes}
         self._scale = torch.ones(1, 1, device=device)  # shared by all index keys, which are not quantized
 
-    def __repr__(self) -> str:
-        return f"<AttendLatents {self.far!r}>"
-
     def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: Tensor) -> None:
         spec, seen = self._latents[layer_idx], self._seen[rows.batch_size]
         assert spec is not None

@@ -59,9 +59,6 @@ class CompressedMemory:
         self._lens = torch.zeros(shape.num_contexts + 1, dtype=torch.int64, device=device)  # the last: no context
         self._pending: dict[int, tuple[int, list[Tensor]]] = {}  # by context: its length, what its last tokens add
 
-    def __repr__(self) -> str:
-        return f"<CompressedMemory {len(self._pending)} contexts>"
-
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for layer in self.layers for part in (layer.rows, layer.keys, layer.pending))

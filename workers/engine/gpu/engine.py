@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ from workers.model.gpu.triton_ops import ALIKE_ROWS
 from workers.model.rows import require_tokens
 from workers.model.runner import StepOutput
 from workers.searchers.step_searches import StepSearches
-from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
+from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepEngine, StepResult, StepRow
 
 BATCH_SIZES = (1, 8, 16)  # for a single request: its decode steps, those with drafts, and its question
 MAX_ROWS = 64  # of a step
@@ -109,7 +108,7 @@ class _Request:
         del self.drafted[len(self.drafted) - num_rows :]
 
 
-class GpuEngine:
+class GpuEngine(StepEngine):
     """The `StepEngine` of a GPU, in one placement.
 
     Memory is planned, and steps are captured as CUDA graphs, when the first request or context arrives: see `Placing`.
@@ -215,9 +214,6 @@ class GpuEngine:
         require_unused(context_id, self._requests)
         self._placing.ready().remove_context(place)
         del self._places[context_id]
-
-    def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
-        """Return None: a loaded context has all that its requests need."""
 
     def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         place = self._place(context_id)
@@ -381,12 +377,6 @@ class GpuEngine:
         finally:
             if self._searcher is not None:
                 self._searcher.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _watched_step(
         self, batch_size: int, request_slot: int, tail_len: int, row: int, number: int

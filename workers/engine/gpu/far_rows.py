@@ -53,9 +53,6 @@ class DeviceRows(FarRows):
         super().__init__([RowSource(addresses, self._lens) for addresses in self._addresses])
         self._kv: dict[int, list[Tensor]] = {}
 
-    def __repr__(self) -> str:
-        return f"<DeviceRows {len(self._kv)}/{self._shape.num_contexts} contexts>"
-
     def load(
         self,
         context_id: int,
@@ -100,9 +97,6 @@ class CachedRows(FarRows):
         super().__init__(row_sources(self.cache.rows, slots))
         self._spills = [RowSource(addresses, self._lens) for addresses in self.cache.host_addresses]
         self._kv: dict[int, PinnedRows] = {}
-
-    def __repr__(self) -> str:
-        return f"<CachedRows {self.cache!r}>"
 
     def load(self, context_id: int, kv: PinnedRows) -> None:
         """Register a context, whose KV stays on the host."""

@@ -24,12 +24,11 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import CsattnError
-from csattn.selector_names import SelectorName
 from csattn.share import Share
 from workers.engine.gpu.engine import GpuEngine
 from workers.engine.gpu.step_model import StepModel
 from workers.model.devices import Devices
-from workers.serving.step_engine import EngineCounts, Fidelity, StepRow
+from workers.serving.step_engine import Fidelity, StepRow
 
 SPIN_S = 0.002  # that it polls for the next step before it sleeps: waking up can take longer than a step
 EXPECTED = (CsattnError, torch.OutOfMemoryError)  # reported to the first process; the follower goes on
@@ -49,13 +48,16 @@ class FollowerSpec:
 
 
 class Follower:
-    """Its public methods are called by name. Each is the counterpart of a method of `StepEngine`."""
+    """Its methods are called by name, each in place of a method of its `GpuEngine`, and so are all others of that."""
 
     def __init__(self, spec: FollowerSpec) -> None:
         self._devices = devices = Devices(spec.share, spec.device, spec.rendezvous)
         model = replace(spec.model, take=lambda device: devices.receive(), devices=devices)
         self._engine = GpuEngine(model, spec.config, spec.placement, device=spec.device, **spec.options)
         self._artifacts: dict[int, Artifact] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     def add_context(self, context_id: int, path: Path) -> None:
         with ExitStack() as undo:
@@ -69,28 +71,10 @@ class Follower:
         self._engine.remove_context(context_id)
         self._artifacts.pop(context_id).close()
 
-    def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
-        self._engine.open(request_slot, context_id, config, selector)
-
-    def write_rows(self, request_slot: int, rows: Tensor) -> None:
-        self._engine.write_rows(request_slot, rows)
-
-    def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
-        return self._engine.read_rows(request_slot, start, stop)
-
-    def close_request(self, request_slot: int) -> None:
-        self._engine.close_request(request_slot)
-
     def step(self, fed: Sequence[tuple[int, int, bool]], watch: tuple[int, int] | None) -> Fidelity | None:
         """fed: of each row the request slot, the token, and whether it is a draft."""
         rows = [StepRow(request_slot, token_id, is_draft=is_draft) for request_slot, token_id, is_draft in fed]
         return self._engine.step(rows, watch=watch).fidelity
-
-    def drop_rows(self, request_slot: int, num_rows: int) -> None:
-        self._engine.drop_rows(request_slot, num_rows)
-
-    def counts(self) -> EngineCounts:
-        return self._engine.counts()
 
     def close(self) -> None:
         self._engine.close()

@@ -60,13 +60,6 @@ class Followers:
             raise
         self._is_up = True
 
-    def __repr__(self) -> str:
-        return f"<Followers {[child.pid for child in self._children]}>"
-
-    @property
-    def pids(self) -> list[int]:
-        return [child.pid for child in self._children]
-
     def send(self, name: str, *arguments: Any) -> None:
         """Send all followers a call, and do not wait. If it fails in one, all processes end."""
         data = pickle.dumps((None, name, arguments))

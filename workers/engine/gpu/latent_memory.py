@@ -57,9 +57,6 @@ class LatentPlaces:
         self.tails = own.view(num_layers, shape.num_tails, 1, shape.tail_capacity, *row)
         self._numbers = _Numbers(shape, _Stride(), _Stride(first=of_contexts), device)
 
-    def __repr__(self) -> str:
-        return f"<LatentPlaces of {self._shape.num_contexts} contexts>"
-
     def load(self, context_id: int, layers: Sequence[Tensor]) -> None:
         """Copy a context's rows, [1, context_len, 2, head_dim] of each layer. No step may be in flight."""
         context_len = self._shape.require_context(layers)
@@ -131,9 +128,6 @@ class CachedLatents:
         self._kv: dict[int, PinnedRows] = {}
         define = {"THREADS": _THREADS}
         self._count, self._place = (cuda_kernel(_SOURCE, name, define) for name in ("count_far", "place_chosen"))
-
-    def __repr__(self) -> str:
-        return f"<CachedLatents {self.cache!r}>"
 
     @property
     def rows_at_once(self) -> int:

@@ -55,9 +55,6 @@ class LocalLayers(StepAttention):
             for i in range(spec.num_layers)
         ]
 
-    def __repr__(self) -> str:
-        return f"<LocalLayers, {len(self._places)} of {self._spec.num_layers}, {self.inner!r}>"
-
     @property
     def nbytes(self) -> int:
         """Bytes of rows and states."""

@@ -80,9 +80,6 @@ class SearchOnDevice(AttendChosen):
             self._search_stream = torch.cuda.Stream(device, priority=-1 if far.cross_link else 0)  # type: ignore[no-untyped-call]
         self._fetched: dict[int, _Fetched] = {}  # by layer, until it attends
 
-    def __repr__(self) -> str:
-        return f"<SearchOnDevice {self.indexes!r}, {self.far!r}>"
-
     def load(
         self,
         context_id: int,

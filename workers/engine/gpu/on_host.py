@@ -29,7 +29,7 @@ from workers.searchers.worker_searcher import WorkerSearcher
 
 StepSearcher = StepSearches | WorkerSearcher  # searches whole steps: by threads of this process, or by search workers
 PLACES = "q_at", "kv_at", "len_at", "query_flag_at", "choice_flag_at"  # offsets of a row's parts in the shared memory
-_RowRequest = tuple[int, int]  # of a row: its context (-1: idle), and the most rows that it may choose
+_RowRequest = tuple[int, int]  # of a row: its context (-1: idle), and how many rows it chooses
 DEVICE_CHECK_S = 1.0  # between checks whether the device has failed, while the host waits for a step's queries
 
 
@@ -61,6 +61,7 @@ class SearchOnHost(AttendChosen):
         self._memory = SharedMemory(piece_bytes((1,), torch.int64) + _mail_bytes(shape), device)
         self._give_up = self._memory.zeros((1,), torch.int64)  # 1: the step's queries will not arrive
         self._mail = {size: _StepMail(shape, size, self._memory) for size in shape.batch_sizes}
+        self._top_ks = {-1: 0}  # the most rows that a row may choose, by its context
         assert self._memory.place_of(self._give_up) == GIVE_UP
         try:
             searcher.attach(self._memory)
@@ -69,9 +70,6 @@ class SearchOnHost(AttendChosen):
             raise
         self._background = BackgroundThread("step-searches")
         self._searching: Future[None] | None = None  # of the current step
-
-    def __repr__(self) -> str:
-        return f"<SearchOnHost {self._searcher!r}, {self.far!r}>"
 
     def load(
         self,
@@ -85,13 +83,10 @@ class SearchOnHost(AttendChosen):
         self._resident.load(context_id, kv, plain)
         if self._passes:
             self.indexes.load(context_id, context_len, [to_device(layer, self._device) for layer in index])
-        for mail in self._mail.values():
-            mail.load(context_id, context_len)
+        self._top_ks[context_id] = self.shape.search.top_k(context_len)
 
     def unload(self, context_id: int) -> None:
         """Forget a context. No step may be in flight."""
-        for mail in self._mail.values():
-            mail.unload(context_id)
         if self._passes:
             self.indexes.unload(context_id)
 
@@ -105,8 +100,8 @@ class SearchOnHost(AttendChosen):
         mail = self._mail[rows.batch_size]
         self._clock.advance()
         super().begin_step(rows)
-        row_requests = torch.stack([self._schedule.search_ids(rows), rows.top_ks]).tolist()
-        plan = mail.plan(tuple(zip(*row_requests, strict=True)))
+        asked = zip(*torch.stack([self._schedule.search_ids(rows), rows.top_ks]).tolist(), strict=True)
+        plan = mail.plan(tuple((context_id, min(top_k, self._top_ks[context_id])) for context_id, top_k in asked))
         self._searching = self._background.start(partial(self._search, mail, plan, self._clock.value(0)))
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
@@ -178,7 +173,6 @@ class _StepMail:
         self._shape, self._memory = shape, memory
         self._queries = [RowMail(*_query_sizes(shape, batch_size), memory) for _ in range(2)]
         self._selections = [SelectionMail(*_selection_sizes(shape, batch_size), memory) for _ in range(2)]
-        self._context_lens: dict[int, int] = {}
         self._last: tuple[tuple[_RowRequest, ...], StepPlan] | None = None  # the last plan, by what its rows asked for
 
     def post(self, layer_idx: int, q: Tensor, clock: StepClock) -> None:
@@ -193,20 +187,11 @@ class _StepMail:
         for mail in self._selections:
             mail.flags.fill_(value)
 
-    def load(self, context_id: int, context_len: int) -> None:
-        self._last = None
-        self._context_lens[context_id] = context_len
-
-    def unload(self, context_id: int) -> None:
-        self._last = None
-        self._context_lens.pop(context_id, None)
-
     def plan(self, row_requests: tuple[_RowRequest, ...]) -> StepPlan:
         """Return the searches of a step, given what its rows ask for. No step may be in flight."""
-        last = self._last  # read once: another thread may reset it while it loads a context
-        if last is None or last[0] != row_requests:
-            self._last = last = row_requests, StepPlan(self._records(row_requests))
-        return last[1]
+        if self._last is None or self._last[0] != row_requests:
+            self._last = row_requests, StepPlan(self._records(row_requests))
+        return self._last[1]
 
     def _records(self, row_requests: tuple[_RowRequest, ...]) -> NDArray[np.void]:
         shape, config = self._shape, self._shape.search
@@ -219,8 +204,8 @@ class _StepMail:
         records["group_size"] = shape.num_q_heads // shape.num_index_heads
         records["sink_len"], records["window_len"] = config.sink_len, config.window_len
         records["softmax_scale"] = shape.softmax_scale
-        for i, (row, context_id, row_top_k) in enumerate(in_use):
-            of_row, top_k = records[:, i], min(row_top_k, config.top_k(self._context_lens[context_id]))
+        for i, (row, context_id, top_k) in enumerate(in_use):
+            of_row = records[:, i]
             of_row["context"], of_row["top_k"] = context_id, top_k
             for parity, (queries, selections) in enumerate(zip(self._queries, self._selections, strict=True)):
                 selections.widths[row] = top_k

@@ -105,9 +105,6 @@ class PlacedModel:
             devices=model.devices,
         )
 
-    def __repr__(self) -> str:
-        return f"<PlacedModel {self.model.name} in placement {self.placement}: {self.attention!r}>"
-
     def close(self) -> None:
         """Unpin host memory. No step may be in flight."""
         self._loader.shutdown()
@@ -287,8 +284,11 @@ class PlacedModel:
         if isinstance(self.attention, SearchOnHost):
             self.attention.load(context_id, kv, artifact.indexes(), plain)
         elif isinstance(self.attention, SearchOnDevice):
-            index = self._index_on_device(artifact, partial(self._on_progress, "loading the index"))
-            self.attention.load(context_id, kv, index, plain)
+            layers = list[DeviceLayerIndex]()
+            for number, index in enumerate(artifact.indexes(), 1):
+                layers.append(to_device(index, self.device))
+                self._on_progress("loading the index", number, self.shape.num_layers)
+            self.attention.load(context_id, kv, layers, plain)
 
     def _pin(self, kv: Sequence[Tensor], on_progress: Callable[[int, int], None]) -> PinnedRows:
         pinned = PinnedRows(kv, progress=on_progress)
@@ -298,13 +298,6 @@ class PlacedModel:
                 "(`ulimit -l`), choose the placement device, or decode on the CPU"
             )
         return pinned
-
-    def _index_on_device(self, artifact: Artifact, on_progress: Callable[[int, int], None]) -> list[DeviceLayerIndex]:
-        layers = []
-        for number, index in enumerate(artifact.indexes(), 1):
-            layers.append(to_device(index, self.device))
-            on_progress(number, self.shape.num_layers)
-        return layers
 
 
 def _sinks_of(weights: ModelWeights) -> Tensor | None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from csattn.attention.device import RowCoding
 from csattn.config import RestKind, SearchConfig
-from csattn.errors import ConfigError
 from csattn.models.spec import CompressedSpec, LatentSpec
 from csattn.reach import Reach
 from csattn.rest.device import moments_shape
@@ -193,16 +192,11 @@ class EngineShape:
         return torch.zeros(size, dtype=self.dtype, device=device)
 
     def require_context(self, layers: Sequence[Tensor]) -> int:
-        """Return the length of a context. Asserts that its layers have this shape; raises ConfigError if it is too
-        long."""
+        """Return the length of a context, and assert that its layers have this shape."""
         assert len(layers) == self.num_layers, f"got {len(layers)} layers, wanted {self.num_layers}"
         num_kv_heads, context_len, *row = layers[0].shape
         sizes, dtype = self.context_row
         assert (num_kv_heads, *row) == (self.num_kv_heads, *sizes), f"KV is {layers[0].shape}"
         assert layers[0].dtype == dtype, f"KV is {layers[0].dtype}, planned was {dtype}"
-        if context_len > self.max_context_len:
-            raise ConfigError(
-                f"the context has {context_len:,} rows, the engine was planned for {self.max_context_len:,}; "
-                "plan it with a larger max_context_len"
-            )
+        assert context_len <= self.max_context_len, f"{context_len} rows, planned were {self.max_context_len}"
         return context_len

@@ -33,9 +33,6 @@ class SparseOrFull(StepAttention):
         self._some, self._every = some, every
         self.tails = some.tails
 
-    def __repr__(self) -> str:
-        return f"<SparseOrFull {self._some!r}, {self._every!r}>"
-
     def begin_step(self, rows: StepRows) -> None:
         self._of(rows).begin_step(rows)
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,12 +33,12 @@ from workers.engine.gpu.memory import Placement
 from workers.engine.gpu.step_model import first_share, handed_share, step_model
 from workers.model.deadline import ends_within
 from workers.model.devices import Devices, require_device, require_devices
-from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepResult, StepRow
+from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepEngine, StepResult, StepRow
 
 LOAD_S = 1800.0  # more than loading a context takes, or loading the weights and capturing steps
 
 
-class SplitEngine:
+class SplitEngine(StepEngine):
     """The `StepEngine` of several GPUs. Its tokens are those of `GpuEngine` on one device, up to the order of sums.
 
     If another device's process is lost, this process logs why and exits too: a supervisor has to restart it.
@@ -106,11 +106,6 @@ class SplitEngine:
     def __repr__(self) -> str:
         return f"<SplitEngine {self._devices!r}, {self._engine!r}>"
 
-    @property
-    def pids(self) -> list[int]:
-        """Ids of the other processes."""
-        return self._followers.pids
-
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Load a context in all processes at the same time. `meanwhile` is not called."""
         require_new_context(context_id, self._context_ids, artifact, self.max_positions)
@@ -124,9 +119,6 @@ class SplitEngine:
         self._engine.remove_context(context_id)
         self._followers.send("remove_context", context_id)
         self._context_ids.remove(context_id)
-
-    def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
-        """Return None: a loaded context has all that its requests need."""
 
     def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         if self._engine.is_started:
@@ -206,12 +198,6 @@ class SplitEngine:
         with self._undo:
             self._followers.shut_down()
             self._engine.close()  # before the `Devices` that its graphs were captured with
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _mean(seen: Sequence[Fidelity]) -> Fidelity:

@@ -20,6 +20,7 @@ from torch import Tensor
 from csattn.artifact.durable import available_bytes, fsync_dir, fsync_files
 from csattn.cache import cache_dir
 from csattn.errors import ModelError
+from csattn.models.checkpoint_files import require_fetched
 from csattn.models.description import describe
 from csattn.models.hub import first_line
 from csattn.models.mapped_files import ResultsToFiles
@@ -139,6 +140,7 @@ def _read_config(gguf: Path, version: str) -> Any:
     """Read the config, cached: looking at every word of the vocabulary takes seconds. version: of the file."""
     from transformers import AutoConfig
 
+    require_fetched(gguf)
     with _cached_reader(), redirect_stderr(io.StringIO()):
         factors = _require_read(gguf)
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)

@@ -16,6 +16,7 @@ from csattn.checks import require_model_name
 from csattn.cpu.heap import trim_heap
 from csattn.errors import ConfigError, CsattnError, ModelError
 from csattn.models import deepseek_files
+from csattn.models.checkpoint_files import require_settings_fetched, require_weights
 from csattn.models.description import describe
 from csattn.models.families import FAMILIES, unsupported
 from csattn.models.gguf_file import config_of, converted, end_ids, find_converted
@@ -311,12 +312,15 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     logging.set_verbosity_error()  # `require_whole` refuses what it would report
     try:
         quantization = getattr(config, "quantization_config", None)
+        if quantization is not None and not folder.is_dir():
+            folder = Path(fetched(source))
+        if folder.is_dir():
+            require_weights(folder, is_quantized=quantization is not None)
         if quantization is None:
             store_decoded = None if weights is None else _decoded_store(config, dtype, weights)
             with _joined_to_files(store_decoded):
                 model, found = AutoModelForCausalLM.from_pretrained(source, **how)
         else:
-            folder = folder if folder.is_dir() else Path(fetched(source))
             if weights is not None:
                 raise ModelError(
                     f"its weights are already published in 8 or 4 bits; load it without rounding them to {weights}"
@@ -377,6 +381,7 @@ def _resolve(name: str, dtype: torch.dtype) -> str:
                 "directory"
                 + ("; or delete adapter_config.json, if the weights there already include it" if is_whole else "")
             )
+        require_settings_fetched(path)
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json; give a directory saved by transformers, or a .gguf file")
         return str(path)

@@ -511,6 +511,15 @@ def test_an_unsupported_or_missing_model_is_a_problem(tmp_path: Path) -> None:
         assert finding.status == "problem" and finding.remedy
 
 
+def test_weights_that_are_damaged_or_not_all_there_are_a_problem(tmp_path: Path) -> None:
+    save(tmp_path)
+    assert [finding.status for finding in examine_model(str(tmp_path), machine())] == ["ok"]
+    for content, match in ((b"version https://git-lfs.github.com/spec/v1", "pointer of git-lfs"), (b"", "cannot be")):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        finding = examine_model(str(tmp_path), machine())[1]
+        assert finding.status == "problem" and match in finding.text and finding.remedy.endswith(".")
+
+
 def test_a_gguf_file_is_examined_without_being_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     file = str(write_gguf(tmp_path / "model.gguf"))

@@ -28,7 +28,7 @@ from csattn.models.positions import stretch_positions
 from csattn.models.quantized import read_state
 from csattn.models.quantized_model import attach_quantized, drop_stale_quantized, round_weights
 from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_named
-from csattn.models.text_part import TEXT_MODEL_AT, named_if_text, require_whole, text_config
+from csattn.models.text_part import TEXT_MODEL_AT, named_if_text, require_whole, text_config, without_reports
 from csattn.models.unchanged import changed, require_original_forward
 from csattn.models.weight_sizes import weight_bytes
 
@@ -298,7 +298,6 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     or of another shape: `transformers` would go on with random numbers in its place.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.utils import logging
 
     how: dict[str, Any] = {
         "config": config,
@@ -308,9 +307,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
         "key_mapping": TEXT_MODEL_AT if is_part else None,
     }
     folder, quantized = Path(source), dict[str, QuantizedWeight]()
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # `require_whole` refuses what it would report
-    try:
+    with without_reports():
         quantization = getattr(config, "quantization_config", None)
         if quantization is not None and not folder.is_dir():
             folder = Path(fetched(source))
@@ -340,8 +337,6 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
             found["unexpected_keys"] = set(found["unexpected_keys"]) - zeros
         if (folder / "generation_config.json").is_file():  # `transformers` ignores a damaged one
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    finally:
-        logging.set_verbosity(verbosity)
     require_whole(found, is_part)
     # a session is the cache; models saved in training have it switched off
     model.generation_config.use_cache = True

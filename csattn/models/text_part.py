@@ -1,6 +1,8 @@
 """The text model within a vision-language model: its part of the config and of the checkpoint."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from csattn.errors import ModelError
@@ -37,6 +39,19 @@ def named_as_text(name: str) -> str:
 def named_if_text(name: str) -> str | None:
     """Like `named_as_text`, but None for a tensor that is not the text model's."""
     return None if NOT_TEXT.match(name := named_as_text(name)) else name
+
+
+@contextmanager
+def without_reports() -> Iterator[None]:
+    """While open, `transformers` does not write what `require_whole` refuses."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def require_whole(found: dict[str, Any], is_part: bool) -> None:

@@ -88,8 +88,16 @@ def write_gguf(
             r"have 16 dimensions and logits scaled by a number \(query_pre_attn_scalar\) that is not read",
         ),
         (
-            {"tensors": EMBEDDING | {"blk.0.attn_v.bias": np.ones(64, np.float32)}},
-            "has biases where a llama of transformers has none",
+            {"family": "gemma2", "gemma2__final_logit_softcapping": 5.0},
+            r"has final_logit_softcapping 5, for which transformers takes 30\.0, a field that is not read",
+        ),
+        (
+            {"family": "gemma3", "gemma3__attention__key_length": 256, "gemma3__attention__sliding_window_pattern": 1},
+            r"layers with a window are others than transformers takes \(sliding_window_pattern\)",
+        ),
+        (
+            {"family": "qwen2moe", "qwen2moe__expert_feed_forward_length": 36},
+            "has expert_feed_forward_length 36, for which transformers takes 1408",
         ),
         ({"llama__attention__sliding_window": 512, "llama__rope__dimension_count": 16, "tensors": EMBEDDING}, "lacks"),
         (
@@ -108,6 +116,46 @@ def test_gguf_fields_and_tensors_that_are_not_read_are_refused(
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match=f"model.gguf could not be converted: .*{match}"):
         load_model(write_gguf(tmp_path / "model.gguf", **how))
+
+
+@pytest.mark.parametrize(
+    ("changed", "fields", "match"),
+    [
+        ({"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}, {}, r"beyond those of a llama .* \(16 numbers\)"),
+        (
+            {"blk.3.attn_norm.weight": np.ones(64, np.float32)},
+            {"llama.block_count": 4},
+            "lacks model.layers.3.mlp.down",
+        ),
+        ({"blk.0.attn_v.bias": np.ones(32, np.float32)}, {}, "has biases where a llama of transformers has none"),
+        ({}, {"llama.block_count": 2}, r"has tensors beyond those of a llama of transformers .* is not read from GGUF"),
+        ({"output.weight": np.ones((200, 64), np.float32)}, {}, r"lm_head.weight has shape \(200, 64\) where its conf"),
+        ({"blk.0.attn_v.weight": np.ones((64, 64), np.float32)}, {}, r"v_proj.weight has shape \(64, 64\) where"),
+    ],
+)
+def test_tensors_that_are_not_those_of_the_files_fields_are_refused(
+    changed: dict[str, NDArray[np.float32]],
+    fields: dict[str, Any],
+    match: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """transformers would leave out tensors that it does not know, and the model would compute something else."""
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama"))
+    with pytest.raises(ModelError, match=f"model.gguf could not be converted: .*{match}"):
+        load_model(write_gguf(tmp_path / "model.gguf", tensors | changed, **its | fields))
+    assert not caplog.records
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(model := make_model("llama", tie_word_embeddings=True))
+    tensors.pop("output.weight")
+    tensors |= {"blk.3.attn_q.weight": tensors["blk.0.attn_q.weight"], "blk.3.nextn.enorm.weight": np.ones(64, "f")}
+    got = load_model(write_gguf(tmp_path / "model.gguf", tensors, **its, llama__nextn_predict_layers=1))
+    assert all(torch.equal(got.model.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_a_gguf_file_with_llama_3_rope_factors_gives_the_same_logits(

@@ -382,7 +382,7 @@ def _resolve(name: str, dtype: torch.dtype) -> str:
         return str(path)
     if os.path.isfile(path):
         raise ModelError(f"{path} is a file but not a .gguf file; give a model directory or a .gguf file")
-    if name.startswith(("/", ".", "~")) or name.count("/") != 1 or path.suffix == ".gguf":
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1 or _is_gguf(path):
         if DEMO_MODEL.startswith(name.lower()):  # as a service and csattn itself call it
             raise ModelError(f"there is no model at {name}; the installed model is {DEMO_MODEL}, or leave --model out")
         raise ModelError(f"there is no model at {name}; give a directory, a .gguf file, or a hub id like owner/name")
@@ -394,7 +394,11 @@ def _gguf_of(name: str) -> Path | None:
     if name == DEMO_MODEL:
         return _demo_gguf()
     path = Path(os.path.expanduser(name))
-    return path if path.suffix == ".gguf" and os.path.isfile(path) else None
+    return path if _is_gguf(path) and os.path.isfile(path) else None
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
 
 
 def _demo_gguf() -> Path:

@@ -158,6 +158,13 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, monkeyp
     assert all(torch.equal(got.model.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["MODEL.GGUF", "Modèl [1].v2.gguf"])
+def test_a_gguf_file_may_have_any_name_that_ends_so(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama"))
+    assert load_model(write_gguf(tmp_path / name, tensors, **its)).name == str(tmp_path / name)
+
+
 def test_a_gguf_file_with_llama_3_rope_factors_gives_the_same_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

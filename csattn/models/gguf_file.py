@@ -20,7 +20,7 @@ from torch import Tensor
 from csattn.artifact.durable import available_bytes, fsync_dir, fsync_files
 from csattn.cache import cache_dir
 from csattn.errors import ModelError
-from csattn.models.checkpoint_files import require_fetched
+from csattn.models.checkpoint_files import require_fetched, require_weights
 from csattn.models.description import describe
 from csattn.models.hub import first_line
 from csattn.models.mapped_files import ResultsToFiles
@@ -29,6 +29,7 @@ from csattn.models.text_part import require_whole, without_reports
 from csattn.models.weight_sizes import is_converted_on_disk, weight_bytes
 
 _SCRATCH = ".converting-"
+_WRITTEN = ("config.json", "tokenizer.json", "tokenizer_config.json")  # beside the weights
 # by name, the config's attributes that equal a file's fields if `transformers` has read them
 _SAME_FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -72,6 +73,8 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
             _convert(gguf, dtype, scratch)
         scratch.chmod(0o755)
         fsync_files(scratch)  # after a power loss, zeros would be loaded as weights
+        if target.is_dir() and not _is_whole(target):
+            shutil.rmtree(target)
         try:
             scratch.rename(target)
         except OSError:  # another process converted the same file first
@@ -86,7 +89,8 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
     except Exception as error:
         why = first_line(error).replace(f"{gguf}", "it")
         remedy = "give a whole .gguf file, or a directory"
-        if "os error" in why:  # safetensors writes
+        in_cache = isinstance(error, OSError) and str(target.parent) in (error.filename or f"{target.parent}")
+        if in_cache or "os error" in why:  # safetensors and tokenizers write this
             remedy = f"free some space in {target.parent}, or set CSATTN_CACHE to another directory"
         raise ModelError(f"{gguf} could not be converted: {why}; {remedy}") from error
     finally:
@@ -103,9 +107,23 @@ def _sweep(models: Path) -> None:
 
 
 def find_converted(gguf: Path, dtype: torch.dtype) -> Path | None:
-    """Return the directory if the file is converted already, to `dtype` or to float32 (cast when loaded); else None."""
+    """Return the directory if the file is converted already, to `dtype` or to float32 (cast when loaded); else None.
+
+    A conversion that lacks files, which something else removed from the cache, does not count.
+    """
     made = (_directory(gguf, of) for of in (dtype, torch.float32))
-    return next((directory for directory in made if directory.is_dir()), None)
+    return next((directory for directory in made if _is_whole(directory)), None)
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether a conversion has all files, and its weights are as long as their headers tell."""
+    if not all((directory / name).is_file() for name in _WRITTEN):
+        return False
+    try:
+        require_weights(directory, is_quantized=False)
+    except ModelError:
+        return False
+    return True
 
 
 def _directory(gguf: Path, dtype: torch.dtype) -> Path:

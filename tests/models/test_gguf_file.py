@@ -1,5 +1,6 @@
 """GGUF files are converted to the model that they describe, or refused."""
 
+import errno
 import hashlib
 import os
 import time
@@ -215,6 +216,23 @@ def test_a_conversion_opens_the_gguf_file_once(tmp_path: Path, monkeypatch: pyte
     assert made == [str(file)] and gguf.GGUFReader is Reader
 
 
+@pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors", "half of model.safetensors"])
+def test_a_conversion_that_lost_a_file_is_made_again(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that clean caches remove single files."""
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama"))
+    file = str(write_gguf(tmp_path / "model.gguf", tensors, **its))
+    want = load_model(file).fingerprint
+    [made] = (tmp_path / "models").iterdir()
+    (part := made / lost.split()[-1]).write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+    if part.name == lost:
+        part.unlink()
+    assert is_to_be_converted(file, "float32") and load_model(file).fingerprint == want
+    assert list((tmp_path / "models").iterdir()) == [made]
+
+
 def test_a_gguf_models_stop_ids_are_all_tokens_that_end_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     tensors, its = gguf_of(make_model("llama", vocab_size=261))
@@ -321,15 +339,22 @@ def test_an_unwritable_cache_is_refused_with_the_reason(tmp_path: Path, monkeypa
         load_model(str(tmp_path / "model.gguf"))
 
 
+_FULL = r"No space left .*; free some space in .* CSATTN_CACHE"
+
+
 @pytest.mark.parametrize(
-    ("free_bytes", "match"),
-    [(1 << 10, r"0\.00 GiB, and .* CSATTN_CACHE"), (None, r"No space left .*; free some space in .* CSATTN_CACHE")],
+    ("free_bytes", "error", "match"),
+    [
+        (1 << 10, OSError("not reached"), r"0\.00 GiB, and .* CSATTN_CACHE"),
+        (None, SafetensorError("I/O error: No space left on device (os error 28)"), _FULL),
+        (None, OSError(errno.ENOSPC, "No space left on device"), _FULL),  # of the config
+    ],
 )
 def test_a_conversion_without_disk_space_is_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, match: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, error: Exception, match: str
 ) -> None:
     def save_pretrained(*_: object) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
+        raise error
 
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     monkeypatch.setattr(gguf_file, "available_bytes", lambda path: free_bytes)
@@ -337,3 +362,4 @@ def test_a_conversion_without_disk_space_is_refused_with_the_reason(
     tensors, its = gguf_of(make_model("llama"))
     with pytest.raises(ModelError, match=match):
         load_model(write_gguf(tmp_path / "model.gguf", tensors, **its))
+    assert list((tmp_path / "models").iterdir()) == []

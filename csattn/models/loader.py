@@ -131,6 +131,8 @@ def load_model(
         config = text_config(whole)
         describe(config)
         _require_dtype(config, dtype)
+        if config._attn_implementation != "eager":  # that of the machine which saved it may be a package or a hub id
+            config._attn_implementation = None
         stretch_positions(config, stretch)
         tokenizer = _load_tokenizer(source)
         model = _load_whole(source, config, DTYPES[dtype], rounding, is_part=config is not whole).eval()

@@ -304,6 +304,17 @@ def test_a_directory_named_like_the_demo_model_does_not_rename_it(
     assert load_model().name == loader.DEMO_MODEL
 
 
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
+def test_the_attention_that_a_config_asks_for_is_transformers_own(field: str, tmp_path: Path) -> None:
+    """csattn attends on its own. A package may be missing here, and a hub id's code would be fetched and run."""
+    config = save(tmp_path) / "config.json"
+    plain = json.loads(config.read_text())
+    for asked in ("flash_attention_2", "kernels-community/flash-attn3", "flex_attention", "eager"):
+        config.write_text(json.dumps(plain | {field: asked}))
+        got = load_model(tmp_path).model.config._attn_implementation
+        assert got == ("eager" if asked == "eager" else "sdpa")
+
+
 def test_use_cache_false_in_a_config_is_turned_on(tmp_path: Path) -> None:
     save(tmp_path, use_cache=False)
     (tmp_path / "generation_config.json").unlink()

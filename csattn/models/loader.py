@@ -28,7 +28,14 @@ from csattn.models.positions import stretch_positions
 from csattn.models.quantized import read_state
 from csattn.models.quantized_model import attach_quantized, drop_stale_quantized, round_weights
 from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_named
-from csattn.models.text_part import TEXT_MODEL_AT, named_if_text, require_whole, text_config, without_reports
+from csattn.models.text_part import (
+    TEXT_MODEL_AT,
+    named_if_text,
+    require_plain,
+    require_whole,
+    text_config,
+    without_reports,
+)
 from csattn.models.unchanged import changed, require_original_forward
 from csattn.models.weight_sizes import weight_bytes
 
@@ -319,6 +326,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
             store_decoded = None if weights is None else _decoded_store(config, dtype, weights)
             with _joined_to_files(store_decoded):
                 model, found = AutoModelForCausalLM.from_pretrained(source, **how)
+            require_plain(found)
         else:
             if weights is not None:
                 raise ModelError(

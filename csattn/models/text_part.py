@@ -14,6 +14,7 @@ TEXT_MODEL_AT = {
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head": "lm_head",
 }
+_OF_QUANTIZED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 NOT_TEXT = re.compile(r"(model\.)?(vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
 
 
@@ -52,6 +53,15 @@ def without_reports() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(verbosity)
+
+
+def require_plain(found: dict[str, Any]) -> None:
+    """Raise ModelError for quantized weights in a checkpoint whose config does not say how to decode them."""
+    if codes := [name for name in sorted(found["unexpected_keys"]) if name.endswith(_OF_QUANTIZED)]:
+        raise ModelError(
+            f"the checkpoint has {codes[0]}, of quantized weights, and its config.json has no quantization_config that "
+            "says how to decode them; add that (GPTQ and AWQ may have it in quantize_config.json or quant_config.json)"
+        )
 
 
 def require_whole(found: dict[str, Any], is_part: bool) -> None:

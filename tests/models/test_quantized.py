@@ -131,6 +131,14 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda *of: eight_bits(*of, "matrix"),
         compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
     ),
+    "fp8 by block, in compressed-tensors": (
+        lambda *of: eight_bits(*of, "block"),
+        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[40, 64]),
+    ),
+    "fp8 by block, in older compressed-tensors": (
+        lambda *of: eight_bits(*of, "block"),
+        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure="40x64"),
+    ),
     "int8 with zero points": (
         with_zeros,
         compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
@@ -417,6 +425,19 @@ def test_a_damaged_quantized_checkpoint_is_refused_with_the_reason(damage: str, 
         load_model(str(tmp_path / "quantized"))
 
 
+@pytest.mark.parametrize("form", ["gptq", "packed", "fp8 by block"])
+def test_quantized_weights_without_a_quantization_config_are_refused(
+    form: str, plain: Path, tmp_path: Path, rng
+) -> None:
+    """Old checkpoints in GPTQ have it in a file of its own."""
+    quantize(plain, tmp_path, form, rng)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "quantize_config.json").write_text(json.dumps(config.pop("quantization_config")))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"has model\.layers\.0.*, of quantized weights, and its config.json has no"):
+        load_model(tmp_path)
+
+
 def test_an_unexpected_bias_is_accepted_only_if_it_is_zero(in_gptq: Path, tmp_path: Path) -> None:
     """AutoGPTQ writes biases of zeros."""
     shutil.copytree(in_gptq, tmp_path, dirs_exist_ok=True)
@@ -480,6 +501,7 @@ def test_scales_of_another_block_size_are_refused(plain: Path, tmp_path: Path, r
     ("config", "match"),
     [
         ({"quant_method": "aqlm"}, "'aqlm', which csattn cannot read; use a checkpoint in fp8"),
+        ({"bits": 4, "group_size": GROUP}, "has no quant_method, .*; add it, one of fp8"),
         ({"quant_method": "gptq", "bits": 3}, "3 bits, which do not fill a word evenly"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "laid out as 'gemv'"),
         (

@@ -131,6 +131,10 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda *of: eight_bits(*of, "matrix"),
         compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
     ),
+    "fp8 by matrix, as Mistral publishes": (
+        lambda *of: eight_bits(*of, "matrix"),
+        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
+    ),
     "fp8 by block, in compressed-tensors": (
         lambda *of: eight_bits(*of, "block"),
         compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[40, 64]),
@@ -190,8 +194,10 @@ def quantize(plain: Path, to: Path, form: str, rng: np.random.Generator) -> dict
         parts, meant[name] = write(tuple(state.pop(name).shape), rng)
         module = name.removesuffix(".weight")
         state |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
-        state[f"{module}.input_scale"] = torch.ones(1)  # for activations: ignored
-        state[f"{module.rpartition('.')[0]}.k_scale"] = torch.ones(1)  # for KV: ignored
+        for part in ("input_scale", "activation_scale"):  # for activations: ignored
+            state[f"{module}.{part}"] = torch.ones(1)
+        for part in ("k_scale", "k_zero_point"):  # for KV: ignored
+            state[f"{module.rpartition('.')[0]}.{part}"] = torch.ones(1)
     change(plain, to, state, quantization_config=config)
     return meant
 

@@ -237,6 +237,8 @@ def _whole_config(source: str) -> Any:
     quantized, of_experts = getattr(config, "quantization_config", None), getattr(config, "expert_dtype", None)
     if isinstance(quantized, dict) and of_experts is not None:  # newer transformers put it there
         config.quantization_config = {"expert_dtype": of_experts, **quantized}
+    if isinstance(getattr(config, "quantization", None), dict):  # of MLX, which may write it under both names
+        config.quantization_config = {"quant_method": "mlx", **config.quantization}
     return config
 
 

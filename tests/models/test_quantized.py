@@ -535,6 +535,16 @@ def test_quantization_formats_that_are_not_read_are_refused_with_the_reason(
         load_model(str(tmp_path / "other"))
 
 
+@pytest.mark.parametrize("names", [("quantization",), ("quantization", "quantization_config")])
+def test_weights_that_mlx_quantized_are_refused_by_its_name(
+    names: tuple[str, ...], plain: Path, tmp_path: Path
+) -> None:
+    told = {name: {"group_size": 64, "bits": 4} for name in names}
+    change(plain, tmp_path / "other", load_file(plain / "model.safetensors"), **told)
+    with pytest.raises(ModelError, match="weights are quantized by 'mlx', which csattn cannot read; use a checkpoint"):
+        load_model(tmp_path / "other")
+
+
 @pytest.mark.parametrize(
     ("damage", "match"),
     [

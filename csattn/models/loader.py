@@ -284,6 +284,14 @@ def has_low_bit_weights(config: Any, weights: str | None) -> bool:
     return weights is not None or getattr(config, "quantization_config", None) is not None
 
 
+def require_unrounded(config: Any, weights: str | None) -> None:
+    """Raise ModelError for weights that are quantized already and are to be rounded."""
+    if weights is not None and getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"its weights are already published in 8 or 4 bits; load it without rounding them to {weights}"
+        )
+
+
 def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
     """Identify a model that is already in memory.
 
@@ -330,10 +338,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
                 model, found = AutoModelForCausalLM.from_pretrained(source, **how)
             require_plain(found)
         else:
-            if weights is not None:
-                raise ModelError(
-                    f"its weights are already published in 8 or 4 bits; load it without rounding them to {weights}"
-                )
+            require_unrounded(config, weights)
             is_deepseek = config.model_type == "deepseek_v4"
             named = named_if_text if is_part or is_deepseek else str
             store_decoded = _decoded_store(config, dtype)

@@ -44,13 +44,23 @@ def named_if_text(name: str) -> str | None:
 
 @contextmanager
 def without_reports() -> Iterator[None]:
-    """While open, `transformers` does not write what `require_whole` refuses."""
+    """While open, `transformers` does not write what `require_whole` refuses.
+
+    Raises ModelError where `transformers` refers to what it would have written.
+    """
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         yield
+    except RuntimeError as error:
+        if "report" not in str(error):
+            raise
+        raise ModelError(
+            "tensors of the checkpoint do not fit together, such as those of experts of which one is missing or has "
+            "another shape; download all of it again"
+        ) from error
     finally:
         logging.set_verbosity(verbosity)
 

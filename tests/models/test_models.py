@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from bench.accuracy.attending.rotation import rotate_for
 from csattn.build_options import BuildOptions
@@ -203,6 +204,16 @@ def test_a_damaged_model_is_refused_with_a_one_line_reason(
     with pytest.raises(ModelError, match=match) as raised:
         load_model(str(tmp_path))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("part", [slice(0), slice(95)])
+def test_experts_that_do_not_fit_together_are_refused(part: slice, tmp_path: Path) -> None:
+    """transformers refers to a report, which is hidden here."""
+    state = load_file(file := save(tmp_path, "mixtral") / "model.safetensors")
+    one = state.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight")[part]
+    save_file(state | ({"model.layers.1.block_sparse_moe.experts.2.w1.weight": one} if len(one) else {}), file)
+    with pytest.raises(ModelError, match="tensors of the checkpoint do not fit together"):
+        load_model(tmp_path)
 
 
 def test_a_model_with_an_adapter_in_its_layers_is_refused() -> None:

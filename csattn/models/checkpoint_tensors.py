@@ -1,26 +1,15 @@
 """Reads tensors of a checkpoint's safetensors files, whatever their types."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from csattn.errors import ModelError
+from csattn.models.checkpoint_files import open_safetensors, safetensors_files
 
 SCALES = ("weight_scale_inv", "weight_scale", "scale")  # of FP8 and int8 weights; all are factors, `_inv` too
-
-
-def _files_of(folder: Path) -> list[Path]:
-    """Find the files as `transformers` does: others beside them may have the same weights in another layout."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        return [whole]
-    if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return sorted(folder.glob("*.safetensors"))
 
 
 class CheckpointTensors:
@@ -28,15 +17,9 @@ class CheckpointTensors:
 
     def __init__(self, folder: Path):
         self._file_of: dict[str, Any] = {}
-        paths = _files_of(folder)
-        if not paths:
-            raise ModelError(f"{folder} has no safetensors files, and quantized weights are read only from these")
-        for path in paths:
-            try:
-                file = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"{path} cannot be read as safetensors ({error}); download it again") from error
-            self._file_of |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
+        for path in safetensors_files(folder):
+            file = open_safetensors(path)
+            self._file_of |= dict.fromkeys(file.keys(), file)
 
     @property
     def names(self) -> list[str]:

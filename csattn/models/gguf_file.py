@@ -20,14 +20,23 @@ from torch import Tensor
 from csattn.artifact.durable import available_bytes, fsync_dir, fsync_files
 from csattn.cache import cache_dir
 from csattn.errors import ModelError
+from csattn.models.checkpoint_files import require_fetched, require_weights
 from csattn.models.description import describe
 from csattn.models.hub import first_line
 from csattn.models.mapped_files import ResultsToFiles
 from csattn.models.positions import rope_parameters
-from csattn.models.text_part import require_whole
+from csattn.models.text_part import require_whole, without_reports
 from csattn.models.weight_sizes import is_converted_on_disk, weight_bytes
 
 _SCRATCH = ".converting-"
+_WRITTEN = ("config.json", "tokenizer.json", "tokenizer_config.json")  # beside the weights
+# by name, the config's attributes that equal a file's fields if `transformers` has read them
+_SAME_FIELDS = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 _LLAMA_3_ROPE = {  # of all Llama releases from 3.1 on
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -64,6 +73,8 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
             _convert(gguf, dtype, scratch)
         scratch.chmod(0o755)
         fsync_files(scratch)  # after a power loss, zeros would be loaded as weights
+        if target.is_dir() and not _is_whole(target):
+            shutil.rmtree(target)
         try:
             scratch.rename(target)
         except OSError:  # another process converted the same file first
@@ -78,7 +89,8 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
     except Exception as error:
         why = first_line(error).replace(f"{gguf}", "it")
         remedy = "give a whole .gguf file, or a directory"
-        if "os error" in why:  # safetensors writes
+        in_cache = isinstance(error, OSError) and str(target.parent) in (error.filename or f"{target.parent}")
+        if in_cache or "os error" in why:  # safetensors and tokenizers write this
             remedy = f"free some space in {target.parent}, or set CSATTN_CACHE to another directory"
         raise ModelError(f"{gguf} could not be converted: {why}; {remedy}") from error
     finally:
@@ -95,9 +107,23 @@ def _sweep(models: Path) -> None:
 
 
 def find_converted(gguf: Path, dtype: torch.dtype) -> Path | None:
-    """Return the directory if the file is converted already, to `dtype` or to float32 (cast when loaded); else None."""
+    """Return the directory if the file is converted already, to `dtype` or to float32 (cast when loaded); else None.
+
+    A conversion that lacks files, which something else removed from the cache, does not count.
+    """
     made = (_directory(gguf, of) for of in (dtype, torch.float32))
-    return next((directory for directory in made if directory.is_dir()), None)
+    return next((directory for directory in made if _is_whole(directory)), None)
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether a conversion has all files, and its weights are as long as their headers tell."""
+    if not all((directory / name).is_file() for name in _WRITTEN):
+        return False
+    try:
+        require_weights(directory, is_quantized=False)
+    except ModelError:
+        return False
+    return True
 
 
 def _directory(gguf: Path, dtype: torch.dtype) -> Path:
@@ -139,6 +165,7 @@ def _read_config(gguf: Path, version: str) -> Any:
     """Read the config, cached: looking at every word of the vocabulary takes seconds. version: of the file."""
     from transformers import AutoConfig
 
+    require_fetched(gguf)
     with _cached_reader(), redirect_stderr(io.StringIO()):
         factors = _require_read(gguf)
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -187,16 +214,17 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
             "directory"
         )
     # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
-    with ResultsToFiles(Tensor.to) if is_converted_on_disk(needed) else nullcontext():
+    with without_reports(), ResultsToFiles(Tensor.to) if is_converted_on_disk(needed) else nullcontext():
         dequantised, found = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
             dtype=dtype,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `require_whole` refuses them
             quantization_config=GgufConfig(dequantize=True),  # else `kernels`, if installed, keeps blocks
         )
-    _require_biases_read(gguf, dequantised)
     require_whole(found, is_part=False)
+    _require_tensors_read(gguf, dequantised)
     with torch.device("meta"):
         plain = type(dequantised)(config)
     plain.load_state_dict(dequantised.state_dict(), assign=True)  # without a copy
@@ -230,10 +258,10 @@ def _require_read(gguf: Path) -> Tensor | None:
 
 
 def _require_fields_read(gguf: Path, config: Any) -> None:
-    """Raise ModelError if the config of `transformers` lacks the file's sliding window, rotated dimensions or scale.
+    """Raise ModelError if the config of `transformers` differs from the file's fields.
 
-    It ignores the first two in some families. Files lack the softmax scale: it follows from the width of heads, except
-    in Gemma 2 27B and Gemma 3 27B.
+    It ignores windows, rotated dimensions and those of _SAME_FIELDS in some families. Files lack the softmax scale: it
+    follows from the width of heads, except in Gemma 2 27B and Gemma 3 27B.
     """
     from gguf import GGUFReader
 
@@ -243,6 +271,19 @@ def _require_fields_read(gguf: Path, config: Any) -> None:
     def number_at(name: str) -> int:
         return int(fields[f"{family}.{name}"].parts[-1][0]) if f"{family}.{name}" in fields else 0
 
+    for name, attribute in _SAME_FIELDS.items():
+        if hasattr(config, attribute) and f"{family}.{name}" in fields:
+            there, read = fields[f"{family}.{name}"].contents(), getattr(config, attribute)
+            if there != (read or 0):
+                raise _not_read(f"it has {name} {there:g}, for which transformers takes {read}, a field")
+    pattern, types = f"{family}.attention.sliding_window_pattern", getattr(config, "layer_types", None)
+    if (
+        pattern in fields
+        and types
+        and _local_layers(fields[pattern].contents(), len(types))
+        != [of_type == "sliding_attention" for of_type in types]
+    ):
+        raise _not_read("its layers with a window are others than transformers takes (sliding_window_pattern), a field")
     window, num_rotated = number_at("attention.sliding_window"), number_at("rope.dimension_count")
     if 0 < window < config.max_position_embeddings and window != getattr(config, "sliding_window", None):
         raise _not_read(f"its layers attend through a window of {window} rows (attention.sliding_window), a field")
@@ -254,13 +295,35 @@ def _require_fields_read(gguf: Path, config: Any) -> None:
         raise _not_read(f"RoPE rotates {num_rotated} of a head's {head_dim} dimensions (rope.dimension_count), a field")
 
 
-def _require_biases_read(gguf: Path, model: Any) -> None:
-    """Raise ModelError if the file has more biases than the model of `transformers`, which ignores those."""
+def _local_layers(pattern: Any, num_layers: int) -> list[bool]:
+    """Which layers attend through a window: told one by one, or all but every pattern-th."""
+    if isinstance(pattern, list):
+        return [bool(is_local) for is_local in pattern]
+    return [not pattern or (layer_idx + 1) % pattern > 0 for layer_idx in range(num_layers)]
+
+
+def _require_tensors_read(gguf: Path, model: Any) -> None:
+    """Raise ModelError if the file's tensors have more numbers than the model of `transformers`, which ignores those.
+
+    Not counted: divisors of RoPE's frequencies, and layers that predict further tokens (MTP), which csattn never loads.
+    """
     from gguf import GGUFReader
 
-    num_there = sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors if tensor.name.endswith(".bias"))
-    if num_there > sum(tensor.numel() for name, tensor in model.state_dict().items() if name.endswith("bias")):
-        raise _not_read(f"it has biases where a {model.config.model_type} of transformers has none, a kind of tensor")
+    reader, family = GGUFReader(gguf), model.config.model_type
+    has_mtp = any(name.endswith(".nextn_predict_layers") for name in reader.fields)
+    further = f"blk.{model.config.num_hidden_layers}." if has_mtp else "rope_f"
+    there = {
+        tensor.name: int(tensor.n_elements)
+        for tensor in reader.tensors
+        if not tensor.name.startswith(("rope_f", further))
+    }
+    # tied weights are there once
+    read = {tensor.data_ptr(): (name, tensor.numel()) for name, tensor in model.state_dict().items()}
+    num_there = sum(number for name, number in there.items() if name.endswith(".bias"))
+    if num_there > sum(number for name, number in read.values() if name.endswith("bias")):
+        raise _not_read(f"it has biases where a {family} of transformers has none, a kind of tensor")
+    if (more := sum(there.values()) - sum(number for _, number in read.values())) > 0:
+        raise _not_read(f"it has tensors beyond those of a {family} of transformers ({more} numbers), a kind")
 
 
 def _scale_positions(config: Any, factors: Tensor) -> None:

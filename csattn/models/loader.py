@@ -16,6 +16,7 @@ from csattn.checks import require_model_name
 from csattn.cpu.heap import trim_heap
 from csattn.errors import ConfigError, CsattnError, ModelError
 from csattn.models import deepseek_files
+from csattn.models.checkpoint_files import require_settings_fetched, require_weights
 from csattn.models.description import describe
 from csattn.models.families import FAMILIES, unsupported
 from csattn.models.gguf_file import config_of, converted, end_ids, find_converted
@@ -27,7 +28,14 @@ from csattn.models.positions import stretch_positions
 from csattn.models.quantized import read_state
 from csattn.models.quantized_model import attach_quantized, drop_stale_quantized, round_weights
 from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_named
-from csattn.models.text_part import TEXT_MODEL_AT, named_if_text, require_whole, text_config
+from csattn.models.text_part import (
+    TEXT_MODEL_AT,
+    named_if_text,
+    require_plain,
+    require_whole,
+    text_config,
+    without_reports,
+)
 from csattn.models.unchanged import changed, require_original_forward
 from csattn.models.weight_sizes import weight_bytes
 
@@ -130,6 +138,8 @@ def load_model(
         config = text_config(whole)
         describe(config)
         _require_dtype(config, dtype)
+        if config._attn_implementation != "eager":  # that of the machine which saved it may be a package or a hub id
+            config._attn_implementation = None
         stretch_positions(config, stretch)
         tokenizer = _load_tokenizer(source)
         model = _load_whole(source, config, DTYPES[dtype], rounding, is_part=config is not whole).eval()
@@ -227,6 +237,8 @@ def _whole_config(source: str) -> Any:
     quantized, of_experts = getattr(config, "quantization_config", None), getattr(config, "expert_dtype", None)
     if isinstance(quantized, dict) and of_experts is not None:  # newer transformers put it there
         config.quantization_config = {"expert_dtype": of_experts, **quantized}
+    if isinstance(getattr(config, "quantization", None), dict):  # of MLX, which may write it under both names
+        config.quantization_config = {"quant_method": "mlx", **config.quantization}
     return config
 
 
@@ -272,6 +284,14 @@ def has_low_bit_weights(config: Any, weights: str | None) -> bool:
     return weights is not None or getattr(config, "quantization_config", None) is not None
 
 
+def require_unrounded(config: Any, weights: str | None) -> None:
+    """Raise ModelError for weights that are quantized already and are to be rounded."""
+    if weights is not None and getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"its weights are already published in 8 or 4 bits; load it without rounding them to {weights}"
+        )
+
+
 def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
     """Identify a model that is already in memory.
 
@@ -297,7 +317,6 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     or of another shape: `transformers` would go on with random numbers in its place.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.utils import logging
 
     how: dict[str, Any] = {
         "config": config,
@@ -307,20 +326,19 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
         "key_mapping": TEXT_MODEL_AT if is_part else None,
     }
     folder, quantized = Path(source), dict[str, QuantizedWeight]()
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # `require_whole` refuses what it would report
-    try:
+    with without_reports():
         quantization = getattr(config, "quantization_config", None)
+        if quantization is not None and not folder.is_dir():
+            folder = Path(fetched(source))
+        if folder.is_dir():
+            require_weights(folder, is_quantized=quantization is not None)
         if quantization is None:
             store_decoded = None if weights is None else _decoded_store(config, dtype, weights)
             with _joined_to_files(store_decoded):
                 model, found = AutoModelForCausalLM.from_pretrained(source, **how)
+            require_plain(found)
         else:
-            folder = folder if folder.is_dir() else Path(fetched(source))
-            if weights is not None:
-                raise ModelError(
-                    f"its weights are already published in 8 or 4 bits; load it without rounding them to {weights}"
-                )
+            require_unrounded(config, weights)
             is_deepseek = config.model_type == "deepseek_v4"
             named = named_if_text if is_part or is_deepseek else str
             store_decoded = _decoded_store(config, dtype)
@@ -336,8 +354,6 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
             found["unexpected_keys"] = set(found["unexpected_keys"]) - zeros
         if (folder / "generation_config.json").is_file():  # `transformers` ignores a damaged one
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    finally:
-        logging.set_verbosity(verbosity)
     require_whole(found, is_part)
     # a session is the cache; models saved in training have it switched off
     model.generation_config.use_cache = True
@@ -377,12 +393,13 @@ def _resolve(name: str, dtype: torch.dtype) -> str:
                 "directory"
                 + ("; or delete adapter_config.json, if the weights there already include it" if is_whole else "")
             )
+        require_settings_fetched(path)
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json; give a directory saved by transformers, or a .gguf file")
         return str(path)
     if os.path.isfile(path):
         raise ModelError(f"{path} is a file but not a .gguf file; give a model directory or a .gguf file")
-    if name.startswith(("/", ".", "~")) or name.count("/") != 1 or path.suffix == ".gguf":
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1 or _is_gguf(path):
         if DEMO_MODEL.startswith(name.lower()):  # as a service and csattn itself call it
             raise ModelError(f"there is no model at {name}; the installed model is {DEMO_MODEL}, or leave --model out")
         raise ModelError(f"there is no model at {name}; give a directory, a .gguf file, or a hub id like owner/name")
@@ -394,7 +411,11 @@ def _gguf_of(name: str) -> Path | None:
     if name == DEMO_MODEL:
         return _demo_gguf()
     path = Path(os.path.expanduser(name))
-    return path if path.suffix == ".gguf" and os.path.isfile(path) else None
+    return path if _is_gguf(path) and os.path.isfile(path) else None
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
 
 
 def _demo_gguf() -> Path:

@@ -41,7 +41,12 @@ class Quantization:
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "Quantization":
         """Read a `quantization_config`. Raises ModelError if it is unsupported."""
-        method = str(config.get("quant_method"))
+        if "quant_method" not in config:
+            raise ModelError(
+                "its quantization_config has no quant_method, without which its weights cannot be decoded; add it, one "
+                f"of {', '.join(METHODS)}, or use a checkpoint in 16 bits"
+            )
+        method = str(config["quant_method"])
         if method not in METHODS:
             raise ModelError(
                 f"its weights are quantized by {method!r}, which csattn cannot read; use a checkpoint in "
@@ -83,6 +88,8 @@ class Quantization:
             )
         group_size = int(of_weights.get("group_size") or -1)
         block = config.get("weight_block_size") or of_weights.get("block_structure")
+        if isinstance(block, str):  # of older compressed-tensors: 128x128
+            block = block.split("x")
         return cls(
             method=method,
             num_bits=num_bits,

@@ -15,12 +15,20 @@ from csattn.models.quantized_formats import Matrix, awq, fp4, gptq, mxfp4, packe
 from csattn.models.quantized_weight import FP4_MAX_EXPONENT, QuantizedWeight, joined
 
 _BYTE_TYPES = (torch.float8_e4m3fn, torch.int8)
-# tensors beside a quantized matrix, which a decoded one does not need; the last three scale activations
+# tensors beside a quantized matrix, which a decoded one does not need; those of the last line scale activations
 _PARTS = (
     *(*SCALES, "weight_zero_point", "weight_shape", "weight_g_idx"),
-    *("qzeros", "scales", "g_idx", "input_scale", "input_zero_point", "output_scale"),
+    *("qzeros", "scales", "g_idx"),
+    *("input_scale", "input_scale_ub", "input_zero_point", "output_scale", "activation_scale"),
 )
-_OF_ROWS = ("q_scale", "k_scale", "v_scale", "kv_scale")  # of 8-bit attention, which csattn does not compute
+_OF_ROWS = (
+    "q_scale",
+    "k_scale",
+    "v_scale",
+    "kv_scale",
+    "k_zero_point",
+    "v_zero_point",
+)  # of 8-bit attention, which csattn does not compute
 
 
 def read_state(

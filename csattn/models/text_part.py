@@ -1,6 +1,8 @@
 """The text model within a vision-language model: its part of the config and of the checkpoint."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from csattn.errors import ModelError
@@ -12,6 +14,7 @@ TEXT_MODEL_AT = {
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head": "lm_head",
 }
+_OF_QUANTIZED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 NOT_TEXT = re.compile(r"(model\.)?(vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
 
 
@@ -37,6 +40,38 @@ def named_as_text(name: str) -> str:
 def named_if_text(name: str) -> str | None:
     """Like `named_as_text`, but None for a tensor that is not the text model's."""
     return None if NOT_TEXT.match(name := named_as_text(name)) else name
+
+
+@contextmanager
+def without_reports() -> Iterator[None]:
+    """While open, `transformers` does not write what `require_whole` refuses.
+
+    Raises ModelError where `transformers` refers to what it would have written.
+    """
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    except RuntimeError as error:
+        if "report" not in str(error):
+            raise
+        raise ModelError(
+            "tensors of the checkpoint do not fit together, such as those of experts of which one is missing or has "
+            "another shape; download all of it again"
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def require_plain(found: dict[str, Any]) -> None:
+    """Raise ModelError for quantized weights in a checkpoint whose config does not say how to decode them."""
+    if codes := [name for name in sorted(found["unexpected_keys"]) if name.endswith(_OF_QUANTIZED)]:
+        raise ModelError(
+            f"the checkpoint has {codes[0]}, of quantized weights, and its config.json has no quantization_config that "
+            "says how to decode them; add that (GPTQ and AWQ may have it in quantize_config.json or quant_config.json)"
+        )
 
 
 def require_whole(found: dict[str, Any], is_part: bool) -> None:

@@ -1,5 +1,6 @@
 """GGUF files are converted to the model that they describe, or refused."""
 
+import errno
 import hashlib
 import os
 import time
@@ -88,8 +89,16 @@ def write_gguf(
             r"have 16 dimensions and logits scaled by a number \(query_pre_attn_scalar\) that is not read",
         ),
         (
-            {"tensors": EMBEDDING | {"blk.0.attn_v.bias": np.ones(64, np.float32)}},
-            "has biases where a llama of transformers has none",
+            {"family": "gemma2", "gemma2__final_logit_softcapping": 5.0},
+            r"has final_logit_softcapping 5, for which transformers takes 30\.0, a field that is not read",
+        ),
+        (
+            {"family": "gemma3", "gemma3__attention__key_length": 256, "gemma3__attention__sliding_window_pattern": 1},
+            r"layers with a window are others than transformers takes \(sliding_window_pattern\)",
+        ),
+        (
+            {"family": "qwen2moe", "qwen2moe__expert_feed_forward_length": 36},
+            "has expert_feed_forward_length 36, for which transformers takes 1408",
         ),
         ({"llama__attention__sliding_window": 512, "llama__rope__dimension_count": 16, "tensors": EMBEDDING}, "lacks"),
         (
@@ -108,6 +117,53 @@ def test_gguf_fields_and_tensors_that_are_not_read_are_refused(
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match=f"model.gguf could not be converted: .*{match}"):
         load_model(write_gguf(tmp_path / "model.gguf", **how))
+
+
+@pytest.mark.parametrize(
+    ("changed", "fields", "match"),
+    [
+        ({"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}, {}, r"beyond those of a llama .* \(16 numbers\)"),
+        (
+            {"blk.3.attn_norm.weight": np.ones(64, np.float32)},
+            {"llama.block_count": 4},
+            "lacks model.layers.3.mlp.down",
+        ),
+        ({"blk.0.attn_v.bias": np.ones(32, np.float32)}, {}, "has biases where a llama of transformers has none"),
+        ({}, {"llama.block_count": 2}, r"has tensors beyond those of a llama of transformers .* is not read from GGUF"),
+        ({"output.weight": np.ones((200, 64), np.float32)}, {}, r"lm_head.weight has shape \(200, 64\) where its conf"),
+        ({"blk.0.attn_v.weight": np.ones((64, 64), np.float32)}, {}, r"v_proj.weight has shape \(64, 64\) where"),
+    ],
+)
+def test_tensors_that_are_not_those_of_the_files_fields_are_refused(
+    changed: dict[str, NDArray[np.float32]],
+    fields: dict[str, Any],
+    match: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """transformers would leave out tensors that it does not know, and the model would compute something else."""
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama"))
+    with pytest.raises(ModelError, match=f"model.gguf could not be converted: .*{match}"):
+        load_model(write_gguf(tmp_path / "model.gguf", tensors | changed, **its | fields))
+    assert not caplog.records
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(model := make_model("llama", tie_word_embeddings=True))
+    tensors.pop("output.weight")
+    tensors |= {"blk.3.attn_q.weight": tensors["blk.0.attn_q.weight"], "blk.3.nextn.enorm.weight": np.ones(64, "f")}
+    got = load_model(write_gguf(tmp_path / "model.gguf", tensors, **its, llama__nextn_predict_layers=1))
+    assert all(torch.equal(got.model.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["MODEL.GGUF", "Modèl [1].v2.gguf"])
+def test_a_gguf_file_may_have_any_name_that_ends_so(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama"))
+    assert load_model(write_gguf(tmp_path / name, tensors, **its)).name == str(tmp_path / name)
 
 
 def test_a_gguf_file_with_llama_3_rope_factors_gives_the_same_logits(
@@ -158,6 +214,23 @@ def test_a_conversion_opens_the_gguf_file_once(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(gguf, "GGUFReader", Reader)
     load_model(file)
     assert made == [str(file)] and gguf.GGUFReader is Reader
+
+
+@pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors", "half of model.safetensors"])
+def test_a_conversion_that_lost_a_file_is_made_again(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that clean caches remove single files."""
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama"))
+    file = str(write_gguf(tmp_path / "model.gguf", tensors, **its))
+    want = load_model(file).fingerprint
+    [made] = (tmp_path / "models").iterdir()
+    (part := made / lost.split()[-1]).write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+    if part.name == lost:
+        part.unlink()
+    assert is_to_be_converted(file, "float32") and load_model(file).fingerprint == want
+    assert list((tmp_path / "models").iterdir()) == [made]
 
 
 def test_a_gguf_models_stop_ids_are_all_tokens_that_end_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,15 +339,22 @@ def test_an_unwritable_cache_is_refused_with_the_reason(tmp_path: Path, monkeypa
         load_model(str(tmp_path / "model.gguf"))
 
 
+_FULL = r"No space left .*; free some space in .* CSATTN_CACHE"
+
+
 @pytest.mark.parametrize(
-    ("free_bytes", "match"),
-    [(1 << 10, r"0\.00 GiB, and .* CSATTN_CACHE"), (None, r"No space left .*; free some space in .* CSATTN_CACHE")],
+    ("free_bytes", "error", "match"),
+    [
+        (1 << 10, OSError("not reached"), r"0\.00 GiB, and .* CSATTN_CACHE"),
+        (None, SafetensorError("I/O error: No space left on device (os error 28)"), _FULL),
+        (None, OSError(errno.ENOSPC, "No space left on device"), _FULL),  # of the config
+    ],
 )
 def test_a_conversion_without_disk_space_is_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, match: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, error: Exception, match: str
 ) -> None:
     def save_pretrained(*_: object) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
+        raise error
 
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     monkeypatch.setattr(gguf_file, "available_bytes", lambda path: free_bytes)
@@ -282,3 +362,4 @@ def test_a_conversion_without_disk_space_is_refused_with_the_reason(
     tensors, its = gguf_of(make_model("llama"))
     with pytest.raises(ModelError, match=match):
         load_model(write_gguf(tmp_path / "model.gguf", tensors, **its))
+    assert list((tmp_path / "models").iterdir()) == []

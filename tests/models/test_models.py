@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from bench.accuracy.attending.rotation import rotate_for
 from csattn.build_options import BuildOptions
@@ -205,6 +206,16 @@ def test_a_damaged_model_is_refused_with_a_one_line_reason(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("part", [slice(0), slice(95)])
+def test_experts_that_do_not_fit_together_are_refused(part: slice, tmp_path: Path) -> None:
+    """transformers refers to a report, which is hidden here."""
+    state = load_file(file := save(tmp_path, "mixtral") / "model.safetensors")
+    one = state.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight")[part]
+    save_file(state | ({"model.layers.1.block_sparse_moe.experts.2.w1.weight": one} if len(one) else {}), file)
+    with pytest.raises(ModelError, match="tensors of the checkpoint do not fit together"):
+        load_model(tmp_path)
+
+
 def test_a_model_with_an_adapter_in_its_layers_is_refused() -> None:
     """peft wraps a linear layer in a module with a `base_layer`."""
     model = make_model()
@@ -302,6 +313,17 @@ def test_a_directory_named_like_the_demo_model_does_not_rename_it(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loader, "_resolve", lambda name, dtype: "model")
     assert load_model().name == loader.DEMO_MODEL
+
+
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
+def test_the_attention_that_a_config_asks_for_is_transformers_own(field: str, tmp_path: Path) -> None:
+    """csattn attends on its own. A package may be missing here, and a hub id's code would be fetched and run."""
+    config = save(tmp_path) / "config.json"
+    plain = json.loads(config.read_text())
+    for asked in ("flash_attention_2", "kernels-community/flash-attn3", "flex_attention", "eager"):
+        config.write_text(json.dumps(plain | {field: asked}))
+        got = load_model(tmp_path).model.config._attn_implementation
+        assert got == ("eager" if asked == "eager" else "sdpa")
 
 
 def test_use_cache_false_in_a_config_is_turned_on(tmp_path: Path) -> None:

@@ -131,6 +131,18 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda *of: eight_bits(*of, "matrix"),
         compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
     ),
+    "fp8 by matrix, as Mistral publishes": (
+        lambda *of: eight_bits(*of, "matrix"),
+        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
+    ),
+    "fp8 by block, in compressed-tensors": (
+        lambda *of: eight_bits(*of, "block"),
+        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[40, 64]),
+    ),
+    "fp8 by block, in older compressed-tensors": (
+        lambda *of: eight_bits(*of, "block"),
+        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure="40x64"),
+    ),
     "int8 with zero points": (
         with_zeros,
         compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
@@ -182,8 +194,10 @@ def quantize(plain: Path, to: Path, form: str, rng: np.random.Generator) -> dict
         parts, meant[name] = write(tuple(state.pop(name).shape), rng)
         module = name.removesuffix(".weight")
         state |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
-        state[f"{module}.input_scale"] = torch.ones(1)  # for activations: ignored
-        state[f"{module.rpartition('.')[0]}.k_scale"] = torch.ones(1)  # for KV: ignored
+        for part in ("input_scale", "activation_scale"):  # for activations: ignored
+            state[f"{module}.{part}"] = torch.ones(1)
+        for part in ("k_scale", "k_zero_point"):  # for KV: ignored
+            state[f"{module.rpartition('.')[0]}.{part}"] = torch.ones(1)
     change(plain, to, state, quantization_config=config)
     return meant
 
@@ -417,6 +431,19 @@ def test_a_damaged_quantized_checkpoint_is_refused_with_the_reason(damage: str, 
         load_model(str(tmp_path / "quantized"))
 
 
+@pytest.mark.parametrize("form", ["gptq", "packed", "fp8 by block"])
+def test_quantized_weights_without_a_quantization_config_are_refused(
+    form: str, plain: Path, tmp_path: Path, rng
+) -> None:
+    """Old checkpoints in GPTQ have it in a file of its own."""
+    quantize(plain, tmp_path, form, rng)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "quantize_config.json").write_text(json.dumps(config.pop("quantization_config")))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"has model\.layers\.0.*, of quantized weights, and its config.json has no"):
+        load_model(tmp_path)
+
+
 def test_an_unexpected_bias_is_accepted_only_if_it_is_zero(in_gptq: Path, tmp_path: Path) -> None:
     """AutoGPTQ writes biases of zeros."""
     shutil.copytree(in_gptq, tmp_path, dirs_exist_ok=True)
@@ -480,6 +507,7 @@ def test_scales_of_another_block_size_are_refused(plain: Path, tmp_path: Path, r
     ("config", "match"),
     [
         ({"quant_method": "aqlm"}, "'aqlm', which csattn cannot read; use a checkpoint in fp8"),
+        ({"bits": 4, "group_size": GROUP}, "has no quant_method, .*; add it, one of fp8"),
         ({"quant_method": "gptq", "bits": 3}, "3 bits, which do not fill a word evenly"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "laid out as 'gemv'"),
         (
@@ -505,6 +533,16 @@ def test_quantization_formats_that_are_not_read_are_refused_with_the_reason(
     change(plain, tmp_path / "other", load_file(plain / "model.safetensors"), quantization_config=config)
     with pytest.raises(ModelError, match=match):
         load_model(str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("names", [("quantization",), ("quantization", "quantization_config")])
+def test_weights_that_mlx_quantized_are_refused_by_its_name(
+    names: tuple[str, ...], plain: Path, tmp_path: Path
+) -> None:
+    told = {name: {"group_size": 64, "bits": 4} for name in names}
+    change(plain, tmp_path / "other", load_file(plain / "model.safetensors"), **told)
+    with pytest.raises(ModelError, match="weights are quantized by 'mlx', which csattn cannot read; use a checkpoint"):
+        load_model(tmp_path / "other")
 
 
 @pytest.mark.parametrize(

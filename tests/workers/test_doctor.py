@@ -465,6 +465,8 @@ def test_quantizing_is_not_suggested_for_a_model_published_in_8_bits(
     small = machine(probed={"memory": little, "torch": {"version": "2.13.0", "cuda": "12.8", "devices": devices}})
     found = examine_model(str(tmp_path), small)[0]
     assert found.status == "warning" and "smaller model" in found.remedy and "--weights" not in found.remedy
+    [found] = examine_model(str(tmp_path), small, "int4")
+    assert found.status == "problem" and "already published in 8 or 4 bits" in found.text
 
 
 def test_the_reported_disk_need_includes_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +498,10 @@ def test_placements_of_models_with_their_own_selection_are_reported(tmp_path: Pa
     assert on_gpu.status == "warning" and "latents have 36 numbers; a GPU takes powers of two" in on_gpu.text
 
 
-@pytest.mark.parametrize("damage", [{"rms_norm_eps": 0}, {"num_attention_heads": 0}])
+@pytest.mark.parametrize(
+    "damage",
+    [{"rms_norm_eps": 0}, {"num_attention_heads": 0}, {"num_key_value_heads": 3}, {"max_position_embeddings": 0}],
+)
 def test_a_model_with_a_damaged_config_is_a_problem(tmp_path: Path, damage: dict[str, object]) -> None:
     path = save(tmp_path) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | damage))
@@ -509,6 +514,15 @@ def test_an_unsupported_or_missing_model_is_a_problem(tmp_path: Path) -> None:
     for name in (str(tmp_path), str(tmp_path / "none")):
         (finding,) = examine_model(name, machine())
         assert finding.status == "problem" and finding.remedy
+
+
+def test_weights_that_are_damaged_or_not_all_there_are_a_problem(tmp_path: Path) -> None:
+    save(tmp_path)
+    assert [finding.status for finding in examine_model(str(tmp_path), machine())] == ["ok"]
+    for content, match in ((b"version https://git-lfs.github.com/spec/v1", "pointer of git-lfs"), (b"", "cannot be")):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        finding = examine_model(str(tmp_path), machine())[1]
+        assert finding.status == "problem" and match in finding.text and finding.remedy.endswith(".")
 
 
 def test_a_gguf_file_is_examined_without_being_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,25 @@
 """What a model needs on this machine, in bytes, and what is refused for it: from its config, without its weights."""
 
+import os
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from csattn.artifact import ModelGeometry
-from csattn.errors import ConfigError
+from csattn.errors import ConfigError, ModelError
+from csattn.models.checkpoint_files import require_weights
 from csattn.models.description import describe
 from csattn.models.identity import geometry_of
-from csattn.models.loader import has_low_bit_weights, is_to_be_converted, read_config
+from csattn.models.loader import (
+    has_low_bit_weights,
+    is_to_be_converted,
+    model_name,
+    read_config,
+    require_dtype_and_rounding,
+    require_unrounded,
+)
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import WeightBytes, conversion_bytes, weight_bytes
 from offload.budget import SPARE_BYTES
@@ -25,18 +36,34 @@ _MODELS = "Name a directory with a config.json, a .gguf file or a hub id, of a f
 
 def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[Finding]:
     """Return findings about a model on this machine. name, weights: as for `load_model`."""
+    require_dtype_and_rounding("bfloat16", weights)
+    model_name(name)
     try:
         config = read_config(name)
+        require_unrounded(config, weights)
         spec = describe(config)
+        geometry = geometry_of(spec)
         size = weight_bytes(config, _ITEM_BYTES, weights)
         converting = conversion_bytes(config, _ITEM_BYTES) if is_to_be_converted(name, "bfloat16") else 0
-    except ConfigError:
-        raise
     except Exception as error:  # a config may have anything in it
         said = str(error) if name in str(error) else f"{name}: {error}"
         return [Finding("model", "problem", said, _MODELS)]
     can_be_rounded = not has_low_bit_weights(config, weights)
-    return [*_needs(name, spec, geometry_of(spec), size, can_be_rounded, converting, facts), *_refusals(spec)]
+    needs = _needs(name, spec, geometry, size, can_be_rounded, converting, facts)
+    return [*needs, *_faults_of_files(name, config), *_refusals(spec)]
+
+
+def _faults_of_files(name: str, config: Any) -> list[Finding]:
+    """Return a finding about weights that are not all there; none if there are none yet: the config was enough."""
+    folder = Path(os.path.expanduser(name))
+    if not folder.is_dir() or not any(folder.glob("*.safetensors*")):
+        return []
+    try:
+        require_weights(folder, is_quantized=getattr(config, "quantization_config", None) is not None)
+    except ModelError as error:
+        fault, _, remedy = str(error).rpartition("; ")
+        return [Finding("model", "problem", f"{name} cannot be loaded: {fault}.", f"{remedy[0].upper()}{remedy[1:]}.")]
+    return []
 
 
 def _needs(

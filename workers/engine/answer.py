@@ -42,7 +42,13 @@ class Answer:
 
 
 def question_tokens(loaded: LoadedModel, artifact: Artifact, question: str) -> list[int]:
-    """Return the ids of the question as it follows the context. Raises ContextError if the positions do not suffice."""
+    """Return the ids of the question as it follows the context.
+
+    Raises ArtifactMismatchError if another model or tokenizer built it, and ContextError if the positions do not
+    suffice.
+    """
+    artifact.require_model(loaded.fingerprint, loaded.geometry)
+    artifact.require_tokenizer(loaded.tokenizer_hash)  # another chat template may refuse the messages, in its own words
     wrapping = artifact.manifest.build_notes.get("wrapping", "none")
     ids: list[int] = question_ids(loaded.tokenizer, artifact.token_ids, question, wrapping).tolist()
     require_positions(loaded, artifact, len(ids))

@@ -1,5 +1,7 @@
 """An answer computed by the engine equals what transformers generates in a session, and reports how much it read."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,9 +9,9 @@ import pytest
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
-from csattn.errors import ContextError
+from csattn.errors import ArtifactMismatchError, ContextError
 from index_build.pipeline import build_artifact
-from tests.tiny import MAX_POSITIONS, loaded, token_ids
+from tests.tiny import MAX_POSITIONS, byte_tokenizer, loaded, token_ids
 from workers.engine.answer import Answer, answer, question_tokens
 from workers.engine.cpu.engine import CpuEngine
 from workers.session import csattn_session
@@ -55,6 +57,15 @@ def test_an_answer_equals_what_transformers_generates(
     assert got.first_token_s > 0
     assert len(got.token_ids) == min(max_new_tokens, MAX_POSITIONS - 1000 - got.question_len)
     assert (got.search_ms_per_step > 0) == (got.selector == "csattn")
+
+
+def test_a_question_to_a_model_whose_chat_template_has_changed_is_refused(tmp_path: Path) -> None:
+    """Before the new template is rendered, which may raise errors of its own."""
+    model = loaded("mistral")
+    built = build_artifact(model, token_ids(300), preset("default"), tmp_path, notes={"wrapping": "system"})
+    changed = replace(model, tokenizer=byte_tokenizer("{{ raise_exception('no') }}"))
+    with open_artifact(built.path) as artifact, pytest.raises(ArtifactMismatchError, match="was built with tokenizer"):
+        question_tokens(changed, artifact, QUESTION)
 
 
 def test_an_answer_that_ends_within_a_draft_reads_what_it_reads_without(artifact: Artifact) -> None:

@@ -8,6 +8,7 @@ import pickle
 import signal
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from csattn.errors import ArtifactMismatchError, ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import CACHE
 from csattn.models.loader import wrap_model
+from csattn.selector_names import SELECTOR_NAMES
 from index_build.pipeline import build_artifact
 from offload.codecs.formats import KvFormat
 from tests.selections import check_selection
@@ -92,6 +94,29 @@ def test_other_selectors_do_not_depend_on_how_a_question_is_chunked(store, selec
         whole = logits_of(session, ids, [24])
         assert torch.equal(logits_of(session, ids, [1] * 24), whole)
         assert torch.equal(logits_of(session, ids, [7, 1, 11, 5]), whole)
+
+
+@pytest.fixture
+def float64_by_default() -> Iterator[None]:
+    """As another thread has it for a moment when it loads a model."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "selector"),
+    [*(("llama", name) for name in SELECTOR_NAMES), ("qwen3_next", "csattn"), ("deepseek_v4", "csattn")],
+)
+def test_torchs_default_dtype_changes_nothing(store, family, selector, request) -> None:
+    def logits() -> torch.Tensor:
+        with csattn_session(loaded(family), path, SearchConfig(keep=0.1, window_len=8), selector) as session:
+            return logits_of(session, token_ids(24, seed=2), [24])
+
+    path = artifact_of(store, family)
+    want = logits()
+    request.getfixturevalue("float64_by_default")
+    assert torch.equal(logits(), want)
 
 
 @pytest.mark.parametrize("selector", ["csattn", "exact", "sparq", "pqcache"])

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.artifact import ArtifactWriter, cache_store, local_path, remote_store
+from csattn.autocast import without_autocast
 from csattn.build_options import BuildOptions
 from csattn.checks import require_text
 from csattn.config import IndexConfig
@@ -104,7 +105,8 @@ def build_plan(
         if not reused:
             writer.require_space()
             require_threads()
-            make_layers(loaded, plan, writer.work, num_threads or available_cpus(), on_progress, times)
+            with without_autocast():  # an id has the KV of its dtype, whoever built it
+                make_layers(loaded, plan, writer.work, num_threads or available_cpus(), on_progress, times)
             writer.finish(plan.versions, plan.notes)
     if remote is not None and uploads:
         remote.upload(place / spec.artifact_id)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.artifact import Artifact, open_artifact
+from csattn.autocast import without_autocast
 from csattn.checks import require_at_least, require_text
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError, ContextError
@@ -78,7 +79,8 @@ class Session:
     ):
         """options: those of `open_engine`."""
         self.loaded, self.artifact, self.config, self.selector = loaded, artifact, config, selector
-        self.engine = open_engine(loaded, artifact, config, selector, **options)
+        with without_autocast():
+            self.engine = open_engine(loaded, artifact, config, selector, **options)
         self._weights = Unchanged(loaded.model, loaded.name)
         # copied from the engine, which another thread may close at any time
         self._max_requests, self._max_rows = self.engine.max_requests, self.engine.max_rows
@@ -171,7 +173,7 @@ class Session:
         It takes one of `max_requests` until it is garbage-collected. observer: sees its steps, on the CPU only.
         """
         self._require_own_process()
-        with self._lock:
+        with self._lock, without_autocast():
             self._require_open()
             request_slot = self._free_request_slot()
             self.engine.open(request_slot, 0, self.config, self.selector)  # type: ignore[arg-type]  # refuses others by name
@@ -187,7 +189,7 @@ class Session:
         """Feed tokens; return the logits after those from index first_wanted on, [num_wanted, vocab_size] float32."""
         decoded, size, logits = request.decoded, self._max_rows, []
         self._require_own_process()
-        with self._lock:
+        with self._lock, without_autocast():
             self._require_open()
             if decoded.has_failed:
                 raise ConfigError("a step of this request has failed before; ask again for a new one")

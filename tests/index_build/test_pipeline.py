@@ -54,6 +54,18 @@ def test_a_build_can_be_opened_and_verified(tmp_path: Path, name: str) -> None:
         assert artifact.layer_index(2).next_query is None
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_build_in_autocast_gives_the_same_bytes(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """Otherwise others would get, by the same id, rows of less precision."""
+    want = build(tmp_path / "plain", config=CONFIGS[name]).path
+    with torch.autocast("cpu", dtype=dtype):
+        got = build(tmp_path / "autocast", config=CONFIGS[name]).path
+    assert [file.read_bytes() for file in sorted(got.iterdir())] == [
+        file.read_bytes() for file in sorted(want.iterdir())
+    ]
+
+
 def test_the_same_context_is_built_once(tmp_path: Path) -> None:
     first = build(tmp_path)
     second = build(tmp_path)

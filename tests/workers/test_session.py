@@ -119,6 +119,17 @@ def test_torchs_default_dtype_changes_nothing(store, family, selector, request) 
     assert torch.equal(logits(), want)
 
 
+@pytest.mark.parametrize("selector", SELECTOR_NAMES)
+def test_autocast_changes_nothing(store, selector) -> None:
+    def logits() -> torch.Tensor:
+        with csattn_session(loaded(), artifact_of(store), SearchConfig(keep=0.1, window_len=8), selector) as session:
+            return logits_of(session, token_ids(24, seed=2), [24])
+
+    want = logits()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(logits(), want)
+
+
 @pytest.mark.parametrize("selector", ["csattn", "exact", "sparq", "pqcache"])
 def test_divergence_from_full_attention_falls_with_keep(store, selector) -> None:
     ids, distance = token_ids(40, seed=3), []

@@ -168,6 +168,25 @@ def test_invalid_tokens_for_an_evaluation_are_refused(store) -> None:
             full_attention(loaded(), artifact_of(store), [1, unknown])
 
 
+def test_an_evaluation_takes_an_artifacts_path(store) -> None:
+    path, ids = artifact_of(store), token_ids(9, seed=3)
+    assert (
+        measure(loaded(), path, SearchConfig(keep=1), "csattn", ids, full_attention(loaded(), str(path), ids)).kl < 1e-6
+    )
+
+
+def test_full_attention_after_another_context_is_refused(store) -> None:
+    """The same question about two texts: a result that is not computed again would be compared with the wrong one."""
+    ids = token_ids(9, seed=3)
+    other = build_artifact(loaded(), token_ids(CONTEXT_LEN, seed=7), preset("default"), store).path
+    full = full_attention(loaded(), artifact_of(store), ids)
+    with pytest.raises(ConfigError, match=f"another context than that of {other.name}; give the result of"):
+        measure(loaded(), other, SearchConfig(), "csattn", ids, full)
+    measure(loaded(), artifact_of(store, preset_name="lists"), SearchConfig(), "csattn", ids, full)
+    with pytest.raises(ConfigError, match="what `full_attention` returned, got None"):
+        measure(loaded(), other, SearchConfig(), "csattn", ids, None)  # type: ignore[arg-type]
+
+
 def test_an_evaluation_takes_a_kv_format_by_its_name_too(store) -> None:
     ids = token_ids(9, seed=3)
     with open_artifact(artifact_of(store)) as artifact:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from csattn.artifact import ArtifactWriter, cache_store, local_path, remote_store
 from csattn.autocast import without_autocast
 from csattn.build_options import BuildOptions
-from csattn.checks import require_text
+from csattn.checks import require_at_least, require_text
 from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
 from csattn.models import LoadedModel
@@ -95,6 +95,8 @@ def build_plan(
     uploads: bool = True,
 ) -> BuildReport:
     """Build a planned artifact: see `build_artifact`. After an error, the next build resumes from what was done."""
+    if num_threads is not None:
+        require_at_least("num_threads", num_threads, 1)
     remote, spec, times = remote_store(store), plan.spec, PhaseTimes()
     place = local_path(store) if remote is None else here or cache_store()
     report_fields = times.seconds, None if remote is None else f"{remote.url}/{spec.artifact_id}"

@@ -14,6 +14,7 @@ from csattn.artifact import ArtifactSpec, hash_token_ids
 from csattn.artifact.manifest import NOT_ROUNDED
 from csattn.build_options import BuildOptions
 from csattn.config import IndexConfig
+from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.models.prompt import choose_wrapping, context_ids, require_indexable, require_not_far_too_long
 from index_build.codebooks import kmeans_version
@@ -34,8 +35,9 @@ def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexCo
     """Plan the artifact of these tokens.
 
     Raises ContextError if they cannot be indexed, ModelError if the model has changed since it was loaded, ConfigError
-    if a library that the index needs is not installed.
+    if they are no token ids, or if a library that the index needs is not installed.
     """
+    token_ids = _int32(token_ids)
     loaded.require_unchanged()
     require_indexable(token_ids, config, loaded)
     versions = {**_library_versions(loaded.device), **kmeans_version(config)}
@@ -51,6 +53,20 @@ def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexCo
     )
     recorded_notes = {**notes, "weights": loaded.rounding or NOT_ROUNDED}
     return Plan(spec, token_ids, recorded_notes, versions)
+
+
+def _int32(token_ids: Any) -> NDArray[np.int32]:
+    """Return token ids as int32. Raises ConfigError unless they are integers in one row, ContextError for other ids."""
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ConfigError(
+            f"a context's token ids must be whole numbers in one row, [context_len], got {ids.dtype} of shape "
+            f"{list(ids.shape)}; give those of one text, as a tokenizer returns them"
+        )
+    for end in (ids.min(initial=0), ids.max(initial=0)):
+        if not 0 <= end < 1 << 31:
+            raise ContextError(f"the context has the token id {end}; give ids of the model's vocabulary")
+    return ids.astype(np.int32, copy=False)
 
 
 def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:

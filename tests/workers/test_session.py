@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
@@ -468,6 +468,20 @@ def test_a_request_is_accepted_by_either_cache_argument_name(store) -> None:
         assert isinstance(session.continue_with(token_ids(3))[CACHE], RequestCache)
     assert isinstance(new[CACHE], RequestCache)
     assert torch.equal(new.logits, old.logits)
+
+
+@pytest.mark.parametrize("other", [None, DynamicCache])
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+@pytest.mark.parametrize("method", ["generate", "forward"])
+def test_a_request_beside_another_cache_is_refused(store, other, name, method) -> None:
+    """transformers takes one of them: with `cache=None`, the request was ignored, and all rows were read."""
+    beside = {"past_key_values": "cache", "cache": "past_key_values"}[name]
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        inputs = session.continue_with(token_ids(3))
+        request = inputs.pop(CACHE)
+        with pytest.raises(ConfigError, match="both cache and past_key_values were given"):
+            getattr(loaded().model, method)(**inputs, **{name: request, beside: other and other()})
+        assert not request.decoded.token_ids
 
 
 def test_unsupported_model_arguments_are_refused(store) -> None:

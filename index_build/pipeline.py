@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.artifact import ArtifactWriter, cache_store, local_path, remote_store
-from csattn.autocast import without_autocast
 from csattn.build_options import BuildOptions
 from csattn.checks import require_at_least, require_text
 from csattn.config import IndexConfig
@@ -17,6 +16,7 @@ from csattn.cpus import available_cpus
 from csattn.models import LoadedModel
 from csattn.models.loader import require_loaded
 from csattn.plain_text import as_read
+from csattn.torch_modes import without_modes
 from csattn.torch_threads import require_threads
 from index_build.board import Outcome
 from index_build.build_layers import OnProgress, PhaseTimes, make_layers
@@ -83,6 +83,7 @@ def build_artifact(
     return build_plan(loaded, make_plan(loaded, token_ids, config, notes or {}), store, **options)
 
 
+@without_modes()  # an id stands for the same bytes, whoever builds it
 def build_plan(
     loaded: LoadedModel,
     plan: Plan,
@@ -107,8 +108,7 @@ def build_plan(
         if not reused:
             writer.require_space()
             require_threads()
-            with without_autocast():  # an id has the KV of its dtype, whoever built it
-                make_layers(loaded, plan, writer.work, num_threads or available_cpus(), on_progress, times)
+            make_layers(loaded, plan, writer.work, num_threads or available_cpus(), on_progress, times)
             writer.finish(plan.versions, plan.notes)
     if remote is not None and uploads:
         remote.upload(place / spec.artifact_id)

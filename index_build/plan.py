@@ -17,6 +17,7 @@ from csattn.config import IndexConfig
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.models.prompt import choose_wrapping, context_ids, require_indexable, require_not_far_too_long
+from csattn.torch_modes import without_modes
 from index_build.codebooks import kmeans_version
 from index_build.inputs import make_config
 
@@ -31,6 +32,7 @@ class Plan:
     versions: Mapping[str, Any]
 
 
+@without_modes()
 def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexConfig, notes: Mapping[str, Any]) -> Plan:
     """Plan the artifact of these tokens.
 

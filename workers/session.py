@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.artifact import Artifact, open_artifact
-from csattn.autocast import without_autocast
 from csattn.checks import require_at_least, require_text
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import CACHE
 from csattn.models.unchanged import Unchanged
+from csattn.torch_modes import without_modes
 from offload.codecs.formats import KvFormat
 from workers.engine.answer import question_tokens, require_positions
 from workers.engine.cpu.engine import CpuEngine
@@ -74,13 +74,13 @@ def csattn_session(
 class Session:
     """Owns the engine that requests share. While it is open, the model passes their tokens to it. Thread-safe."""
 
+    @without_modes()
     def __init__(
         self, loaded: LoadedModel, artifact: Artifact, config: SearchConfig, selector: str = "csattn", **options: Any
     ):
         """options: those of `open_engine`."""
         self.loaded, self.artifact, self.config, self.selector = loaded, artifact, config, selector
-        with without_autocast():
-            self.engine = open_engine(loaded, artifact, config, selector, **options)
+        self.engine = open_engine(loaded, artifact, config, selector, **options)
         self._weights = Unchanged(loaded.model, loaded.name)
         # copied from the engine, which another thread may close at any time
         self._max_requests, self._max_rows = self.engine.max_requests, self.engine.max_rows
@@ -173,7 +173,7 @@ class Session:
         It takes one of `max_requests` until it is garbage-collected. observer: sees its steps, on the CPU only.
         """
         self._require_own_process()
-        with self._lock, without_autocast():
+        with self._lock, without_modes():
             self._require_open()
             request_slot = self._free_request_slot()
             self.engine.open(request_slot, 0, self.config, self.selector)  # type: ignore[arg-type]  # refuses others by name
@@ -189,7 +189,7 @@ class Session:
         """Feed tokens; return the logits after those from index first_wanted on, [num_wanted, vocab_size] float32."""
         decoded, size, logits = request.decoded, self._max_rows, []
         self._require_own_process()
-        with self._lock, without_autocast():
+        with self._lock, without_modes():
             self._require_open()
             if decoded.has_failed:
                 raise ConfigError("a step of this request has failed before; ask again for a new one")
@@ -208,6 +208,7 @@ class Session:
             decoded.has_failed = False
         return torch.cat(logits)
 
+    @without_modes()
     def require_unchanged(self) -> None:
         """Raise ModelError if the model has changed, so that it would compute something else than requests do."""
         self._weights.require()

@@ -119,15 +119,19 @@ def test_torchs_default_dtype_changes_nothing(store, family, selector, request) 
     assert torch.equal(logits(), want)
 
 
+@pytest.mark.parametrize("mode", [torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta")])
 @pytest.mark.parametrize("selector", SELECTOR_NAMES)
-def test_autocast_changes_nothing(store, selector) -> None:
+def test_torchs_modes_change_nothing(store, selector, mode) -> None:
+    """`torch.set_default_device` is the mode of a device."""
+
     def logits() -> torch.Tensor:
         with csattn_session(loaded(), artifact_of(store), SearchConfig(keep=0.1, window_len=8), selector) as session:
             return logits_of(session, token_ids(24, seed=2), [24])
 
     want = logits()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(logits(), want)
+    with mode:
+        got = logits()
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("selector", ["csattn", "exact", "sparq", "pqcache"])

@@ -13,6 +13,7 @@ from csattn.build_options import BuildOptions
 from csattn.checks import require_at_least, require_text
 from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
+from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.loader import require_loaded
 from csattn.plain_text import as_read
@@ -51,7 +52,7 @@ def build_context(
     *,
     preset: str = "default",
     chat: bool = True,  # wrap the text by the model's chat template, so that `Session.ask` continues it
-    source: str = "a text",  # its name, for the manifest
+    source: str | Path = "a text",  # its name, for the manifest
     on_progress: OnProgress = lambda progress: None,  # called several times a layer
 ) -> BuildReport:
     """Build the artifact of a text on the model's device, as `csattn build` does; open `place` with `csattn_session`.
@@ -60,9 +61,11 @@ def build_context(
     ArtifactError or StoreFullError if the store cannot be written.
     """
     require_text("a context", text)
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"source is the name of the text, got {source!r}; give it as text, or leave it out")
     require_loaded(loaded)
     options = BuildOptions(preset=preset, chat=chat)
-    plan = plan_text(as_read(text), source, options, loaded, loaded.device.type)
+    plan = plan_text(as_read(text), str(source), options, loaded, loaded.device.type)
     return build_plan(loaded, plan, store, on_progress=on_progress)
 
 

@@ -1,5 +1,6 @@
 """Plan a context's artifact: its token ids, its spec, and the notes of its manifest."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -37,9 +38,10 @@ def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexCo
     """Plan the artifact of these tokens.
 
     Raises ContextError if they cannot be indexed, ModelError if the model has changed since it was loaded, ConfigError
-    if they are no token ids, or if a library that the index needs is not installed.
+    if they are no token ids, if the notes are no JSON, or if a library that the index needs is not installed.
     """
     token_ids = _int32(token_ids)
+    _require_json(notes)
     loaded.require_unchanged()
     require_indexable(token_ids, config, loaded)
     versions = {**_library_versions(loaded.device), **kmeans_version(config)}
@@ -69,6 +71,16 @@ def _int32(token_ids: Any) -> NDArray[np.int32]:
         if not 0 <= end < 1 << 31:
             raise ContextError(f"the context has the token id {end}; give ids of the model's vocabulary")
     return ids.astype(np.int32, copy=False)
+
+
+def _require_json(notes: Mapping[str, Any]) -> None:
+    """Raise ConfigError for notes that the manifest, which is written last, could not keep."""
+    try:
+        json.dumps({**notes}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"notes of an artifact are kept as a JSON object, got {notes!r} ({error}); give one"
+        ) from error
 
 
 def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:

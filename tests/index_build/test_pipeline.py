@@ -76,6 +76,13 @@ def test_a_context_of_no_token_ids_is_refused(tmp_path: Path, ids, error, senten
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.parametrize("notes", [{"of": object()}, {"share": float("nan")}, [1], 5])
+def test_notes_that_are_no_json_are_refused_before_anything_is_built(tmp_path: Path, notes) -> None:
+    with pytest.raises(ConfigError, match="notes of an artifact are kept as a JSON object, got"):
+        build(tmp_path / "store", notes=notes)
+    assert not (tmp_path / "store").exists()
+
+
 @pytest.mark.parametrize("num_threads", [0, -1, "2", 1.5])
 def test_a_number_of_threads_that_is_none_is_refused(tmp_path: Path, num_threads) -> None:
     with pytest.raises(ConfigError, match=f"num_threads must be .*, got {num_threads!r}"):

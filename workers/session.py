@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -88,6 +88,7 @@ class Session:
         self._unused = deque(range(self._max_requests))
         self._freed_request_slots: deque[int] = deque()  # of garbage-collected requests; appended by any thread
         self._lock = Lock()  # the engine is used by one thread at a time
+        self._user: int | None = None  # id of that thread
         self._has_begun = self._is_open = False
         self._pid = os.getpid()
 
@@ -100,7 +101,7 @@ class Session:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with self._lock:
+        with self._own_turn():
             if not self._is_open:
                 return
             self._is_open = False
@@ -173,7 +174,7 @@ class Session:
         It takes one of `max_requests` until it is garbage-collected. observer: sees its steps, on the CPU only.
         """
         self._require_own_process()
-        with self._lock, without_modes():
+        with self._own_turn(), without_modes():
             self._require_open()
             request_slot = self._free_request_slot()
             self.engine.open(request_slot, 0, self.config, self.selector)  # type: ignore[arg-type]  # refuses others by name
@@ -189,7 +190,7 @@ class Session:
         """Feed tokens; return the logits after those from index first_wanted on, [num_wanted, vocab_size] float32."""
         decoded, size, logits = request.decoded, self._max_rows, []
         self._require_own_process()
-        with self._lock, without_modes():
+        with self._own_turn(), without_modes():
             self._require_open()
             if decoded.has_failed:
                 raise ConfigError("a step of this request has failed before; ask again for a new one")
@@ -223,6 +224,20 @@ class Session:
         """The context's token ids."""
         ids: list[int] = self.artifact.token_ids.tolist()
         return ids
+
+    @contextmanager
+    def _own_turn(self) -> Iterator[None]:
+        """Hold the lock. Raises ConfigError in a call from within the thread's own turn, which it would wait for."""
+        if self._user == get_ident():
+            raise ConfigError(
+                "a session was used from within one of its steps, by an observer or a selector; use it after the step"
+            )
+        with self._lock:
+            self._user = get_ident()
+            try:
+                yield
+            finally:
+                self._user = None
 
     def _require_open(self) -> None:
         if not self._is_open:

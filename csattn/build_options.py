@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from csattn.checks import require_model_name
+from csattn.checks import require_model_name, require_one_of
 
 COUNTS = ("num_fine", "num_coarse", "segment_len", "num_subspaces", "num_centroids")
 _INDEX_OPTIONS = (*COUNTS, "list_len", "kmeans")
@@ -31,6 +31,7 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         require_model_name(self.model)
+        require_one_of("chat", self.chat, (True, False))
 
     @property
     def index_changes(self) -> dict[str, Any]:

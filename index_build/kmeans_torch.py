@@ -48,7 +48,8 @@ def _cluster(points: Tensor, num_centroids: int, num_iterations: int, seed: int)
     generator = torch.Generator().manual_seed(seed)
     num_seed_points = _SEED_POINTS_PER_CENTROID * num_centroids
     centroids = _choose_seeds(directions[:, :num_seed_points], counts[:, :num_seed_points], num_centroids, generator)
-    nudges = torch.randn(num_centroids, points.shape[2], generator=generator).to(points.device) * _NUDGE
+    drawn = torch.randn(num_centroids, points.shape[2], dtype=torch.float32, generator=generator)
+    nudges = drawn.to(points.device) * _NUDGE
     chunks = _Chunks(directions, counts)
     for _ in range(num_iterations):
         sums, sizes, losses = chunks.sum_clusters(centroids)
@@ -66,7 +67,8 @@ def _choose_seeds(directions: Tensor, counts: Tensor, num_centroids: int, genera
     distances = 2.0 * counts[:, None, :, 0]  # [num_problems, 1, num_points]: squared, to the nearest seed, halved
     seeds = directions.new_empty(num_problems, num_centroids, width)
     for chosen in range(num_centroids):
-        draws = torch.empty(_SEED_CANDIDATES, num_points).exponential_(generator=generator).to(directions.device)
+        draws = torch.empty(_SEED_CANDIDATES, num_points, dtype=torch.float32).exponential_(generator=generator)
+        draws = draws.to(directions.device)
         candidate_ids = (distances / draws).argmax(2)
         candidates = directions.gather(1, candidate_ids[:, :, None].expand(-1, -1, width))
         remaining = torch.minimum(distances, (1.0 - candidates @ transposed).clamp_min_(0.0))
@@ -117,5 +119,5 @@ def _split_for_empty(sums: Tensor, sizes: Tensor, losses: Tensor, nudges: Tensor
 def _normalised(vectors: Tensor) -> Tensor:
     """Normalise to unit vectors; to the first axis for zero vectors (a mean of opposite points, or of no points)."""
     norms = vectors.norm(dim=2, keepdim=True)
-    first_axis = torch.eye(1, vectors.shape[2], device=vectors.device)
+    first_axis = torch.eye(1, vectors.shape[2], dtype=torch.float32, device=vectors.device)
     return torch.where(norms > SMALLEST_NORM, vectors / norms.clamp_min(SMALLEST_NORM), first_axis)

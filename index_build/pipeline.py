@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 
 from csattn.artifact import ArtifactWriter, cache_store, local_path, remote_store
 from csattn.build_options import BuildOptions
-from csattn.checks import require_text
+from csattn.checks import require_at_least, require_text
 from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
+from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.loader import require_loaded
 from csattn.plain_text import as_read
+from csattn.torch_modes import without_modes
 from csattn.torch_threads import require_threads
 from index_build.board import Outcome
 from index_build.build_layers import OnProgress, PhaseTimes, make_layers
@@ -50,7 +52,7 @@ def build_context(
     *,
     preset: str = "default",
     chat: bool = True,  # wrap the text by the model's chat template, so that `Session.ask` continues it
-    source: str = "a text",  # its name, for the manifest
+    source: str | Path = "a text",  # its name, for the manifest
     on_progress: OnProgress = lambda progress: None,  # called several times a layer
 ) -> BuildReport:
     """Build the artifact of a text on the model's device, as `csattn build` does; open `place` with `csattn_session`.
@@ -59,9 +61,11 @@ def build_context(
     ArtifactError or StoreFullError if the store cannot be written.
     """
     require_text("a context", text)
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"source is the name of the text, got {source!r}; give it as text, or leave it out")
     require_loaded(loaded)
     options = BuildOptions(preset=preset, chat=chat)
-    plan = plan_text(as_read(text), source, options, loaded, loaded.device.type)
+    plan = plan_text(as_read(text), str(source), options, loaded, loaded.device.type)
     return build_plan(loaded, plan, store, on_progress=on_progress)
 
 
@@ -82,6 +86,7 @@ def build_artifact(
     return build_plan(loaded, make_plan(loaded, token_ids, config, notes or {}), store, **options)
 
 
+@without_modes()  # an id stands for the same bytes, whoever builds it
 def build_plan(
     loaded: LoadedModel,
     plan: Plan,
@@ -94,6 +99,8 @@ def build_plan(
     uploads: bool = True,
 ) -> BuildReport:
     """Build a planned artifact: see `build_artifact`. After an error, the next build resumes from what was done."""
+    if num_threads is not None:
+        require_at_least("num_threads", num_threads, 1)
     remote, spec, times = remote_store(store), plan.spec, PhaseTimes()
     place = local_path(store) if remote is None else here or cache_store()
     report_fields = times.seconds, None if remote is None else f"{remote.url}/{spec.artifact_id}"

@@ -1,5 +1,6 @@
 """Plan a context's artifact: its token ids, its spec, and the notes of its manifest."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,8 +15,10 @@ from csattn.artifact import ArtifactSpec, hash_token_ids
 from csattn.artifact.manifest import NOT_ROUNDED
 from csattn.build_options import BuildOptions
 from csattn.config import IndexConfig
+from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.models.prompt import choose_wrapping, context_ids, require_indexable, require_not_far_too_long
+from csattn.torch_modes import without_modes
 from index_build.codebooks import kmeans_version
 from index_build.inputs import make_config
 
@@ -30,12 +33,15 @@ class Plan:
     versions: Mapping[str, Any]
 
 
+@without_modes()
 def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexConfig, notes: Mapping[str, Any]) -> Plan:
     """Plan the artifact of these tokens.
 
     Raises ContextError if they cannot be indexed, ModelError if the model has changed since it was loaded, ConfigError
-    if a library that the index needs is not installed.
+    if they are no token ids, if the notes are no JSON, or if a library that the index needs is not installed.
     """
+    token_ids = _int32(token_ids)
+    _require_json(notes)
     loaded.require_unchanged()
     require_indexable(token_ids, config, loaded)
     versions = {**_library_versions(loaded.device), **kmeans_version(config)}
@@ -51,6 +57,30 @@ def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexCo
     )
     recorded_notes = {**notes, "weights": loaded.rounding or NOT_ROUNDED}
     return Plan(spec, token_ids, recorded_notes, versions)
+
+
+def _int32(token_ids: Any) -> NDArray[np.int32]:
+    """Return token ids as int32. Raises ConfigError unless they are integers in one row, ContextError for other ids."""
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ConfigError(
+            f"a context's token ids must be whole numbers in one row, [context_len], got {ids.dtype} of shape "
+            f"{list(ids.shape)}; give those of one text, as a tokenizer returns them"
+        )
+    for end in (ids.min(initial=0), ids.max(initial=0)):
+        if not 0 <= end < 1 << 31:
+            raise ContextError(f"the context has the token id {end}; give ids of the model's vocabulary")
+    return ids.astype(np.int32, copy=False)
+
+
+def _require_json(notes: Mapping[str, Any]) -> None:
+    """Raise ConfigError for notes that the manifest, which is written last, could not keep."""
+    try:
+        json.dumps({**notes}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"notes of an artifact are kept as a JSON object, got {notes!r} ({error}); give one"
+        ) from error
 
 
 def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:

@@ -77,7 +77,7 @@ class _Replayed:
         """kv: [num_kv_heads, context_len, 2, head_dim]."""
         self._kv, self._cap, self._sinks = kv, cap, sinks
         self.kv_len = 0
-        self.received = torch.zeros(num_q_heads, kv.shape[1])
+        self.received = torch.zeros(num_q_heads, kv.shape[1], dtype=torch.float32)
 
     def append(self, k: Tensor, v: Tensor) -> None:
         self.kv_len += k.shape[1]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,25 +55,28 @@ class Baseline:
     token_ids: NDArray[np.int32]  # [num_tokens + 1]
     log_probs: Tensor  # [num_tokens, vocab_size] float32
     nll: float
+    context_hash: str  # `hash_token_ids` of the context before them
 
 
 def full_attention(
-    loaded: LoadedModel, artifact: Artifact, token_ids: NDArray[np.integer[Any]] | Sequence[int]
+    loaded: LoadedModel, artifact: Artifact | Path | str, token_ids: NDArray[np.integer[Any]] | Sequence[int]
 ) -> Baseline:
     """Predict the token after each of token_ids [num_tokens + 1] but the last, by full attention.
 
+    artifact: as for `csattn_session`.
     Raises ConfigError for fewer than two ids or for values that are no token ids, and ContextError for ids outside the
     vocabulary.
     """
     ids = _with_successors(loaded, token_ids)
     with csattn_session(loaded, artifact, SearchConfig(), "full") as session:
         log_probs = _predict(session, session.request(), ids[:-1])
-    return Baseline(ids, log_probs, _nll(log_probs, ids[1:]))
+        context_hash = session.artifact.spec.token_ids_sha256
+    return Baseline(ids, log_probs, _nll(log_probs, ids[1:]), context_hash)
 
 
 def measure(
     loaded: LoadedModel,
-    artifact: Artifact,
+    artifact: Artifact | Path | str,
     config: SearchConfig,
     selector: str,
     token_ids: NDArray[np.integer[Any]] | Sequence[int],  # [num_tokens + 1], as for `full_attention`
@@ -83,9 +87,11 @@ def measure(
     """Compare one selector with full attention over the same context and tokens.
 
     kv_format: the format of the context's rows for the selector, or its name; full attention reads them as built.
-    Raises ConfigError for a baseline of other tokens.
+    Raises ConfigError for a baseline of other tokens, or after another context.
     """
     ids = _with_successors(loaded, token_ids)
+    if not isinstance(baseline, Baseline):
+        raise ConfigError(f"the baseline is what `full_attention` returned, got {baseline!r}; give that")
     if not np.array_equal(ids, baseline.token_ids):
         raise ConfigError(
             f"full attention's predictions are for {len(baseline.token_ids)} other tokens than these {len(ids)}; give "
@@ -94,15 +100,20 @@ def measure(
     if isinstance(kv_format, str):
         kv_format = KvFormat.parse(kv_format)
     num_tokens = len(ids) - 1
-    probe = AttentionProbe(artifact, every=-(-num_tokens // _MAX_OBSERVED))
     with csattn_session(loaded, artifact, config, selector, kv_format) as session:
+        spec = session.artifact.spec
+        if spec.token_ids_sha256 != baseline.context_hash:
+            raise ConfigError(
+                f"full attention's predictions follow another context than that of {spec.artifact_id}; give the result "
+                "of `full_attention` for the same artifact"
+            )
+        probe = AttentionProbe(session.artifact, every=-(-num_tokens // _MAX_OBSERVED))
         _predict(session, session.request(), ids[:1])  # compiles kernels, which must not count as search time
         searched_s = session.engine.counts().search_s
         request = session.request(probe)
         log_probs = _predict(session, request, ids[:-1], on_token)
         count, index_bytes = request.count, request.index_bytes
         search_s = session.engine.counts().search_s - searched_s
-    spec = artifact.spec
     rows_before = sum(spec.context_len + token + 1 for token in range(num_tokens)) * len(spec.model.indexed_layers)
     num_lists = spec.model.num_kv_heads * len(spec.model.indexed_layers)
     head_dim = spec.model.head_dim

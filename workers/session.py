@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -22,6 +22,7 @@ from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import CACHE
 from csattn.models.unchanged import Unchanged
+from csattn.torch_modes import without_modes
 from offload.codecs.formats import KvFormat
 from workers.engine.answer import question_tokens, require_positions
 from workers.engine.cpu.engine import CpuEngine
@@ -73,6 +74,7 @@ def csattn_session(
 class Session:
     """Owns the engine that requests share. While it is open, the model passes their tokens to it. Thread-safe."""
 
+    @without_modes()
     def __init__(
         self, loaded: LoadedModel, artifact: Artifact, config: SearchConfig, selector: str = "csattn", **options: Any
     ):
@@ -86,6 +88,7 @@ class Session:
         self._unused = deque(range(self._max_requests))
         self._freed_request_slots: deque[int] = deque()  # of garbage-collected requests; appended by any thread
         self._lock = Lock()  # the engine is used by one thread at a time
+        self._user: int | None = None  # id of that thread
         self._has_begun = self._is_open = False
         self._pid = os.getpid()
 
@@ -98,7 +101,7 @@ class Session:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with self._lock:
+        with self._own_turn():
             if not self._is_open:
                 return
             self._is_open = False
@@ -171,7 +174,7 @@ class Session:
         It takes one of `max_requests` until it is garbage-collected. observer: sees its steps, on the CPU only.
         """
         self._require_own_process()
-        with self._lock:
+        with self._own_turn(), without_modes():
             self._require_open()
             request_slot = self._free_request_slot()
             self.engine.open(request_slot, 0, self.config, self.selector)  # type: ignore[arg-type]  # refuses others by name
@@ -187,7 +190,7 @@ class Session:
         """Feed tokens; return the logits after those from index first_wanted on, [num_wanted, vocab_size] float32."""
         decoded, size, logits = request.decoded, self._max_rows, []
         self._require_own_process()
-        with self._lock:
+        with self._own_turn(), without_modes():
             self._require_open()
             if decoded.has_failed:
                 raise ConfigError("a step of this request has failed before; ask again for a new one")
@@ -206,6 +209,7 @@ class Session:
             decoded.has_failed = False
         return torch.cat(logits)
 
+    @without_modes()
     def require_unchanged(self) -> None:
         """Raise ModelError if the model has changed, so that it would compute something else than requests do."""
         self._weights.require()
@@ -220,6 +224,20 @@ class Session:
         """The context's token ids."""
         ids: list[int] = self.artifact.token_ids.tolist()
         return ids
+
+    @contextmanager
+    def _own_turn(self) -> Iterator[None]:
+        """Hold the lock. Raises ConfigError in a call from within the thread's own turn, which it would wait for."""
+        if self._user == get_ident():
+            raise ConfigError(
+                "a session was used from within one of its steps, by an observer or a selector; use it after the step"
+            )
+        with self._lock:
+            self._user = get_ident()
+            try:
+                yield
+            finally:
+                self._user = None
 
     def _require_open(self) -> None:
         if not self._is_open:

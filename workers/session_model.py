@@ -62,6 +62,7 @@ class Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self._signature.bind(*args, **kwargs).arguments
         given = {**given.pop("kwargs", {}), **given}
+        _require_one_cache(given)
         cache = cache_in(given)
         if isinstance(cache, RequestCache) and cache.session.is_open and cache.session.loaded.model is self._model:
             if self.name == "forward":
@@ -73,6 +74,17 @@ class Method:
 
 def _itself(method: Any) -> Any:
     return method
+
+
+def _require_one_cache(given: dict[str, Any]) -> None:
+    """Raise ConfigError if a request comes with another cache: `cache` and `past_key_values` are names of one argument,
+    and transformers would silently take one of them."""
+    caches = [given[name] for name in ("cache", "past_key_values") if name in given]
+    if len(caches) == 2 and caches[0] is not caches[1] and any(isinstance(one, RequestCache) for one in caches):
+        raise ConfigError(
+            "a request of a session is the cache, and both cache and past_key_values were given, which are names of "
+            "one argument; leave out the other"
+        )
 
 
 def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any) -> None:

@@ -34,6 +34,7 @@ from csattn.artifact.layout import (
 )
 from csattn.artifact.manifest import NOT_ROUNDED, ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.tensor_file import map_file, open_regular_file, repair_advice
+from csattn.checks import require_one_of
 from csattn.cpus import available_cpus
 from csattn.errors import (
     ArtifactCorruptError,
@@ -234,6 +235,7 @@ def open_artifact(
     Always checked: the manifest's own hash, the set of files, their sizes, headers and shapes, the token ids.
     With verify="full" every byte is hashed and every index is checked as well. Raises ArtifactError.
     """
+    require_one_of("verify", verify, ("size", "full"))
     path = resolve_artifact(path)
     try:
         manifest = _read_manifest(path)

@@ -9,9 +9,10 @@ from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id, store_entries
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import Manifest
+from csattn.artifact.places import is_url, local_path
 from csattn.artifact.reader import open_artifact
 from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, remove
-from csattn.errors import ArtifactError
+from csattn.errors import ArtifactError, ConfigError
 
 _WORK = re.compile(rf"({re.escape(BUILDING_PREFIX)}[0-9a-f]{{16}})({re.escape(LOCK_SUFFIX)})?")
 
@@ -46,8 +47,9 @@ class ArtifactSummary:
         )
 
 
-def unfinished_builds(store: Path) -> list[Path]:
+def unfinished_builds(store: Path | str) -> list[Path]:
     """Return the work directories of builds that have not published: they run, or were interrupted and can resume."""
+    store = _directory(store)
     names = {match[1] for name in store_entries(store) if (match := _WORK.fullmatch(name))}
     return [store / name for name in sorted(names)]
 
@@ -57,11 +59,12 @@ def is_being_built(work: Path) -> bool:
     return BuildLock(work.with_name(f"{work.name}{LOCK_SUFFIX}")).is_held()
 
 
-def collect_garbage(store: Path) -> list[Path]:
+def collect_garbage(store: Path | str) -> list[Path]:
     """Remove the work directories of interrupted builds, and return them. These builds can no longer be resumed.
 
     A running build keeps its directory.
     """
+    store = _directory(store)
     removed = []
     for work in unfinished_builds(store):
         lock = BuildLock(store / f"{work.name}{LOCK_SUFFIX}")
@@ -73,11 +76,12 @@ def collect_garbage(store: Path) -> list[Path]:
     return removed
 
 
-def scan_store(store: Path) -> tuple[list[ArtifactSummary], dict[Path, ArtifactError]]:
-    """Return the finished artifacts of a store that pass the cheap checks, sorted by id.
+def scan_store(store: Path | str) -> tuple[list[ArtifactSummary], dict[Path, ArtifactError]]:
+    """Return the finished artifacts of a store on this machine that pass the cheap checks, sorted by id.
 
     Also returns the error of each directory named like an artifact that fails them.
     """
+    store = _directory(store)
     summaries: list[ArtifactSummary] = []
     broken: dict[Path, ArtifactError] = {}
     for path in (store / name for name in store_entries(store) if is_artifact_id(name)):
@@ -87,3 +91,10 @@ def scan_store(store: Path) -> tuple[list[ArtifactSummary], dict[Path, ArtifactE
         except ArtifactError as error:
             broken[path] = error
     return summaries, broken
+
+
+def _directory(store: Path | str) -> Path:
+    """Return the path of a store on this machine. Raises ConfigError for a URL, or what is no path."""
+    if is_url(store):
+        raise ConfigError(f"the store {store} is behind a URL: `csattn.artifact.remote_store` has what it holds")
+    return local_path(store)

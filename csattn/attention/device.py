@@ -150,7 +150,7 @@ class DeviceAttention:
         self.rest_parts = plan.rest_parts  # of a unit: its last parts in `posted`
         # A number whose bits are all ones has not been posted. With rest `sketch`, the kernel before this one posts the
         # last parts.
-        self.lse = torch.zeros(batch_size, num_q_heads, device=device)  # log2
+        self.lse = torch.zeros(batch_size, num_q_heads, dtype=torch.float32, device=device)  # log2
         posted_shape = num_units, plan.num_splits + plan.rest_parts, heads, head_dim + PART_ENDS
         self.posted = torch.full(posted_shape, -1, dtype=torch.int32, device=device).view(torch.float32)
 

@@ -85,7 +85,9 @@ class EveryRowAttention:
             join = cuda_kernel(SOURCE, "join_parts", of_joining, early_start=True)
             self._plans[size] = blocks, attend, join
         heads = num_q_heads, num_kv_heads, head_dim
-        self._parts = torch.empty(num_floats(batch_sizes, *heads, tail_capacity, num_sms), device=device)
+        self._parts = torch.empty(
+            num_floats(batch_sizes, *heads, tail_capacity, num_sms), dtype=torch.float32, device=device
+        )
 
     def attend(
         self,

@@ -134,18 +134,18 @@ class DsaDecoder:
         rows, heads = shape.batch_size, shape.num_heads
         self.shape = shape
         self.q_index = torch.zeros(rows, shape.num_index_heads, HEAD_DIM, dtype=FP8, device=device)
-        self.index_weights = torch.zeros(rows, shape.num_index_heads, device=device)
+        self.index_weights = torch.zeros(rows, shape.num_index_heads, dtype=torch.float32, device=device)
         self.q_nope = torch.zeros(rows, heads, shape.latent_dim, dtype=shape.dtype, device=device)
         self.q_pe = torch.zeros(rows, heads, shape.rope_dim, dtype=shape.dtype, device=device)
         self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(rows, shape.max_pages, dtype=torch.int32, device=device)
         self.indices = torch.full((rows, shape.top_k), -1, dtype=torch.int32, device=device)
         self.out = torch.zeros_like(self.q_nope)
-        self.lse = torch.zeros(rows, heads, device=device)
+        self.lse = torch.zeros(rows, heads, dtype=torch.float32, device=device)
         self.block_keys: PooledKeys | None = None  # with HISA: to be kept up to date by the caller
         self._scores = None
         if shape.hisa is None:
-            self._scores = torch.empty(rows, shape.max_pages * PAGE_SIZE, device=device)
+            self._scores = torch.empty(rows, shape.max_pages * PAGE_SIZE, dtype=torch.float32, device=device)
         else:
             self.block_keys = PooledKeys(rows, shape.max_len, shape.hisa.block_size, HEAD_DIM, device)
 

@@ -47,12 +47,13 @@ class H2oSelector:
         self._kept = torch.from_numpy(heavy).long()  # [num_kv_heads, at most top_k], ascending
         self._kept_keys = keys[torch.arange(len(keys))[:, None], self._kept].float()
         self._received = prepared.received.gather(1, self._kept)  # [num_kv_heads, num_kept]
-        self._received_recently = torch.zeros(len(keys), 0)  # of the tail's rows that have not left its window
+        # of the tail's rows that have not left its window
+        self._received_recently = torch.zeros(len(keys), 0, dtype=torch.float32)
         self._num_left = 0
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
         # a row that has left before any query saw it has received nothing
-        leaving = torch.cat([self._received_recently, torch.zeros(len(k), 1)], dim=1)[:, :1]
+        leaving = torch.cat([self._received_recently, torch.zeros(len(k), 1, dtype=torch.float32)], dim=1)[:, :1]
         self._received_recently = self._received_recently[:, 1:]
         new = torch.full((len(k), 1), self._view.context_len + self._num_left)
         self._num_left += 1
@@ -75,7 +76,7 @@ class H2oSelector:
         logits = q.view(num_kv_heads, -1, head_dim) @ keys.transpose(1, 2) * self._view.softmax_scale
         weights = softmax_group_scores(logits)[:, num_resident:]
         self._received = self._received + weights[:, :num_kept]
-        grown = torch.zeros(num_kv_heads, max(num_recent, self._received_recently.shape[1]))
+        grown = torch.zeros(num_kv_heads, max(num_recent, self._received_recently.shape[1]), dtype=torch.float32)
         grown[:, : self._received_recently.shape[1]] = self._received_recently
         grown[:, :num_recent] += weights[:, num_kept:]
         self._received_recently = grown

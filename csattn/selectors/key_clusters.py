@@ -27,7 +27,7 @@ def _kmeans_plus_plus(points: Tensor, num_clusters: int, generator: torch.Genera
     """k-means++: draw each next seed among the points in proportion to the squared distance to the nearest seed."""
     sets = torch.arange(len(points), device=points.device)
     seeds = [points[sets, torch.randint(points.shape[1], (len(points),), generator=generator, device=points.device)]]
-    distance = torch.full(points.shape[:2], torch.inf, device=points.device)
+    distance = torch.full(points.shape[:2], torch.inf, dtype=torch.float32, device=points.device)
     for _ in range(num_clusters - 1):
         distance = torch.minimum(distance, (points - seeds[-1][:, None]).square().sum(-1))
         has_candidates = distance.amax(1, keepdim=True) > 0  # if all points are seeds already, any may repeat

@@ -118,7 +118,9 @@ class MagicpigSelector:
 
 def make_projections(head_dim: int, num_bits: int, num_tables: int, seed: int = _SEED) -> Tensor:
     """Draw random directions, on the CPU: [head_dim, num_tables * num_bits] float32."""
-    return torch.randn(head_dim, num_tables * num_bits, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        head_dim, num_tables * num_bits, dtype=torch.float32, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def hash_codes(x: Tensor, projections: Tensor, num_tables: int) -> Tensor:

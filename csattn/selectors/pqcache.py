@@ -70,7 +70,7 @@ class PqcacheSelector:
         num_kv_heads, num_subspaces = centroids.shape[:2]
         grouped = torch.from_numpy(q).view(num_kv_heads, -1, centroids.shape[3] * num_subspaces)
         codes = joined(self._prepared.codes, self._tail.rows).long()
-        logits = torch.zeros(num_kv_heads, grouped.shape[1], codes.shape[1])
+        logits = torch.zeros(num_kv_heads, grouped.shape[1], codes.shape[1], dtype=torch.float32)
         for b, part in enumerate(split_parts(grouped, num_subspaces)):
             products = part @ centroids[:, b].transpose(1, 2)  # [num_kv_heads, group_size, num_centroids]
             logits += products.gather(2, codes[:, None, :, b].expand(-1, grouped.shape[1], -1))

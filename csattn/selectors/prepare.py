@@ -30,12 +30,17 @@ def register(name: str, factory: Callable[[ContextLayer], Prepared], about: Abou
     """Register a user's selector under that name, for decoding on the CPU in this process.
 
     factory: called for each layer of a context, in order; see `csattn.selectors.base` for what it has to return.
-    Raises ConfigError for a name that is taken or is no identifier.
+    Raises ConfigError for a name that is taken or is no identifier, a factory that cannot be called, and an `about` of
+    another type.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(f"a selector's name must be an identifier, got {name!r}; use letters, digits and _")
     if name in (*ABOUT, *PRESET_NAMES, "all"):
         raise ConfigError(f"{name} is a selector or a preset already; choose another name")
+    if not callable(factory):
+        raise ConfigError(f"a selector's factory is called with each layer, got {factory!r}; give its class")
+    if not isinstance(about, About):
+        raise ConfigError(f"a selector's description is an About, got {about!r}; give one")
     ABOUT[name], _FACTORIES[name] = about, factory
 
 

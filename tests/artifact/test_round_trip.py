@@ -59,6 +59,13 @@ def assert_equal_up_to_rounding(got: NDArray[np.float32] | None, want: NDArray[n
         assert (np.abs(got - want) <= 0.501 * steps).all()
 
 
+@pytest.mark.parametrize("verify", ["fulll", "", True, None])
+def test_an_unknown_check_is_refused(tmp_path: Path, verify) -> None:
+    """Otherwise an artifact would be taken for verified that is not."""
+    with pytest.raises(ConfigError, match=f"verify must be one of size, full, got {verify!r}"):
+        open_artifact(build(tmp_path, make_spec()), verify=verify)
+
+
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="nothing tells here what is open and mapped")
 def test_mapped_arrays_hold_no_file_open_and_are_unmapped_with_the_last_one(tmp_path: Path) -> None:
     """A service may hold more contexts than the process may have open files."""

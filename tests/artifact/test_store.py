@@ -12,8 +12,9 @@ from csattn.artifact import (
     open_artifact,
     resolve_artifact,
     scan_store,
+    unfinished_builds,
 )
-from csattn.errors import ArtifactCorruptError, ArtifactNotFoundError
+from csattn.errors import ArtifactCorruptError, ArtifactNotFoundError, ConfigError
 from tests.artifact.synthetic import build, make_layer, make_spec, make_token_ids, write_layer
 
 
@@ -72,6 +73,15 @@ def test_a_store_that_does_not_exist_is_empty(tmp_path: Path) -> None:
     assert scan_store(tmp_path / "none")[0] == []
     assert scan_store(tmp_path / "none")[1] == {}
     assert collect_garbage(tmp_path / "none") == []
+
+
+def test_a_store_may_be_given_as_text(tmp_path: Path) -> None:
+    path = build(tmp_path, make_spec())
+    assert [summary.path for summary in scan_store(str(tmp_path))[0]] == [path]
+    assert unfinished_builds(str(tmp_path)) == collect_garbage(str(tmp_path)) == []
+    for refused, sentence in (("s3://bucket/store", "behind a URL: `csattn.artifact.remote_store`"), (5, "got 5")):
+        with pytest.raises(ConfigError, match=sentence):
+            scan_store(refused)  # type: ignore[arg-type]
 
 
 def test_garbage_collection_removes_abandoned_builds_only(tmp_path: Path) -> None:

@@ -55,6 +55,27 @@ def test_the_documented_notebook_example_leaves_a_session_open(tmp_path: Path, m
     assert not names["session"].is_open
 
 
+def test_a_source_may_be_a_path(tmp_path: Path) -> None:
+    """It was refused by JSON, after the whole build."""
+    report = build_context(loaded(), TEXT, tmp_path, source=Path("texts") / "report.txt")
+    assert read_manifest(report.place).build_notes["source"] == "texts/report.txt"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"source": 5}, "source is the name of the text, got 5; give it as text, or leave it out"),
+        ({"source": b"report.txt"}, "source is the name of the text, got b'report.txt'"),
+        ({"chat": "no"}, "chat must be one of True, False, got 'no'"),
+        ({"chat": None}, "chat must be one of True, False, got None"),
+    ],
+)
+def test_options_of_another_type_are_refused_before_anything_is_built(tmp_path: Path, options, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        build_context(loaded(), TEXT, tmp_path / "store", **options)
+    assert not (tmp_path / "store").exists()
+
+
 def test_a_tilde_in_a_store_path_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`~` is expanded, instead of making a directory of that name."""
     monkeypatch.setenv("HOME", str(tmp_path))

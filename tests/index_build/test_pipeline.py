@@ -54,6 +54,55 @@ def test_a_build_can_be_opened_and_verified(tmp_path: Path, name: str) -> None:
         assert artifact.layer_index(2).next_query is None
 
 
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.uint8, np.int64, np.uint64])
+def test_token_ids_of_any_kind_give_one_artifact(tmp_path: Path, kind) -> None:
+    given = token_ids(300).astype(kind) if kind in (np.uint8, np.int64, np.uint64) else kind(token_ids(300))
+    assert build_artifact(loaded(), given, CONFIGS["sketch"], tmp_path).artifact_id == build(tmp_path).artifact_id
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "sentence"),
+    [
+        (np.ones(300), ConfigError, r"whole numbers in one row, \[context_len\], got float64 of shape \[300\]"),
+        (np.ones((2, 300), np.int32), ConfigError, r"got int32 of shape \[2, 300\]"),
+        ("text", ConfigError, r"of shape \[\]"),
+        (-token_ids(300), ContextError, "the context has the token id -255; give ids of the model's vocabulary"),
+        (token_ids(300).astype(np.int64) << 32, ContextError, "the context has the token id 1095216660480"),
+    ],
+)
+def test_a_context_of_no_token_ids_is_refused(tmp_path: Path, ids, error, sentence) -> None:
+    with pytest.raises(error, match=sentence):
+        build_artifact(loaded(), ids, CONFIGS["sketch"], tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("notes", [{"of": object()}, {"share": float("nan")}, [1], 5])
+def test_notes_that_are_no_json_are_refused_before_anything_is_built(tmp_path: Path, notes) -> None:
+    with pytest.raises(ConfigError, match="notes of an artifact are kept as a JSON object, got"):
+        build(tmp_path / "store", notes=notes)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("num_threads", [0, -1, "2", 1.5])
+def test_a_number_of_threads_that_is_none_is_refused(tmp_path: Path, num_threads) -> None:
+    with pytest.raises(ConfigError, match=f"num_threads must be .*, got {num_threads!r}"):
+        build(tmp_path / "store", num_threads=num_threads)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "mode", [*(torch.autocast("cpu", dtype=of) for of in (torch.bfloat16, torch.float16)), torch.device("meta")]
+)
+def test_torchs_modes_do_not_change_a_builds_bytes(tmp_path: Path, name: str, mode) -> None:
+    """Otherwise others would get, by the same id, rows of less precision."""
+    want = build(tmp_path / "plain", config=CONFIGS[name]).path
+    with mode:
+        got = build(tmp_path / "in a mode", config=CONFIGS[name]).path
+    assert [file.read_bytes() for file in sorted(got.iterdir())] == [
+        file.read_bytes() for file in sorted(want.iterdir())
+    ]
+
+
 def test_the_same_context_is_built_once(tmp_path: Path) -> None:
     first = build(tmp_path)
     second = build(tmp_path)

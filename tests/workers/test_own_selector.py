@@ -135,6 +135,20 @@ def test_registering_a_taken_selector_name_is_refused(example, name) -> None:
         register(name, example["NewestOfLayer"], About("", "", True))
 
 
+@pytest.mark.parametrize(
+    ("factory", "about", "sentence"),
+    [
+        (None, About("", "", True), "factory is called with each layer, got None; give its class"),
+        (len, "the newest rows", "description is an About, got 'the newest rows'; give one"),
+        (len, None, "description is an About, got None"),
+    ],
+)
+def test_an_invalid_selector_is_not_registered(factory, about, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        register("oldest", factory, about)
+    assert "oldest" not in ABOUT
+
+
 @pytest.mark.parametrize("name", ["", "a-b", "7th", "a,b", None])
 def test_a_selector_name_that_is_not_an_identifier_is_refused(example, name) -> None:
     with pytest.raises(ConfigError, match="a selector's name must be an identifier, got"):

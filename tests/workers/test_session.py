@@ -8,13 +8,14 @@ import pickle
 import signal
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
@@ -22,6 +23,7 @@ from csattn.errors import ArtifactMismatchError, ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import CACHE
 from csattn.models.loader import wrap_model
+from csattn.selector_names import SELECTOR_NAMES
 from index_build.pipeline import build_artifact
 from offload.codecs.formats import KvFormat
 from tests.selections import check_selection
@@ -94,6 +96,44 @@ def test_other_selectors_do_not_depend_on_how_a_question_is_chunked(store, selec
         assert torch.equal(logits_of(session, ids, [7, 1, 11, 5]), whole)
 
 
+@pytest.fixture
+def float64_by_default() -> Iterator[None]:
+    """As another thread has it for a moment when it loads a model."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "selector"),
+    [*(("llama", name) for name in SELECTOR_NAMES), ("qwen3_next", "csattn"), ("deepseek_v4", "csattn")],
+)
+def test_torchs_default_dtype_changes_nothing(store, family, selector, request) -> None:
+    def logits() -> torch.Tensor:
+        with csattn_session(loaded(family), path, SearchConfig(keep=0.1, window_len=8), selector) as session:
+            return logits_of(session, token_ids(24, seed=2), [24])
+
+    path = artifact_of(store, family)
+    want = logits()
+    request.getfixturevalue("float64_by_default")
+    assert torch.equal(logits(), want)
+
+
+@pytest.mark.parametrize("mode", [torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta")])
+@pytest.mark.parametrize("selector", SELECTOR_NAMES)
+def test_torchs_modes_change_nothing(store, selector, mode) -> None:
+    """`torch.set_default_device` is the mode of a device."""
+
+    def logits() -> torch.Tensor:
+        with csattn_session(loaded(), artifact_of(store), SearchConfig(keep=0.1, window_len=8), selector) as session:
+            return logits_of(session, token_ids(24, seed=2), [24])
+
+    want = logits()
+    with mode:
+        got = logits()
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("selector", ["csattn", "exact", "sparq", "pqcache"])
 def test_divergence_from_full_attention_falls_with_keep(store, selector) -> None:
     ids, distance = token_ids(40, seed=3), []
@@ -130,6 +170,25 @@ def test_invalid_tokens_for_an_evaluation_are_refused(store) -> None:
     for unknown in (2**32 + 1, 256, -1):
         with pytest.raises(ContextError, match=f"token id {unknown} is not in the model's vocabulary of 256"):
             full_attention(loaded(), artifact_of(store), [1, unknown])
+
+
+def test_an_evaluation_takes_an_artifacts_path(store) -> None:
+    path, ids = artifact_of(store), token_ids(9, seed=3)
+    assert (
+        measure(loaded(), path, SearchConfig(keep=1), "csattn", ids, full_attention(loaded(), str(path), ids)).kl < 1e-6
+    )
+
+
+def test_full_attention_after_another_context_is_refused(store) -> None:
+    """The same question about two texts: a result that is not computed again would be compared with the wrong one."""
+    ids = token_ids(9, seed=3)
+    other = build_artifact(loaded(), token_ids(CONTEXT_LEN, seed=7), preset("default"), store).path
+    full = full_attention(loaded(), artifact_of(store), ids)
+    with pytest.raises(ConfigError, match=f"another context than that of {other.name}; give the result of"):
+        measure(loaded(), other, SearchConfig(), "csattn", ids, full)
+    measure(loaded(), artifact_of(store, preset_name="lists"), SearchConfig(), "csattn", ids, full)
+    with pytest.raises(ConfigError, match="what `full_attention` returned, got None"):
+        measure(loaded(), other, SearchConfig(), "csattn", ids, None)  # type: ignore[arg-type]
 
 
 def test_an_evaluation_takes_a_kv_format_by_its_name_too(store) -> None:
@@ -413,6 +472,20 @@ def test_a_request_is_accepted_by_either_cache_argument_name(store) -> None:
         assert isinstance(session.continue_with(token_ids(3))[CACHE], RequestCache)
     assert isinstance(new[CACHE], RequestCache)
     assert torch.equal(new.logits, old.logits)
+
+
+@pytest.mark.parametrize("other", [None, DynamicCache])
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+@pytest.mark.parametrize("method", ["generate", "forward"])
+def test_a_request_beside_another_cache_is_refused(store, other, name, method) -> None:
+    """transformers takes one of them: with `cache=None`, the request was ignored, and all rows were read."""
+    beside = {"past_key_values": "cache", "cache": "past_key_values"}[name]
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        inputs = session.continue_with(token_ids(3))
+        request = inputs.pop(CACHE)
+        with pytest.raises(ConfigError, match="both cache and past_key_values were given"):
+            getattr(loaded().model, method)(**inputs, **{name: request, beside: other and other()})
+        assert not request.decoded.token_ids
 
 
 def test_unsupported_model_arguments_are_refused(store) -> None:

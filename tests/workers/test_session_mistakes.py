@@ -305,6 +305,25 @@ def test_the_documented_options_exist() -> None:
         assert any(name in inspect.signature(one).parameters for one in takes[owner]), name
 
 
+@pytest.mark.parametrize("use", ["ask", "generate", "end"])
+def test_a_session_that_is_used_within_its_own_step_is_refused(artifact, use) -> None:
+    """An observer would wait for the step that waits for it."""
+
+    def observe(seen: object) -> None:
+        uses[use]()
+
+    with csattn_session(loaded(), artifact) as session:
+        uses = {
+            "ask": lambda: session.ask("who?"),
+            "generate": lambda: loaded().model.generate(**other, max_new_tokens=1),
+            "end": lambda: session.__exit__(None, None, None),
+        }
+        other = session.continue_with([1])
+        with pytest.raises(ConfigError, match="used from within one of its steps, by an observer or a selector"):
+            loaded().model(**session.continue_with([1], observe))
+        loaded().model.generate(**other, max_new_tokens=1)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_session_is_refused_in_a_forked_process_which_may_open_another(session, artifact) -> None:

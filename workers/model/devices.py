@@ -198,7 +198,7 @@ class Devices:
                 self._name_group()
             ones = self.shared_zeros(4, 8).fill_(1 + self.share.rank)
             torch.cuda.synchronize()
-            parts = torch.zeros(4, 8 * self.share.num_devices, device=self.device)
+            parts = torch.zeros(4, 8 * self.share.num_devices, dtype=torch.float32, device=self.device)
             self.gather(ones, parts)
             ranks = torch.arange(1, self.share.num_devices + 1, device=self.device)
             return bool((parts == ranks.repeat_interleave(8)).all())

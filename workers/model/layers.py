@@ -82,7 +82,7 @@ class StepLayers:
             hidden=zeros(spec.hidden_size),
             scaled=zeros(spec.hidden_size),
             scaled_ahead=zeros(spec.hidden_size),
-            squares=torch.zeros(num_squares(spec.hidden_size), batch_size, device=weights.device),
+            squares=torch.zeros(num_squares(spec.hidden_size), batch_size, dtype=torch.float32, device=weights.device),
             centred=spec.centred,
             tile_sums=None if devices is None else devices.exchange(batch_size, spec.hidden_size),
             row_sums=None if devices is None else devices.exchange(batch_size, spec.hidden_size),
@@ -91,7 +91,7 @@ class StepLayers:
         self.rotations = []
         for rope, frequencies in zip(spec.ropes, weights.ropes, strict=True):
             cos, sin = (zeros(len(frequencies.angles), dtype=torch.float32) for _ in range(2))
-            q_scale = torch.ones(batch_size, device=weights.device)
+            q_scale = torch.ones(batch_size, dtype=torch.float32, device=weights.device)
             self.rotations.append(Rotation(cos, sin, q_scale, rope.interleaved))
         heads = (spec.num_q_heads, spec.head_dim)
         is_gated = any(layer.attention.gated for layer in spec.layers)

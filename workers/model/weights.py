@@ -98,7 +98,9 @@ class _Mover:
         """Return one linear layer of them all. If only some have biases, the others' are zeros."""
         bias = None
         if any(linear.bias is not None for linear in linears):
-            bias = self.matrix(*(torch.zeros(len(x.weight)) if x.bias is None else x.bias for x in linears))
+            bias = self.matrix(
+                *(torch.zeros(len(x.weight), dtype=torch.float32) if x.bias is None else x.bias for x in linears)
+            )
         quantized = [linear.quantized.to(self.device) for linear in linears if linear.quantized is not None]
         if len(quantized) == len(linears) and (whole := joined(quantized)) is not None:
             return Linear(whole.words, bias, whole)

@@ -17,7 +17,7 @@ class Places:
         interleaved: as in `csattn.models.query.rotate`.
         """
         self._interleaved = interleaved
-        angles = torch.arange(num_places, dtype=torch.float64)[:, None] * frequencies.cpu().double()
+        angles = torch.arange(num_places, dtype=torch.float64, device="cpu")[:, None] * frequencies.cpu().double()
         both_halves = torch.cat([angles, angles], dim=1)
         self._cos = both_halves.cos().float().to(device)  # [num_places, rotated dimensions]
         self._sin = both_halves.sin().float().to(device)

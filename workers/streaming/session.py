@@ -1,7 +1,7 @@
 """Unbounded generation with a transformers model: `model.generate(**session.start(ids))` or `session.tokens(ids)`."""
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from csattn.models import LoadedModel
 from csattn.models.attending_cache import CACHE, AttendingCache
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.description import describe
+from csattn.models.loader import require_loaded
 from csattn.models.rope import model_frequencies
 from csattn.models.unrotated import unrotated
 from workers.engine.checks import require_token
@@ -36,6 +37,9 @@ class StreamSession:
     def __init__(self, loaded: LoadedModel, config: StreamConfig):
         """Raises ConfigError if the model has fewer positions than the rows need, or layers whose rows cannot be given
         other places."""
+        require_loaded(loaded)
+        if not isinstance(config, StreamConfig):
+            raise ConfigError(f"the config of a stream is a StreamConfig, got {config!r}; give one")
         geometry, spec = loaded.geometry, describe(loaded.model.config)
         kinds = {(x.rope, x.reach, x.sinks, x.logit_cap) for x in (layer.attention for layer in spec.layers)}
         if (
@@ -70,6 +74,8 @@ class StreamSession:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if not self.is_open:
+            return
         self.is_open = False
         self._unrotated.__exit__(*exc)
         self._attention.__exit__(*exc)
@@ -90,7 +96,9 @@ class StreamSession:
         Raises ConfigError if token_ids is empty or not one row of integers, ContextError for an id that is not in the
         vocabulary, and ModelError if the greatest logit is NaN or infinite.
         """
-        cache, ids = cache or self.cache(), self._ids(token_ids)
+        cache, ids = self.cache() if cache is None else cache, self._ids(token_ids)
+        if not isinstance(cache, StreamCache) or cache.session is not self:
+            raise ConfigError(f"a stream is a cache that this session has made, got {cache!r}; give `session.cache()`")
         for start in range(0, ids.shape[1], _BLOCK_LEN):
             logits = self._step(ids[:, start : start + _BLOCK_LEN], cache)
         while True:
@@ -122,18 +130,28 @@ class StreamCache(AttendingCache):
 
     def __init__(self, rows: list[WindowRows | HeavyRows], session: StreamSession):
         super().__init__(rows)
-        self.rows, self._session = rows, session
+        self.rows, self.session = rows, session
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Raises ConfigError while the session is not open, because keys would then be rotated and the model would not
         attend to these rows; and if an earlier step stopped midway, so that layers have different tokens."""
-        if not self._session.is_open:
+        if not self.session.is_open:
             raise ConfigError("the session of this stream has ended, or has not begun; continue in an open one")
         if layer_idx == 0 and (
             any(rows.is_step_open for rows in self.rows) or len({rows.kv_len for rows in self.rows}) > 1
         ):
             raise ConfigError("a step of this stream was left before its end; begin a new stream")
         return super().update(k, v, layer_idx, *args, **kwargs)
+
+    def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError("a stream cannot go back to fewer tokens: it has not kept all rows; begin a new one")
+
+    reset = crop
+
+    def reorder_cache(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError("a stream is one sequence, without beams and batches; begin a stream for each")
+
+    batch_repeat_interleave = batch_select_indices = reorder_cache
 
     @property
     def num_tokens(self) -> int:

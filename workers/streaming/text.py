@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from csattn.checks import require_at_least
+from csattn.checks import require_at_least, require_text
 from csattn.models.prompt import text_ids
 from workers.serving.text import TextStream
 from workers.streaming.session import StreamSession
@@ -38,9 +38,10 @@ def stream_text(
 ) -> Streamed:
     """Continue a prompt greedily. on_text gets the text in pieces as it comes.
 
-    Raises ConfigError if the prompt has no tokens or max_new_tokens is below 1, and ModelError if the greatest logit is
+    Raises ConfigError if the prompt holds no text or max_new_tokens is below 1, and ModelError if the greatest logit is
     NaN or infinite.
     """
+    require_text("a prompt", prompt)
     require_at_least("max_new_tokens", max_new_tokens, 1)
     loaded, cache = session.loaded, session.cache()
     token_ids = np.asarray(text_ids(loaded.tokenizer, prompt), dtype=np.int32)

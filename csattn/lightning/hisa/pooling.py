@@ -28,12 +28,12 @@ def pool_keys(
     num_full = num_keys // block_size
     keys = k.float() * key_scale[:, None]
     blocks = keys[: num_full * block_size].view(num_full, block_size, k.shape[1])
-    sums = torch.zeros(-(-num_keys // block_size), k.shape[1], device=k.device)
+    sums = torch.zeros(-(-num_keys // block_size), k.shape[1], dtype=torch.float32, device=k.device)
     for place in range(block_size):
         sums[:num_full] += blocks[:, place]
     for key in keys[num_full * block_size :]:
         sums[num_full] += key
-    counts = torch.full((len(sums), 1), float(block_size), device=k.device)
+    counts = torch.full((len(sums), 1), float(block_size), dtype=torch.float32, device=k.device)
     counts[num_full:] = float(num_keys - num_full * block_size)
     return _quantise(sums / counts)
 
@@ -52,8 +52,9 @@ class PooledKeys:
         pages_each = -(-max_len // (block_size * PAGE_SIZE))
         self._max_len = max_len
         self._values = torch.zeros(batch_size, pages_each * PAGE_SIZE, head_dim, dtype=FP8, device=device)
-        self._scales = torch.zeros(batch_size, pages_each * PAGE_SIZE, device=device)
-        self._sums = torch.zeros(batch_size, head_dim, device=device)  # of the block that is not full
+        self._scales = torch.zeros(batch_size, pages_each * PAGE_SIZE, dtype=torch.float32, device=device)
+        # of the block that is not full
+        self._sums = torch.zeros(batch_size, head_dim, dtype=torch.float32, device=device)
         self._lens = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self._rows = torch.arange(batch_size, device=device)
         pages = torch.arange(batch_size * pages_each, dtype=torch.int32, device=device)

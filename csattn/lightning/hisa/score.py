@@ -41,7 +41,7 @@ def score_blocks(operands: Operands, kv_lens: Tensor, block_size: int) -> Tensor
     tile_max_lens = torch.empty(-(-num_queries // each), dtype=torch.int32, device=kv_lens.device)
     max_blocks_on_device(kv_lens, block_size, each, tile_max_lens)
     width = -(-num_blocks // hopper.KEYS) * hopper.KEYS
-    scores = torch.empty(num_queries, width, device=kv_lens.device)
+    scores = torch.empty(num_queries, width, dtype=torch.float32, device=kv_lens.device)
     hopper.write_scores(operands, range(num_blocks), tile_max_lens, scores)
     return scores
 
@@ -57,7 +57,7 @@ def score_candidates(
     Those of candidates in no list are not written.
     """
     num_queries = len(operands.q)
-    out = torch.empty(num_queries, num_candidates * block_size, device=operands.q.device)
+    out = torch.empty(num_queries, num_candidates * block_size, dtype=torch.float32, device=operands.q.device)
     kernel = _kernel(operands.q.dtype, operands.q.shape[1], operands.q.shape[2], block_size)
     assert operands.key_scale is not None
     kernel.launch(

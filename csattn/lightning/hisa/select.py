@@ -76,7 +76,7 @@ class BlockedKeys:
         keys = KeyPages.of_keys(operands, block_size)
         scale = operands.key_scale
         if scale is None:
-            scale = torch.ones(len(operands.k), device=device)
+            scale = torch.ones(len(operands.k), dtype=torch.float32, device=device)
         values, scales = pool_keys(operands.k, scale, block_size)
         weights = operands.weights
         pooled = KeyPages.of_keys(Operands(operands.q, values.to(operands.q.dtype), weights, scales), PAGE_SIZE)

@@ -124,7 +124,7 @@ def _score_one(q: Tensor, weights: Tensor, keys: KeyPages, pages: Tensor) -> Ten
     exists = (pages >= 0) & (pages < len(keys.values))
     at = torch.where(exists, pages, 0).long()
     operands = Operands(q[None], _take(keys.values, at).flatten(0, 1), weights[None], keys.scales[at].flatten())
-    scores = torch.empty(1, len(operands.k))
+    scores = torch.empty(1, len(operands.k), dtype=torch.float32)
     cpu.score_tile(operands, range(len(operands.k)), torch.tensor([len(operands.k)], dtype=torch.int32), scores)
     return torch.where(exists.repeat_interleave(keys.page_size), scores[0], -torch.inf)
 

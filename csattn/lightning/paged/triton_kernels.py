@@ -127,7 +127,9 @@ def score_contiguous(
 ) -> None:
     """As `score.cpu.score_tile`, on torch's current stream: every key is a page."""
     device = operands.k.device
-    scales = torch.ones(len(operands.k), device=device) if operands.key_scale is None else operands.key_scale
+    scales = operands.key_scale
+    if scales is None:
+        scales = torch.ones(len(operands.k), dtype=torch.float32, device=device)
     pages = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=device).expand(len(operands.q), -1)
     lens = legal_len - keys.start
     score_on_device(operands.q, operands.weights, operands.k[:, None], scales[:, None], pages, lens, 0, out)

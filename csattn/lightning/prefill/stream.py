@@ -134,7 +134,7 @@ def choose_scored(
     on_device = lens.to(device)
     indices = torch.full((num_queries, k), SENTINEL, dtype=torch.int32, device=device)
     tiles = list(cut(lens, workspace_bytes, device) if tile is None else cut_evenly(lens, *tile))
-    workspace = torch.empty(max((t.num_scores for t in tiles), default=0), device=device)
+    workspace = torch.empty(max((t.num_scores for t in tiles), default=0), dtype=torch.float32, device=device)
     for t in tiles:
         _choose(operands.of_queries(t.queries), on_device[t.queries], t, workspace, indices[t.queries])
     return indices
@@ -147,7 +147,7 @@ def score_all(operands: Operands, legal_len: Tensor) -> Tensor:
     """
     _require(operands, legal_len)
     num_queries, num_keys = len(operands.q), len(operands.k)
-    scores = torch.empty(num_queries, _padded(num_keys), device=operands.q.device)
+    scores = torch.empty(num_queries, _padded(num_keys), dtype=torch.float32, device=operands.q.device)
     score_into(scores, operands, range(num_keys), legal_len.to(scores.device))
     return scores[:, :num_keys]
 

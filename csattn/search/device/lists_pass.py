@@ -42,7 +42,9 @@ class ListsPass:
         self._batch_size, self._blocks = batch_size, blocks_of_slot(device, slots, self.max_keys, 4)
         self._matches = torch.zeros(queries * shape.num_subspaces, MATCH_BYTES, dtype=torch.uint8, device=device)
         self._scores = torch.zeros(queries * self.max_keys, dtype=torch.float32, device=device)
-        self._statistics = torch.zeros(queries * self.max_keys // CHUNK_KEYS, STATISTICS_BYTES // 4, device=device)
+        self._statistics = torch.zeros(
+            queries * self.max_keys // CHUNK_KEYS, STATISTICS_BYTES // 4, dtype=torch.float32, device=device
+        )
         self._choosing_blocks = blocks_of_slot(device, slots, self.max_keys, 2)
         self._group_scores = torch.zeros(slots, self.max_keys, dtype=torch.int32, device=device)
         self._marks = torch.zeros(slots, self.max_keys // 32, dtype=torch.int32, device=device)

@@ -260,6 +260,9 @@ def test_bad_input_is_refused_with_the_reason() -> None:
             next(session.tokens(np.zeros(0, np.int32)))
         with pytest.raises(ConfigError, match="max_new_tokens must be at least 1, got 0"):
             stream_text(session, "the tide", 0)
+        for text, sentence in ((None, "a prompt must be text, got a value of type NoneType"), (" ", "holds no text")):
+            with pytest.raises(ConfigError, match=sentence):
+                stream_text(session, text, 1)
         for wrong in ([[1, 2]], [1.5], 5):
             with pytest.raises(ConfigError, match="whole numbers in one row"):
                 next(session.tokens(np.array(wrong)))
@@ -274,6 +277,63 @@ def test_bad_input_is_refused_with_the_reason() -> None:
         padded = torch.tensor([[0, 1, 1]])
         with pytest.raises(ConfigError, match="without padding"):
             loaded().model(torch.zeros(1, 3, dtype=torch.long), attention_mask=padded, **{CACHE: session.cache()})
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "sentence"),
+    [
+        (None, StreamConfig(), "what `load_model` returned, got a NoneType"),
+        ("smollm2", StreamConfig(), "what `load_model` returned, got a str"),
+        (loaded(), None, "the config of a stream is a StreamConfig, got None"),
+        (loaded(), {"window_len": 8}, "is a StreamConfig, got {'window_len': 8}; give one"),
+    ],
+)
+def test_a_session_of_something_else_is_refused(model, config, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        StreamSession(model, config)
+
+
+def test_a_session_that_ended_twice_leaves_others_open() -> None:
+    model, ids = loaded().model, token_ids(20)
+    first, second = (StreamSession(loaded(), StreamConfig(window_len=8)) for _ in range(2))
+    first.__exit__(None, None, None)  # before it began
+    with second:
+        with first:
+            pass
+        first.__exit__(None, None, None)
+        assert len([*zip(second.tokens(ids), range(3), strict=False)]) == 3
+    assert not model.model._forward_pre_hooks
+
+
+def test_a_cache_of_something_else_is_refused() -> None:
+    with (
+        StreamSession(loaded(), StreamConfig(window_len=8)) as session,
+        StreamSession(loaded(), StreamConfig(window_len=9)) as other,
+    ):
+        for cache in (DynamicCache(), other.cache(), 5):
+            with pytest.raises(ConfigError, match="a cache that this session has made, got"):
+                next(session.tokens(token_ids(20), cache))
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize(
+    ("method", "given", "sentence"),
+    [
+        ("reset", [], "cannot go back to fewer tokens: it has not kept all rows; begin a new one"),
+        ("crop", [3], "cannot go back to fewer tokens"),
+        ("reorder_cache", [torch.tensor([0])], "one sequence, without beams and batches; begin a stream for each"),
+        ("batch_repeat_interleave", [2], "one sequence"),
+        ("batch_select_indices", [torch.tensor([0])], "one sequence"),
+    ],
+)
+def test_cache_methods_that_a_stream_has_not_are_refused(used, method, given, sentence) -> None:
+    """`reset` did nothing, so that the next text continued the last one."""
+    with StreamSession(loaded(), StreamConfig(window_len=8)) as session:
+        cache = session.cache()
+        if used:
+            next(session.tokens(token_ids(20), cache))
+        with pytest.raises(ConfigError, match=sentence):
+            getattr(cache, method)(*given)
 
 
 def test_an_end_token_that_the_tokenizer_adds_to_a_prompt_is_left_out() -> None:

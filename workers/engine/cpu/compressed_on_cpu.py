@@ -57,7 +57,7 @@ class _Layer:
         # a ring buffer, by position: a step's tokens must not overwrite those that its compressed rows are made of
         self._num_pending = model.max_rows + spec.span
         width = 2 * sum(spec.compressed_widths)
-        self._pending = torch.zeros(num_tails, self._num_pending if spec.ratio else 0, width)
+        self._pending = torch.zeros(num_tails, self._num_pending if spec.ratio else 0, width, dtype=torch.float32)
         num_rows = tail_capacity // spec.ratio + 1 if spec.ratio else 0
         self._rows = _reserved(num_tails, num_rows, spec.head_dim, self._dtype)
         self._keys = _reserved(num_tails, num_rows, spec.key_dim, self._dtype)

@@ -29,7 +29,8 @@ class AttendCompressed(StepAttention):
         self.shape, self.memory, self._weights = shape, memory, weights
         self.tails: Sequence[Tensor] = memory.tails
         self._seen: dict[int, SeenCompressed] = {}  # by compression ratio, of the step that is captured or run
-        self._scale = torch.ones(1, 1, device=device)  # shared by all index keys, which are not quantized
+        # shared by all index keys, which are not quantized
+        self._scale = torch.ones(1, 1, dtype=torch.float32, device=device)
         self._ops = _ops_for(device)
 
     def attend_compressed(self, layer_idx: int, buffers: CompressedBuffers, rows: StepRows) -> None:

@@ -26,7 +26,8 @@ class AttendLatents(StepAttention):
         self._latents = [layer.latent for layer in spec.layers]
         (self._top_k,) = {latent.top_k for latent in self._latents if latent is not None}  # the same in all layers
         self._seen = {size: SeenRows.of(shape, size, device) for size in shape.batch_sizes}
-        self._scale = torch.ones(1, 1, device=device)  # shared by all index keys, which are not quantized
+        # shared by all index keys, which are not quantized
+        self._scale = torch.ones(1, 1, dtype=torch.float32, device=device)
 
     def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: Tensor) -> None:
         spec, seen = self._latents[layer_idx], self._seen[rows.batch_size]

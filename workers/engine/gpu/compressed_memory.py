@@ -170,7 +170,7 @@ class LayerMemory:
         # a ring buffer, by position: a step's tokens must not overwrite those that its compressed rows are made of
         num_pending = max(shape.batch_sizes) + of.span if of.ratio else 0
         width = 2 * sum(of.compressed_widths)
-        self.pending = torch.zeros(shape.num_tails + 1, num_pending, width, device=device)
+        self.pending = torch.zeros(shape.num_tails + 1, num_pending, width, dtype=torch.float32, device=device)
 
 
 def compressed_bytes(shape: EngineShape) -> int:

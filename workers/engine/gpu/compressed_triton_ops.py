@@ -69,7 +69,7 @@ class TritonCompressedOps(CompressedOps):
         num_index_heads, index_dim = (0, 2) if of is None else (of.num_heads, of.head_dim)
         q = layer.rows.new_empty(num_rows, spec.num_heads, spec.head_dim)
         index_q = layer.rows.new_empty(num_rows, num_index_heads, index_dim)
-        index_weights = torch.empty(num_rows, num_index_heads, device=q.device)
+        index_weights = torch.empty(num_rows, num_index_heads, dtype=torch.float32, device=q.device)
         scale = (num_index_heads * index_dim) ** -0.5 if of is not None else 1.0
         make_queries_kernel[(num_rows, spec.num_heads + num_index_heads)](
             *(projected, inputs, seen.cos, seen.sin, q, index_q, index_weights),

@@ -39,7 +39,7 @@ class SeenRows:
         return cls(
             torch.full((batch_size, num_seen), -1, dtype=torch.int32, device=device),
             torch.zeros(batch_size, dtype=torch.int32, device=device),
-            torch.zeros(batch_size, num_seen if num_chosen else 0, device=device),
+            torch.zeros(batch_size, num_seen if num_chosen else 0, dtype=torch.float32, device=device),
             torch.full((batch_size, num_chosen), -1, dtype=torch.int32, device=device),
         )
 

@@ -100,7 +100,7 @@ class LocalLayers(StepAttention):
 
 def _state_buffers(spec: DeltaSpec, num: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Allocate the states of `num` requests or contexts: the convolution's last inputs, and the memory."""
-    conv, memory = (torch.zeros((num, 1, *sizes), device=device) for sizes in spec.parts)
+    conv, memory = (torch.zeros((num, 1, *sizes), dtype=torch.float32, device=device) for sizes in spec.parts)
     return conv, memory
 
 

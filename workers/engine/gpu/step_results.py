@@ -25,7 +25,7 @@ class LogitsOnHost:
         logits: [at least as many rows, vocab_size]. The result is valid until the next call.
         """
         if self._place is None:
-            self._place = torch.empty(self._max_rows, logits.shape[1], pin_memory=logits.is_cuda)
+            self._place = torch.empty(self._max_rows, logits.shape[1], dtype=torch.float32, pin_memory=logits.is_cuda)
         for number, row in enumerate(rows):
             if row.wants_token and row.draw is None:
                 self._place[number].copy_(logits[number], non_blocking=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,11 @@ KINDS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0), "fl
 LINE_BYTES = 64  # of a cache line
 
 
+@cache
 def compiled_address(stage: Stage) -> int:
     """The address of the compiled function, for the life of the process. Compiles it on the first call."""
-    if stage not in _COMPILED:
-        _COMPILED[stage] = c_function(*_typed(stage))
-    return int(_COMPILED[stage].address)
+    _COMPILED[stage] = compiled = c_function(*_typed(stage))
+    return int(compiled.address)
 
 
 def is_uncached(stage: Stage) -> bool:

@@ -1,6 +1,5 @@
 // Merges attention to the requests' own segments into a step's attention by their log-sum-exps. A block has one head of one row.
-// Compiled for HEAD_DIM,
-// THREADS, ELEMENT (bf16, f16 or f32) and ELEMENT_BYTES.
+// Compiled for HEAD_DIM, THREADS, ELEMENT (bf16, f16 or f32) and ELEMENT_BYTES.
 
 #include "../cuda/intrinsics.cuh"
 #if ELEMENT_BYTES == 4

@@ -40,7 +40,7 @@ def compile_together(stages: Iterable[Stage], num_cpus: int) -> None:
 def _compile_elsewhere(left: deque[list[Stage]]) -> None:
     """Have a process of its own compile stages until none are left."""
     command = [sys.executable, "-P", "-m", "csattn.cpu.compile_together"]  # -P: modules are found where they are here
-    places = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    places = {"PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with (
         suppress(OSError),

@@ -19,7 +19,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,7 @@ from index_build.capture import prefill
 from index_build.inputs import make_config
 from index_build.outbox import make_outbox
 from index_build.pipeline import build_artifact
+from tests.tiny import byte_tokenizer
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
 GIB = 2**30
@@ -53,18 +53,13 @@ def text_ids(loaded: LoadedModel, context_len: int) -> NDArray[np.int32]:
     return np.resize(np.asarray(loaded.tokenizer(TEXT.read_text()).input_ids, dtype=np.int32), context_len)
 
 
-def random_model(
-    shape_name: str,
-    num_layers: int | None,
-    device: str,
-    tokenizer: Any = SimpleNamespace(get_vocab=dict, chat_template=None),  # noqa: B008  # a stub without vocabulary
-) -> LoadedModel:
-    """Return a model of that shape with random weights in bfloat16."""
+def random_model(shape_name: str, num_layers: int | None, device: str) -> LoadedModel:
+    """Return a model of that shape with random weights in bfloat16, and a token for each byte."""
     layers = {} if num_layers is None else {"num_hidden_layers": num_layers}
     config = config_named(shape_name, tie_word_embeddings=True, **layers)  # saves memory; nothing is generated
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    return wrap_model(model, tokenizer, f"random-{shape_name}")
+    return wrap_model(model, byte_tokenizer(chat_template=None), f"random-{shape_name}")
 
 
 def prefill_seconds(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig | None) -> float:

@@ -23,16 +23,14 @@ from csattn.build_options import BuildOptions
 from index_build.job_list import Job, read_jobs
 from index_build.jobs import run_on_ray
 from tests.index_build.batches import write_list
-from tests.tiny import byte_tokenizer
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
 
 
 def make_jobs(place: Path, options: argparse.Namespace) -> list[Job]:
-    tokenizer = byte_tokenizer(chat_template=None)
-    loaded = random_model(options.shape, options.layers, "cuda", tokenizer)
+    loaded = random_model(options.shape, options.layers, "cuda")
     loaded.model.save_pretrained(place / "model")
-    tokenizer.save_pretrained(place / "model")
+    loaded.tokenizer.save_pretrained(place / "model")
     data = TEXT.read_bytes() * (1 + options.context_len * (options.contexts + 1) // TEXT.stat().st_size)
     text = data.decode("ascii", "ignore")
     for number in range(options.contexts):

@@ -21,8 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from bench.build import TEXT, random_model
 from bench.timing import finish, gate, machine
@@ -57,7 +55,7 @@ def main() -> None:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch)
-        loaded = random_model(arguments.shape, arguments.layers, device, byte_tokenizer())
+        loaded = random_model(arguments.shape, arguments.layers, device)
         build_context(loaded, arguments.context, arguments.preset, store)
         loaded.model.to("cpu")  # where a service loads it: the engine has a copy of its own
         torch.cuda.empty_cache()
@@ -77,15 +75,6 @@ def main() -> None:
         "preset": arguments.preset,
     }
     finish({"name": "concurrency", "machine": machine(), **facts, "cases": cases}, arguments.out)
-
-
-def byte_tokenizer() -> Any:
-    """Return a tokenizer with a token for each byte; with random weights, text has no meaning anyway."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
 def build_context(loaded: LoadedModel, context_len: int, preset_name: str, store: Path) -> None:

@@ -26,7 +26,6 @@ import torch
 
 from bench.accuracy.texts import find_text, named_texts, sha256_of
 from bench.build import TEXT, random_model
-from bench.concurrency import byte_tokenizer
 from bench.records import called
 from bench.timing import finish, gate, numbers
 from csattn.artifact import Artifact, open_artifact
@@ -120,7 +119,7 @@ def main() -> None:
 @contextmanager
 def _engine_of_shape(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[StepEngine]:
     """Open an engine of the shape's model, with random weights, over a context of that length."""
-    model = random_model(args.shape, args.layers, "cpu" if args.placement == "cpu" else "cuda", byte_tokenizer())
+    model = random_model(args.shape, args.layers, "cpu" if args.placement == "cpu" else "cuda")
     ids = np.resize(np.frombuffer(TEXT.read_bytes(), np.uint8), args.context_len).astype(np.int32)
     where = {"placement": args.placement, "tail_capacity": 4096}
     with (

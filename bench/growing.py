@@ -30,7 +30,6 @@ from bench.accuracy.attending.context import Attend, RealContext, Step, read_con
 from bench.accuracy.long import read_text, token_count
 from bench.accuracy.texts import TEXTS
 from bench.build import TEXT, random_model
-from bench.concurrency import byte_tokenizer
 from bench.timing import finish, gate, machine
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
@@ -53,7 +52,7 @@ def main() -> None:
     num_ids = arguments.context_len + arguments.own_len + 1
     config = SearchConfig(keep=arguments.keep, lookahead=int(arguments.lookahead))
     if arguments.shape:  # only timed
-        loaded = random_model(arguments.shape, arguments.layers, arguments.device, byte_tokenizer())
+        loaded = random_model(arguments.shape, arguments.layers, arguments.device)
         ids, sha256 = np.resize(np.frombuffer(TEXT.read_bytes(), np.uint8), num_ids).astype(np.int32), ""
     else:
         loaded = load_model(arguments.model, device=arguments.device, stretch=arguments.stretch)

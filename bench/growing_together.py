@@ -18,7 +18,6 @@ import torch
 
 from bench.accuracy.long import token_count
 from bench.build import TEXT, random_model
-from bench.concurrency import byte_tokenizer
 from bench.timing import finish, gate, machine
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
@@ -38,7 +37,7 @@ def main() -> None:
     arguments = _arguments()
     on_gpu, config = arguments.placement != "cpu", SearchConfig(keep=arguments.keep)
     if arguments.shape:
-        loaded = random_model(arguments.shape, arguments.layers, "cuda" if on_gpu else "cpu", byte_tokenizer())
+        loaded = random_model(arguments.shape, arguments.layers, "cuda" if on_gpu else "cpu")
         ids = np.resize(np.frombuffer(TEXT.read_bytes(), np.uint8), arguments.context_len).astype(np.int32)
     else:
         loaded = load_model(arguments.model, device="cuda" if on_gpu else "cpu")

@@ -135,18 +135,18 @@ def builds() -> list[str]:
     head = "| tokens | prefill alone, s | with the index | written, too | GB/s | index, of a 16-bit KV |"
     lines = [head, "|---:|---:|---:|---:|---:|---:|"]
     seen = set[int]()
-    for of in measured("build-h100.json"):
+    for of in measured("build-h200.json"):
         seconds = " | ".join(f"{of[name]:.2f}" for name in ("prefill_s", "with_index_s", "written_s"))
         rate = of["artifact_bytes"] / of["written_s"] / 1e9
         length = f"{of['context_len']:,}{', once more' if of['context_len'] in seen else ''}"
         seen.add(of["context_len"])
         lines.append(f"| {length} | {seconds} | {rate:.2f} | {of['index_over_16_bit_kv']:.1%} |")
-    one, two = measured("build-gpus-h100.json")
+    one, two = measured("build-gpus-h200.json")
     rates = " and ".join(f"{(16 - of['num_gpus']) / of['between_s']:.2f}" for of in (one, two))
     lines += [
         "",
         f"16 contexts of 65,536 tokens, 16 layers of that shape, on Ray (`python -m bench.build_gpus`): "
-        f"{one['seconds']:.1f} s on one H100, {two['seconds']:.1f} s on two, of which {two['first_s']:.0f} s go by "
+        f"{one['seconds']:.1f} s on one H200, {two['seconds']:.1f} s on two, of which {two['first_s']:.0f} s go by "
         f"until the first is built; when each has built one, {rates} contexts a second follow.",
     ]
     return lines

@@ -9,6 +9,7 @@ from csattn.artifact import is_url, local_path, read_manifest
 from csattn.artifact.durable import unsynced
 from csattn.artifact.find import require_place_for_store
 from csattn.build_options import BuildOptions
+from csattn.checks import require_num_threads
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
@@ -125,6 +126,6 @@ def use_threads(threads: int | None) -> None:
     """Set the number of torch's threads; None: one per available CPU."""
     import torch
 
-    if threads is not None and not 1 <= threads <= 4096:
-        raise ConfigError(f"--threads must lie in 1 to 4096, got {threads}")
+    if threads is not None:
+        require_num_threads("--threads", threads)
     torch.set_num_threads(threads or available_cpus())

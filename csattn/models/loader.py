@@ -141,7 +141,7 @@ def load_model(
         if config._attn_implementation != "eager":  # that of the machine which saved it may be a package or a hub id
             config._attn_implementation = None
         stretch_positions(config, stretch)
-        tokenizer = _load_tokenizer(source)
+        tokenizer = load_tokenizer(source)
         model = _load_whole(source, config, DTYPES[dtype], rounding, is_part=config is not whole).eval()
         model = place(model, device) if may_offload else model.to(device)
     except ModelError as error:
@@ -257,7 +257,8 @@ def _require_dtype(config: Any, dtype: str) -> None:
         )
 
 
-def _load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str) -> Any:
+    """Load the tokenizer of a directory or hub id. Raises ModelError if it is missing or damaged."""
     from transformers import AutoTokenizer
 
     try:

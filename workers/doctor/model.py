@@ -57,7 +57,7 @@ def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[F
 def _faults_of_files(name: str, config: Any) -> list[Finding]:
     """Return findings about weights and a tokenizer that cannot be loaded; none if there are no weights yet: the config
     was enough."""
-    folder, findings = Path(os.path.expanduser(name)), []
+    folder, findings = Path(os.path.expanduser(name)), list[Finding]()
     if not folder.is_dir() or not any(folder.glob("*.safetensors*")):
         return []
     is_quantized = getattr(config, "quantization_config", None) is not None

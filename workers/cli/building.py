@@ -21,6 +21,7 @@ from index_build.pipeline import BuildReport, build_plan
 from index_build.plan import Plan, plan_text, plan_tokens
 from workers.capacity import require_room_for_weights
 from workers.cli.terminal import BuildDisplay, JsonProgress, err
+from workers.serving.context_build import WAITS
 from workers.words import counted
 
 
@@ -86,7 +87,7 @@ def run_build(loaded: LoadedModel, plan: Plan, store: Path | str, *, as_json: bo
             plan,
             store,
             on_progress=display,
-            on_wait=lambda: err.print("another process is building this artifact; waiting for it"),
+            on_wait=lambda: err.print(WAITS),
         )
     if report.reused:
         err.print("this context was built before with the same model and options; nothing to do")

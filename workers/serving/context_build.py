@@ -19,6 +19,7 @@ SETTLE_S = 20.0  # delay before a standby process starts
 KEEP_S = 20.0  # how long a process that has built waits for another build, with its model loaded
 BUILD_NICENESS = 10  # niceness of a build that nobody waits for, relative to this process: decoding comes first
 BUILT = "built"  # the line that ends a build's output, on stdout and on stderr
+WAITS = "another process is building this artifact; waiting for it"  # a line of stderr
 _GRACE_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
 _MAX_SHOWN = 500
@@ -161,6 +162,8 @@ class BuildLog:
         self._on_progress, self.last_line = on_progress, ""
 
     def add(self, line: str) -> None:
+        if line == WAITS:
+            self._on_progress(0.0, line)
         try:
             state = json.loads(line)
             self._on_progress(

@@ -104,8 +104,8 @@ def test_builds_use_and_replace_the_standby_process_which_ends_with_the_service(
     asyncio.run(main())
 
 
-def test_a_build_process_ends_when_its_service_is_killed(settings: Settings) -> None:
-    """Otherwise it would wait for another build, or block the next service's, with a model in memory."""
+def test_a_build_that_waits_for_another_says_so_and_ends_when_its_service_is_killed(settings: Settings) -> None:
+    """Otherwise its process would wait for another build, or block the next service's, with a model in memory."""
     store, other = settings.store.path, settings.store.path.parent / "killed"
     (text := store.parent / "killed.txt").write_text("Yet another text. " * 20)
     other.mkdir()
@@ -117,8 +117,13 @@ def test_a_build_process_ends_when_its_service_is_killed(settings: Settings) -> 
         built = await builder.build(source, store, lambda *told: None, nice=0)
         with BuildLock(other / f"{BUILDING_PREFIX}{built['artifact']}{LOCK_SUFFIX}").acquire():
             process = builder._used
-            building = asyncio.create_task(builder.build(source, other, lambda *told: None, nice=0))
-            await asyncio.sleep(0)  # the build has been requested
+            seen = list[tuple[float, str]]()
+            build = builder.build(source, other, lambda *told: seen.append(told), nice=0)
+            building = asyncio.create_task(build)
+            async with asyncio.timeout(WAIT_S):
+                while not seen:
+                    await asyncio.sleep(0.01)
+            assert seen == [(0.0, context_build.WAITS)]
             assert process is not None and process.stdin is not None
             process.stdin.close()  # as when the service ends
             async with asyncio.timeout(WAIT_S):

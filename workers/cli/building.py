@@ -81,7 +81,7 @@ def _warn_of_special_tokens(loaded: LoadedModel, text: str) -> None:
 
 def run_build(loaded: LoadedModel, plan: Plan, store: Path | str, *, as_json: bool = False) -> BuildReport:
     """Build with a progress display."""
-    with nullcontext(JsonProgress()) if as_json else BuildDisplay() as display:
+    with nullcontext(JsonProgress(plan.spec.artifact_id)) if as_json else BuildDisplay() as display:
         report = build_plan(
             loaded,
             plan,

@@ -24,7 +24,7 @@ _GRACE_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
 _MAX_SHOWN = 500
 
-OnProgress = Callable[[float, str], None]  # takes the share that is done, and the phase
+OnProgress = Callable[[float, str, str], None]  # takes the share that is done, the phase and the artifact's id
 
 
 class BuildFailedError(CsattnError):
@@ -163,12 +163,11 @@ class BuildLog:
 
     def add(self, line: str) -> None:
         if line == WAITS:
-            self._on_progress(0.0, line)
+            self._on_progress(0.0, line, "")
         try:
             state = json.loads(line)
-            self._on_progress(
-                float(state["progress"]), f"layer {state['layer']} of {state['layers']}, {state['phase']}"
-            )
+            phase = f"layer {state['layer']} of {state['layers']}, {state['phase']}"
+            self._on_progress(float(state["progress"]), phase, str(state["artifact"]))
         except (ValueError, KeyError, TypeError):
             self.last_line = line or self.last_line
 

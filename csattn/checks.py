@@ -3,7 +3,10 @@
 from numbers import Integral, Real
 from pathlib import Path
 
+from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
+
+MAX_THREADS = 4096  # more are a mistake on any machine
 
 
 def require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -17,6 +20,15 @@ def require_at_least(name: str, value: object, lowest: int) -> None:
         raise ConfigError(f"{name} must be a whole number, got {value!r}")
     if value < lowest:
         raise ConfigError(f"{name} must be at least {lowest}, got {value}")
+
+
+def require_num_threads(name: str, value: int) -> None:
+    require_at_least(name, value, 1)
+    if value > MAX_THREADS:
+        raise ConfigError(
+            f"{name} must be at most {MAX_THREADS}, got {value}; one for each CPU is enough, and there are "
+            f"{available_cpus()}"
+        )
 
 
 def require_share(name: str, value: float) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from csattn.checks import require_num_threads
 from csattn.errors import ConfigError
 from index_build.inputs import DEVICES
 
@@ -25,8 +26,8 @@ def choose_needs(nodes: list[dict[str, float]], device: str, num_threads: int | 
     """Choose the resources of a task for nodes with these resources: a GPU if any node has one. Raises ConfigError."""
     if device not in DEVICES:
         raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
-    if num_threads is not None and num_threads < 1:
-        raise ConfigError(f"--threads must be at least 1, got {num_threads}")
+    if num_threads is not None:
+        require_num_threads("--threads", num_threads)
     with_gpu = [node for node in nodes if node.get("GPU", 0) >= 1]
     if device == "cuda" and not with_gpu:
         raise ConfigError("--device cuda needs a node with a GPU, and the cluster has none; use cpu")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from csattn.artifact import ArtifactWriter, cache_store, local_path, remote_store
 from csattn.build_options import BuildOptions
-from csattn.checks import require_at_least, require_text
+from csattn.checks import require_num_threads, require_text
 from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
@@ -100,7 +100,7 @@ def build_plan(
 ) -> BuildReport:
     """Build a planned artifact: see `build_artifact`. After an error, the next build resumes from what was done."""
     if num_threads is not None:
-        require_at_least("num_threads", num_threads, 1)
+        require_num_threads("num_threads", num_threads)
     remote, spec, times = remote_store(store), plan.spec, PhaseTimes()
     place = local_path(store) if remote is None else here or cache_store()
     report_fields = times.seconds, None if remote is None else f"{remote.url}/{spec.artifact_id}"

@@ -64,16 +64,22 @@ def collect_garbage(store: Path | str) -> list[Path]:
 
     A running build keeps its directory.
     """
-    store = _directory(store)
-    removed = []
-    for work in unfinished_builds(store):
-        lock = BuildLock(store / f"{work.name}{LOCK_SUFFIX}")
-        if not lock.try_acquire():
-            continue
-        with lock, store_errors(f"remove {work}", store):
-            remove(work)
-            removed.append(work)
-    return removed
+    return [work for work in unfinished_builds(store) if _remove_unless_held(work)]
+
+
+def remove_unfinished(store: Path, artifact_id: str) -> None:
+    """Remove the work directory of an interrupted build, if there is one. A running build keeps its directory."""
+    if (work := store / f"{BUILDING_PREFIX}{artifact_id}") in unfinished_builds(store):
+        _remove_unless_held(work)
+
+
+def _remove_unless_held(work: Path) -> bool:
+    lock = BuildLock(work.with_name(f"{work.name}{LOCK_SUFFIX}"))
+    if not lock.try_acquire():
+        return False
+    with lock, store_errors(f"remove {work}", work.parent):
+        remove(work)
+    return True
 
 
 def scan_store(store: Path | str) -> tuple[list[ArtifactSummary], dict[Path, ArtifactError]]:

@@ -1,6 +1,7 @@
 """The weights files of a model directory: which they are, and whether they are there and whole, by their headers."""
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from csattn.errors import ModelError
 
 _POINTER = b"version https://git-lfs"  # what a file begins with that git-lfs has not fetched
 _INDEX = "model.safetensors.index.json"
+_OLD_TORCH = b"\x80\x02"  # what files begin with that torch saved before 1.6; later ones are ZIP files
 _IN_TORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -38,9 +40,10 @@ def require_weights(folder: Path, is_quantized: bool) -> None:
             open_safetensors(path)
         return
     in_torch = [folder / name for name in _IN_TORCH if (folder / name).is_file()]
-    for path in in_torch:
-        require_fetched(path)
     if in_torch and not is_quantized:
+        names = _names_in(in_torch[0]) if in_torch[0].suffix == ".json" else [in_torch[0].name]
+        for name in names:
+            _require_torch_file(folder / name)
         return
     wanted = f"model.safetensors, {_INDEX} or pytorch_model.bin"
     if is_quantized:
@@ -48,6 +51,17 @@ def require_weights(folder: Path, is_quantized: bool) -> None:
     elif paths:
         wanted = f"{_INDEX} beside {paths[0].name}"
     raise ModelError(f"its directory has no {wanted}; download all of it")
+
+
+def _require_torch_file(path: Path) -> None:
+    """Raise ModelError for a file that `torch.save` did not write to its end, where a ZIP file has its table."""
+    require_fetched(path)
+    if not path.is_file():
+        raise ModelError(f"{path} is not there; download it again")
+    with path.open("rb") as file:
+        is_old = file.read(len(_OLD_TORCH)) == _OLD_TORCH
+    if not is_old and not zipfile.is_zipfile(path):
+        raise ModelError(f"{path} is no file of weights as torch.save writes them, or only a part; download it again")
 
 
 def _lacks_index(folder: Path, paths: list[Path]) -> bool:

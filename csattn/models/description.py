@@ -123,6 +123,7 @@ def layer_type(config: Any, layer_idx: int) -> str:
 
 
 def _require_reproduced(config: Any, family: Family) -> None:
+    _require_one_or_more(config, "num_hidden_layers")
     layers = range(config.num_hidden_layers)
     types = _LAYER_TYPES | (set(_COMPRESSED) if family.compressed else set())
     if unknown := {layer_type(config, layer_idx) for layer_idx in layers} - types:
@@ -160,6 +161,14 @@ def _require_reproduced(config: Any, family: Family) -> None:
             f"this model divides routing weights by at least {config.moe_norm_min} (moe_norm_min), csattn by their "
             f"sum; use a model whose moe_norm_min is at most {_MAX_NORM_MIN:g}"
         )
+
+
+def _require_one_or_more(config: Any, *names: str) -> None:
+    for name in names:
+        if (value := getattr(config, name)) < 1:
+            raise ModelError(
+                f"this model's config has {name} {value}, and csattn needs at least 1; use its published config"
+            )
 
 
 # by layer type, the config field with its reach
@@ -236,11 +245,7 @@ def _require_compressed(config: Any) -> None:
             f"no layer of this model has compressed rows ({' or '.join(_COMPRESSED)} in layer_types), so nothing of a "
             "long context can be read; use a model with some"
         )
-    for name in ("sliding_window", "index_topk", "hc_mult", "hc_sinkhorn_iters"):
-        if (value := getattr(config, name)) < 1:
-            raise ModelError(
-                f"this model's config has {name} {value}, and csattn needs at least 1; use its published config"
-            )
+    _require_one_or_more(config, "sliding_window", "index_topk", "hc_mult", "hc_sinkhorn_iters")
     if config.head_dim % _ROW_UNIT:
         raise ModelError(
             f"rows of this model have {config.head_dim} numbers (head_dim), and csattn reads multiples of {_ROW_UNIT}; "

@@ -29,7 +29,9 @@ from csattn.models.text_part import require_whole, without_reports
 from csattn.models.weight_sizes import is_converted_on_disk, weight_bytes
 
 _SCRATCH = ".converting-"
-_WRITTEN = ("config.json", "tokenizer.json", "tokenizer_config.json")  # beside the weights
+_SAMPLE = "csattn_source"  # a file that names the contents a conversion was made from
+_WRITTEN = ("config.json", "tokenizer.json", "tokenizer_config.json", _SAMPLE)  # beside the weights
+_SAMPLED_BLOCKS, _BLOCK_BYTES = 64, 4096
 # by name, the config's attributes that equal a file's fields if `transformers` has read them
 _SAME_FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -70,10 +72,12 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
         ) from error
     try:
         with _cached_reader(), redirect_stderr(io.StringIO()):  # hides a progress bar of transformers
+            sample = _sample(gguf)
             _convert(gguf, dtype, scratch)
+        (scratch / _SAMPLE).write_text(sample)
         scratch.chmod(0o755)
         fsync_files(scratch)  # after a power loss, zeros would be loaded as weights
-        if target.is_dir() and not _is_whole(target):
+        if target.is_dir() and not _is_whole(target, gguf):
             shutil.rmtree(target)
         try:
             scratch.rename(target)
@@ -109,21 +113,22 @@ def _sweep(models: Path) -> None:
 def find_converted(gguf: Path, dtype: torch.dtype) -> Path | None:
     """Return the directory if the file is converted already, to `dtype` or to float32 (cast when loaded); else None.
 
-    A conversion that lacks files, which something else removed from the cache, does not count.
+    A conversion that lacks files, which something else removed from the cache, does not count, nor does one of a file
+    that was replaced by another of the same size and time.
     """
     made = (_directory(gguf, of) for of in (dtype, torch.float32))
-    return next((directory for directory in made if _is_whole(directory)), None)
+    return next((directory for directory in made if _is_whole(directory, gguf)), None)
 
 
-def _is_whole(directory: Path) -> bool:
-    """Whether a conversion has all files, and its weights are as long as their headers tell."""
+def _is_whole(directory: Path, gguf: Path) -> bool:
+    """Whether a conversion has all files, is of this file's contents, and has weights as long as their headers tell."""
     if not all((directory / name).is_file() for name in _WRITTEN):
         return False
     try:
         require_weights(directory, is_quantized=False)
-    except ModelError:
+        return (directory / _SAMPLE).read_text() == _sample(gguf)
+    except (ModelError, OSError):
         return False
-    return True
 
 
 def _directory(gguf: Path, dtype: torch.dtype) -> Path:
@@ -147,6 +152,16 @@ def _version(gguf: Path) -> str:
     return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
+def _sample(gguf: Path) -> str:
+    """A hash of blocks of the file, evenly spaced: images and archives set the times of all files to the same."""
+    digest, size = hashlib.sha256(), gguf.stat().st_size
+    with gguf.open("rb", buffering=0) as file:
+        for number in range(_SAMPLED_BLOCKS):
+            file.seek(size * number // _SAMPLED_BLOCKS)
+            digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
 def end_ids(tokenizer: Any) -> set[int]:
     """Return the special tokens of a GGUF file's tokenizer that end its model's turn, whatever the file says."""
     special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -157,7 +172,7 @@ def end_ids(tokenizer: Any) -> set[int]:
 
 def config_of(gguf: Path) -> Any:
     """Return the `transformers` config of a GGUF file, without reading weights. Raises ModelError if unsupported."""
-    return deepcopy(_read_config(gguf.absolute(), _version(gguf)))
+    return deepcopy(_read_config(gguf.absolute(), f"{_version(gguf)} {_sample(gguf)}"))
 
 
 @lru_cache(maxsize=4)

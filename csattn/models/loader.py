@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -141,13 +142,18 @@ def load_model(
         if config._attn_implementation != "eager":  # that of the machine which saved it may be a package or a hub id
             config._attn_implementation = None
         stretch_positions(config, stretch)
-        tokenizer = _load_tokenizer(source)
+        tokenizer = load_tokenizer(source)
         model = _load_whole(source, config, DTYPES[dtype], rounding, is_part=config is not whole).eval()
         model = place(model, device) if may_offload else model.to(device)
     except ModelError as error:
         raise ModelError(f"{name} could not be loaded: {error}") from error
     except (CsattnError, MemoryError):
         raise
+    except UnpicklingError as error:
+        raise ModelError(
+            f"{name} could not be loaded: its .bin files hold other things than tensors, which may run code, or are "
+            "damaged; save it as safetensors where it can be loaded, or download it again"
+        ) from error
     except Exception as error:  # for damaged files, libraries raise errors of any class
         raise ModelError(f"{name} could not be loaded as a causal language model: {first_line(error)}") from error
     if name != DEMO_MODEL and os.path.exists(path := os.path.expanduser(name)):
@@ -233,6 +239,8 @@ def _whole_config(source: str) -> Any:
     given, _ = PreTrainedConfig.get_config_dict(source)
     if isinstance(given, dict) and (family := given.get("model_type")) and family not in CONFIG_MAPPING:
         raise _too_new(family) if family in FAMILIES else unsupported(family)
+    for part in (given, given.get("text_config")) if isinstance(given, dict) else ():
+        _require_known_dtype(part)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     quantized, of_experts = getattr(config, "quantization_config", None), getattr(config, "expert_dtype", None)
     if isinstance(quantized, dict) and of_experts is not None:  # newer transformers put it there
@@ -248,6 +256,15 @@ def _too_new(family: str) -> ModelError:
     return ModelError(f"model family {family!r} is not in transformers {__version__}; install a newer one")
 
 
+def _require_known_dtype(given: Any) -> None:
+    for key in ("dtype", "torch_dtype"):
+        named = given.get(key) if isinstance(given, dict) else None
+        if isinstance(named, str) and not isinstance(getattr(torch, named, None), torch.dtype):
+            raise ModelError(
+                f"its config.json has {key} {named!r}, which is no dtype; write one of {', '.join(DTYPES)}"
+            )
+
+
 def _require_dtype(config: Any, dtype: str) -> None:
     """Refuse, before weights are loaded, a dtype that `transformers` would give to only some of them."""
     if config.model_type == "deepseek_v4" and dtype == "float16":
@@ -257,7 +274,8 @@ def _require_dtype(config: Any, dtype: str) -> None:
         )
 
 
-def _load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str) -> Any:
+    """Load the tokenizer of a directory or hub id. Raises ModelError if it is missing or damaged."""
     from transformers import AutoTokenizer
 
     try:

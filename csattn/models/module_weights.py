@@ -82,8 +82,8 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         mlp = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
     norms = [None if name is None else _norm(getattr(layer, name), family) for name in family.norms]
     head_norms = None
-    if hasattr(attention, "qk_norm"):  # without weights
-        ones = norms[0].new_ones(heads.head_dim) if norms[0] is not None else torch.ones(heads.head_dim)
+    if attention is not None and hasattr(attention, "qk_norm"):  # without weights
+        ones = attention.q_proj.weight.new_ones(heads.head_dim, dtype=torch.float32)
         head_norms = HeadNorms(ones, ones)
     elif attention is not None and of_layer.attention.qk_norm != "none":
         of_q = _norm(attention.q_norm, family)

@@ -74,10 +74,14 @@ def num_special(tokenizer: Any, text: str) -> int:
     return sum(i in special for i in tokenizer(text, add_special_tokens=False).input_ids)
 
 
+def shortest_context(config: IndexConfig) -> int:
+    """Return the fewest tokens that a context with this index has."""
+    return max(MIN_CONTEXT_LEN, config.num_centroids) if isinstance(config, ListConfig) else MIN_CONTEXT_LEN
+
+
 def require_indexable(token_ids: NDArray[np.int32], config: IndexConfig, loaded: LoadedModel) -> None:
     """Raise ContextError if these tokens [context_len] cannot be a context of the model."""
-    context_len, model = len(token_ids), loaded.geometry
-    shortest = max(MIN_CONTEXT_LEN, config.num_centroids) if isinstance(config, ListConfig) else MIN_CONTEXT_LEN
+    context_len, model, shortest = len(token_ids), loaded.geometry, shortest_context(config)
     if context_len < shortest:
         raise ContextError(
             f"the context has {context_len} tokens, an index needs at least {shortest}; put a context this short into "

@@ -75,8 +75,8 @@ class Quantization:
             raise ModelError(
                 f"its AWQ weights are laid out as {config['version']!r}; use a checkpoint of version 'gemm'"
             )
-        num_bits = int(of_weights.get("num_bits", of_weights.get("bits", 8)))
-        if WORD_BITS % num_bits:
+        num_bits = _whole("bits", of_weights.get("num_bits", of_weights.get("bits", 8)))
+        if num_bits < 1 or WORD_BITS % num_bits:
             raise ModelError(
                 f"its weights have {num_bits} bits, which do not fill a word evenly; use a checkpoint with 2, 4 "
                 "or 8 bits"
@@ -86,7 +86,7 @@ class Quantization:
                 f"its weights are floats of {num_bits} bits ({config.get('format')}), which csattn cannot read in "
                 "compressed-tensors; use a checkpoint in FP8 or of integers, or in 16 bits"
             )
-        group_size = int(of_weights.get("group_size") or -1)
+        group_size = _whole("group_size", of_weights.get("group_size") or -1)
         block = config.get("weight_block_size") or of_weights.get("block_structure")
         if isinstance(block, str):  # of older compressed-tensors: 128x128
             block = block.split("x")
@@ -117,3 +117,12 @@ class Quantization:
         group_size = (self.block[1] if self.block else self.group_size) or 0
         has_codes = is_fp8 or (self.num_bits == 4 and self.method in ("gptq", "awq", "compressed-tensors"))
         return (format, group_size) if has_codes and QuantizedWeight.can_have(format, group_size) else None
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ModelError(
+            f"its quantization_config has {name} {value!r}, wanted a whole number; use its published config"
+        ) from None

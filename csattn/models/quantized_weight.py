@@ -153,7 +153,7 @@ class QuantizedWeight:
         if self.format == "fp8":
             numbers, scales = codes.to(torch.uint8).view(torch.float8_e4m3fn).float(), self.scales.T
         elif self.format == "fp4":
-            numbers = torch.tensor(FP4_VALUES, device=codes.device)[codes]
+            numbers = torch.tensor(FP4_VALUES, dtype=torch.float32, device=codes.device)[codes]
             scales = torch.exp2(self.scales.T.float() - FP4_EXPONENT_BIAS)
         else:
             bits_of = self.scales.T.contiguous().view(torch.int32)

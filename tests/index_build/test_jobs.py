@@ -50,6 +50,7 @@ def test_choose_needs_fits_builds_to_the_nodes_of_a_cluster(
         ("cuda", None, "the cluster has none"),
         ("auto", 5, "no node of the cluster has 5 CPU"),
         ("auto", 0, "at least 1"),
+        ("auto", 10**6, "--threads must be at most 4096, got 1000000; one for each CPU is enough"),
     ],
 )
 def test_resources_that_no_node_offers_are_refused(device: str, num_threads: int | None, words: str) -> None:

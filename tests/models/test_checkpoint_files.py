@@ -32,6 +32,23 @@ def only_torch(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_text(POINTER)
 
 
+def in_torch(content: object, num_bytes: int | None = None) -> Callable[[Path], object]:
+    """Replace the weights by a file of torch with this content, or by its first bytes."""
+
+    def damage(folder: Path) -> None:
+        only_torch(folder)
+        torch.save(content, file := folder / "pytorch_model.bin")
+        file.write_bytes(file.read_bytes()[:num_bytes])
+
+    return damage
+
+
+def of_torch_shards(folder: Path) -> None:
+    only_torch(folder)
+    (folder / "pytorch_model.bin").rename(folder / "pytorch_model.bin.index.json")
+    (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"lm_head.weight": "pytorch_model-1.bin"}}')
+
+
 def of_another_layout(folder: Path) -> None:
     (folder / INDEX).unlink()
     for file in folder.glob("*.safetensors"):
@@ -46,6 +63,10 @@ def of_another_layout(folder: Path) -> None:
         (lambda of: (of / "tokenizer.json").write_text(POINTER), "tokenizer.json is a pointer of git-lfs"),
         (lambda of: (of / "config.json").write_text(POINTER), "config.json is a pointer of git-lfs"),
         (only_torch, "pytorch_model.bin is a pointer of git-lfs"),
+        (in_torch({}, 0), r"pytorch_model\.bin is no file of weights as torch.save writes them, .*; download it again"),
+        (in_torch({}, 300), r"pytorch_model\.bin is no file of weights .* or only a part; download it again"),
+        (in_torch(Path()), "its .bin files hold other things than tensors, .*; save it as safetensors"),
+        (of_torch_shards, r"pytorch_model-1\.bin is not there; download it again"),
         (lambda of: (of / FIRST).unlink(), f"{FIRST} is not there; download it again"),
         (lambda of: (of / FIRST).write_bytes((of / FIRST).read_bytes()[:-1]), f"{FIRST} cannot be read as safetensors"),
         (lambda of: (of / FIRST).write_bytes(b""), f"{FIRST} cannot be read as safetensors .*; download it again"),
@@ -74,8 +95,9 @@ def test_a_gguf_file_that_is_not_fetched_is_refused(tmp_path: Path, monkeypatch:
             use(str(file))
 
 
-def test_weights_in_torchs_own_format_are_loaded(tmp_path: Path) -> None:
-    want = load_model(save(tmp_path)).fingerprint
-    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_weights_in_torchs_own_formats_are_loaded(as_zip: bool, tmp_path: Path) -> None:
+    want, file = load_model(save(tmp_path)).fingerprint, tmp_path / "pytorch_model.bin"
+    torch.save(load_file(tmp_path / "model.safetensors"), file, _use_new_zipfile_serialization=as_zip)
     (tmp_path / "model.safetensors").unlink()
     assert load_model(tmp_path).fingerprint == want

@@ -261,6 +261,22 @@ def test_gguf_files_of_equal_name_and_mtime_are_distinguished(tmp_path: Path, mo
         assert read_config("model.gguf").rope_parameters["rope_theta"] == theta
 
 
+def test_a_file_replaced_by_one_of_the_same_size_and_time_is_converted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
+    sizes, loaded = set(), []
+    for seed in (0, 1):
+        tensors, its = gguf_of(make_model("llama", seed))
+        file = write_gguf(tmp_path / "model.gguf", tensors, **its | {"llama.rope.freq_base": 1e4 + seed})
+        os.utime(file, (1e9, 1e9))
+        sizes.add(file.stat().st_size)
+        loaded.append(load_model(file))
+    assert len(sizes) == 1 and loaded[0].fingerprint != loaded[1].fingerprint
+    assert [one.model.config.rope_parameters["rope_theta"] for one in loaded] == [1e4, 10001.0]
+    assert len(list((tmp_path / "cache" / "models").iterdir())) == 1
+
+
 def test_files_of_a_killed_conversion_are_removed_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     for name, when in (("old", 1e9), ("new", time.time())):

@@ -72,6 +72,7 @@ from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, make_model, 
         ("glm4_moe", {"topk_group": 0}, "of 0 of 4 groups"),
         ("solar_open", {"topk_group": 1, "num_experts_per_tok": 4}, "4 of 12 experts, of 1 of 4 groups"),
         ("qwen3_next", {"hidden_act": "gelu_pytorch_tanh"}, "linear attention has the activation 'gelu_pytorch_tanh'"),
+        ("llama", {"num_hidden_layers": 0}, "config has num_hidden_layers 0, and csattn needs at least 1; use its"),
         ("llama", {"model_type": "t5"}, "'t5' is not supported; csattn supports arcee"),
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu', which csattn does not compute"),
         ("hyperclovax", {"use_post_norm": False}, "no norms after attention and MLP"),
@@ -324,6 +325,19 @@ def test_the_attention_that_a_config_asks_for_is_transformers_own(field: str, tm
         config.write_text(json.dumps(plain | {field: asked}))
         got = load_model(tmp_path).model.config._attn_implementation
         assert got == ("eager" if asked == "eager" else "sdpa")
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_a_dtype_in_a_config_that_torch_does_not_have_is_refused(field: str, tmp_path: Path) -> None:
+    path = save(tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    del config["dtype"]
+    path.write_text(json.dumps(config | {field: "auto"}))
+    for use in (load_model, read_config):
+        with pytest.raises(
+            ModelError, match=f"config.json has {field} 'auto', which is no dtype; write one of float32"
+        ):
+            use(str(tmp_path))
 
 
 def test_use_cache_false_in_a_config_is_turned_on(tmp_path: Path) -> None:

@@ -106,6 +106,9 @@ def test_scales_of_another_block_size_are_refused(plain: Path, tmp_path: Path, r
         ({"quant_method": "aqlm"}, "'aqlm', which csattn cannot read; use a checkpoint in fp8"),
         ({"bits": 4, "group_size": GROUP}, "has no quant_method, .*; add it, one of fp8"),
         ({"quant_method": "gptq", "bits": 3}, "3 bits, which do not fill a word evenly"),
+        ({"quant_method": "gptq", "bits": 0}, "0 bits, which do not fill a word evenly"),
+        ({"quant_method": "gptq", "bits": None}, "quantization_config has bits None, wanted a whole number; use its"),
+        ({"quant_method": "gptq", "group_size": "x"}, "quantization_config has group_size 'x', wanted a whole number"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "laid out as 'gemv'"),
         (
             {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R3": {}}}},

@@ -254,6 +254,20 @@ def test_an_interrupt_exits_with_130(capsys, monkeypatch) -> None:
     assert json.loads(done.stdout.strip().splitlines()[-1])["error"]["type"] == "Interrupted"
 
 
+def test_an_interrupt_during_the_first_imports_exits_with_130() -> None:
+    code = """
+import sys
+class Interrupting:
+    def find_spec(name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting)
+from workers.cli import main
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [

@@ -3,7 +3,9 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -523,6 +525,16 @@ def test_weights_that_are_damaged_or_not_all_there_are_a_problem(tmp_path: Path)
         (tmp_path / "model.safetensors").write_bytes(content)
         finding = examine_model(str(tmp_path), machine())[1]
         assert finding.status == "problem" and match in finding.text and finding.remedy.endswith(".")
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, partial(Path.write_text, data="{")])
+def test_a_tokenizer_that_is_missing_or_damaged_is_a_problem(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    damage(save(tmp_path) / "tokenizer.json")
+    finding = examine_model(str(tmp_path), machine())[1]
+    assert (
+        finding.status == "problem" and f"{tmp_path} cannot be loaded: its tokenizer could not be read" in finding.text
+    )
+    assert finding.remedy.startswith("Put tokenizer.json and tokenizer_config.json there")
 
 
 def test_a_gguf_file_is_examined_without_being_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

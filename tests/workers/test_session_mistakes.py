@@ -118,6 +118,7 @@ def test_an_argument_that_is_no_artifact_or_path_is_refused(given) -> None:
         ({"num_threads": 1.5}, "num_threads must be a whole number, got 1.5"),
         ({"num_threads": -1}, "num_threads must be at least 1, got -1"),
         ({"num_threads": 0}, "num_threads must be at least 1, got 0"),
+        ({"num_threads": 10**6}, "num_threads must be at most 4096, got 1000000; one for each CPU is enough"),
         ({"num_devices": "2"}, "num_devices must be a whole number, got '2'"),
         (
             {"host_budget_bytes": "much"},

@@ -235,7 +235,12 @@ def test_an_empty_variable_counts_as_unset_for_optional_settings() -> None:
 
 @pytest.mark.parametrize(
     ("part", "bad"),
-    [(ServerSettings, {"port": -1}), (EngineSettings, {"placement": "gpu"}), (EngineSettings, {"num_threads": 0})],
+    [
+        (ServerSettings, {"port": -1}),
+        (EngineSettings, {"placement": "gpu"}),
+        *((EngineSettings, {"num_threads": n}) for n in (0, 10**6)),
+        (EngineSettings, {"num_search_workers": 10**6}),
+    ],
 )
 def test_settings_sections_are_validated_when_constructed(part: type, bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(bad))} must be"):

@@ -9,6 +9,7 @@ from csattn.artifact import is_url, local_path, read_manifest
 from csattn.artifact.durable import unsynced
 from csattn.artifact.find import require_place_for_store
 from csattn.build_options import BuildOptions
+from csattn.checks import require_num_threads
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
@@ -20,6 +21,7 @@ from index_build.pipeline import BuildReport, build_plan
 from index_build.plan import Plan, plan_text, plan_tokens
 from workers.capacity import require_room_for_weights
 from workers.cli.terminal import BuildDisplay, JsonProgress, err
+from workers.serving.context_build import WAITS
 from workers.words import counted
 
 
@@ -79,13 +81,13 @@ def _warn_of_special_tokens(loaded: LoadedModel, text: str) -> None:
 
 def run_build(loaded: LoadedModel, plan: Plan, store: Path | str, *, as_json: bool = False) -> BuildReport:
     """Build with a progress display."""
-    with nullcontext(JsonProgress()) if as_json else BuildDisplay() as display:
+    with nullcontext(JsonProgress(plan.spec.artifact_id)) if as_json else BuildDisplay() as display:
         report = build_plan(
             loaded,
             plan,
             store,
             on_progress=display,
-            on_wait=lambda: err.print("another process is building this artifact; waiting for it"),
+            on_wait=lambda: err.print(WAITS),
         )
     if report.reused:
         err.print("this context was built before with the same model and options; nothing to do")
@@ -125,6 +127,6 @@ def use_threads(threads: int | None) -> None:
     """Set the number of torch's threads; None: one per available CPU."""
     import torch
 
-    if threads is not None and not 1 <= threads <= 4096:
-        raise ConfigError(f"--threads must lie in 1 to 4096, got {threads}")
+    if threads is not None:
+        require_num_threads("--threads", threads)
     torch.set_num_threads(threads or available_cpus())

@@ -127,8 +127,8 @@ class BuildDisplay(Bar):
 class JsonProgress:
     """A build's progress for programs: one JSON object per line on stderr, whenever another percent is done."""
 
-    def __init__(self) -> None:
-        self._reported_share = -1.0
+    def __init__(self, artifact_id: str) -> None:
+        self._artifact_id, self._reported_share = artifact_id, -1.0
 
     def __call__(self, progress: "BuildProgress") -> None:
         share = progress.share
@@ -136,7 +136,7 @@ class JsonProgress:
             return
         self._reported_share = share
         what = {"progress": round(share, 4), "layer": progress.layer_idx + 1, "layers": progress.num_layers}
-        print_json_to_stderr({**what, "phase": progress.phase})
+        print_json_to_stderr({**what, "phase": progress.phase, "artifact": self._artifact_id})
 
 
 @contextmanager

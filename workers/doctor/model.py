@@ -15,6 +15,7 @@ from csattn.models.identity import geometry_of
 from csattn.models.loader import (
     has_low_bit_weights,
     is_to_be_converted,
+    load_tokenizer,
     model_name,
     read_config,
     require_dtype_and_rounding,
@@ -54,16 +55,20 @@ def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[F
 
 
 def _faults_of_files(name: str, config: Any) -> list[Finding]:
-    """Return a finding about weights that are not all there; none if there are none yet: the config was enough."""
-    folder = Path(os.path.expanduser(name))
+    """Return findings about weights and a tokenizer that cannot be loaded; none if there are no weights yet: the config
+    was enough."""
+    folder, findings = Path(os.path.expanduser(name)), list[Finding]()
     if not folder.is_dir() or not any(folder.glob("*.safetensors*")):
         return []
-    try:
-        require_weights(folder, is_quantized=getattr(config, "quantization_config", None) is not None)
-    except ModelError as error:
-        fault, _, remedy = str(error).rpartition("; ")
-        return [Finding("model", "problem", f"{name} cannot be loaded: {fault}.", f"{remedy[0].upper()}{remedy[1:]}.")]
-    return []
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    for load in (partial(require_weights, folder, is_quantized), partial(load_tokenizer, str(folder))):
+        try:
+            load()
+        except ModelError as error:
+            fault, _, remedy = str(error).rpartition("; ")
+            text, remedy = f"{name} cannot be loaded: {fault}.", f"{remedy[0].upper()}{remedy[1:]}."
+            findings.append(Finding("model", "problem", text, remedy))
+    return findings
 
 
 def _needs(

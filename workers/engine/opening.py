@@ -6,7 +6,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 from csattn.artifact import Artifact
-from csattn.checks import require_at_least
+from csattn.checks import require_at_least, require_num_threads
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
@@ -55,8 +55,9 @@ def open_engine(
     """
     host_budget_bytes = _bytes_of(host_budget_bytes)
     counts = {"max_requests": max_requests, "tail_capacity": tail_capacity, "num_devices": num_devices}
-    counts |= {"host_budget_bytes": host_budget_bytes, "num_threads": options.get("num_threads")}
-    _require_kinds(loaded, artifact, config, **counts)
+    _require_kinds(loaded, artifact, config, host_budget_bytes=host_budget_bytes, **counts)
+    if options.get("num_threads") is not None:
+        require_num_threads("num_threads", options["num_threads"])
     kv_format = _kv_format_of(kv_format)
     require_together(placement, selector, host_budget_bytes, num_devices, kv_format)
     on_gpu = [GpuEngine] if num_devices == 1 else [GpuEngine, SplitEngine]

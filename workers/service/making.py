@@ -9,9 +9,11 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
 from csattn.models.description import describe
+from csattn.models.identity import geometry_of
 from csattn.models.loader import DTYPES, read_config
+from csattn.models.prompt import shortest_context
 from csattn.selectors import resolve_rest
-from workers.capacity import require_room_for_weights
+from workers.capacity import context_bytes, require_room_for_weights, spec_of
 from workers.engine.cpu.engine import GROWTH, QUESTION_ROWS, CpuEngine
 from workers.engine.gpu.engine import MAX_ROWS, step_sizes
 from workers.engine.gpu.memory import require_weights
@@ -102,6 +104,8 @@ def _require_engine(settings: Settings) -> None:
     if engine.all_where_faster:
         require_both(engine.placement, engine.selector, settings.search, engine.kv_format)
         require_model(describe(read_config(settings.model.name, settings.build.dtype)), DTYPES[settings.build.dtype])
+    if engine.context_bytes is not None:
+        _require_room_for_one(settings, engine.context_bytes)
     if engine.placement == "cpu":
         return
     require_device()
@@ -117,4 +121,16 @@ def _require_engine(settings: Settings) -> None:
         raise ConfigError(
             f"engine.num_search_workers is {engine.num_search_workers}, engine.num_devices {engine.num_devices}: "
             "search workers support only one GPU; leave them out, and threads of each GPU's process search"
+        )
+
+
+def _require_room_for_one(settings: Settings, most_bytes: int) -> None:
+    """Raise ConfigError if there is no room for any context, not even the shortest."""
+    build, geometry = settings.build, geometry_of(describe(read_config(settings.model.name, settings.build.dtype)))
+    spec = spec_of(geometry, shortest_context(preset(build.preset)), build.dtype, build.preset)
+    least = sum(context_bytes(spec, settings.engine.kv_format))
+    if most_bytes < least:
+        raise ConfigError(
+            f"engine.context_bytes is {most_bytes:,}, and a context of this model takes at least {least:,} bytes when "
+            f"it is loaded ({spec.context_len} tokens); set it to what your contexts take, or leave it out"
         )

@@ -19,11 +19,12 @@ SETTLE_S = 20.0  # delay before a standby process starts
 KEEP_S = 20.0  # how long a process that has built waits for another build, with its model loaded
 BUILD_NICENESS = 10  # niceness of a build that nobody waits for, relative to this process: decoding comes first
 BUILT = "built"  # the line that ends a build's output, on stdout and on stderr
+WAITS = "another process is building this artifact; waiting for it"  # a line of stderr
 _GRACE_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
 _MAX_SHOWN = 500
 
-OnProgress = Callable[[float, str], None]  # takes the share that is done, and the phase
+OnProgress = Callable[[float, str, str], None]  # takes the share that is done, the phase and the artifact's id
 
 
 class BuildFailedError(CsattnError):
@@ -161,11 +162,12 @@ class BuildLog:
         self._on_progress, self.last_line = on_progress, ""
 
     def add(self, line: str) -> None:
+        if line == WAITS:
+            self._on_progress(0.0, line, "")
         try:
             state = json.loads(line)
-            self._on_progress(
-                float(state["progress"]), f"layer {state['layer']} of {state['layers']}, {state['phase']}"
-            )
+            phase = f"layer {state['layer']} of {state['layers']}, {state['phase']}"
+            self._on_progress(float(state["progress"]), phase, str(state["artifact"]))
         except (ValueError, KeyError, TypeError):
             self.last_line = line or self.last_line
 

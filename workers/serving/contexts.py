@@ -14,6 +14,7 @@ from pathlib import Path
 
 from csattn.artifact import find_artifact, open_artifact
 from csattn.artifact.durable import store_errors, write_bytes
+from csattn.artifact.store import remove_unfinished
 from csattn.errors import ArtifactError, ConfigError
 from csattn.plain_text import as_read
 from workers.serving.build_queue import Build, BuildQueue
@@ -64,6 +65,7 @@ class Contexts:
         self._file = ContextFile(store)
         self._register_slots = asyncio.Semaphore(MAX_ENTERING)
         self._builds: BuildQueue[str, _Build] = BuildQueue()  # by name
+        self._unfinished: dict[str | None, str] = {}  # by hashes of texts, ids of artifacts that were begun here
         self._unwritten: dict[Record, Record] = {}  # results of builds that could not be written
 
     @property
@@ -134,7 +136,10 @@ class Contexts:
         return self._info(record, await asyncio.to_thread(self._fault, record))
 
     async def delete(self, name: str) -> Path | None:
-        """Forget a context and cancel its build. Its artifact, if any, stays in the store; its path is returned."""
+        """Forget a context, cancel its build, and remove what it has made so far unless another context needs it.
+
+        A finished artifact stays in the store; its path is returned.
+        """
         try:
             record = await asyncio.to_thread(self._file.change, lambda records: records.pop(name, None))
         except ArtifactError as error:
@@ -142,7 +147,10 @@ class Contexts:
         if record is None:
             raise UnknownContextError(f"there is no context {name[:64]!r} to delete")
         await self._builds.end(name)
-        await asyncio.to_thread(self._drop_text, record)
+        is_needed = await asyncio.to_thread(self._drop_text, record)
+        if not is_needed and (artifact_id := self._unfinished.pop(record.text_sha256, "")):
+            with suppress(ArtifactError):  # `csattn gc` removes it, and says why if it cannot
+                await asyncio.to_thread(remove_unfinished, self._store, artifact_id)
         return None if record.artifact_id is None else self._store / record.artifact_id
 
     async def close(self) -> None:
@@ -225,13 +233,15 @@ class Contexts:
         record, started, build.what = build.record, time.monotonic(), "starts"
         _log.info("the context %s is being built", record.name)
 
-        def on_progress(progress: float, what: str) -> None:
+        def on_progress(progress: float, what: str, artifact_id: str) -> None:
             build.progress, build.what = progress, what
+            self._unfinished[record.text_sha256] = artifact_id
 
         try:
             assert record.text_sha256 is not None, "what is being built has a text"
             source = ["--context", str(self._text_path(record.text_sha256))]
             result = await self._builder.build(source, self._store, on_progress)
+            self._unfinished.pop(record.text_sha256, None)
             done = replace(record, artifact_id=result["artifact"], num_tokens=result["context_len"])
             what, seconds = f"{record.name}, of {result['context_len']:,} tokens,", time.monotonic() - started
             if result["reused"]:
@@ -259,14 +269,16 @@ class Contexts:
         if done.state == "ready":
             self._drop_text(record)
 
-    def _drop_text(self, record: Record) -> None:
-        """Remove the record's text, unless a build still needs it."""
+    def _drop_text(self, record: Record) -> bool:
+        """Remove the record's text, unless a build still needs it; return whether one does."""
 
-        def edit(records: dict[str, Record]) -> None:
-            if record.text_sha256 is not None and record.text_sha256 not in _needed(records):
+        def edit(records: dict[str, Record]) -> bool:
+            is_needed = record.text_sha256 in _needed(records)
+            if record.text_sha256 is not None and not is_needed:
                 self._text_path(record.text_sha256).unlink(missing_ok=True)
+            return is_needed
 
-        self._file.change(edit)
+        return self._file.change(edit)
 
     def _drop_unneeded(self, records: dict[str, Record]) -> None:
         """Remove all texts, also half-written ones, that no build needs."""

@@ -26,7 +26,7 @@ _NUM_COMPILED = 32  # grammars that are kept compiled: agents send the same tool
 _MAX_MESSAGE_CHARS = 300  # characters of the library's error message
 # JSON on one line, as in most of what models were trained on; with free whitespace, small models never end an answer
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_OF_A_PATTERN = "regex parse error:"
+_OF_A_PATTERN, _OF_BOUNDS, _DEAD_END = "regex parse error:", "Failed to generate regex for", "NoExtensionBias"
 _ANYTHING = "/(?s:.*)/"
 # limits beyond which the library takes seconds or minutes
 _MAX_CHARS = 1 << 16  # of all schemas of a request
@@ -189,6 +189,11 @@ class Grammar:
     def _require_no_error(self) -> None:
         if self._matcher.is_error():
             reason = _reason(self._matcher.get_error())
+            if reason == _DEAD_END:
+                raise BadRequestError(
+                    "no answer fits the schema: it refers only to itself, or contradicts itself; say in it what an "
+                    "answer holds"
+                )
             raise BadRequestError(
                 f"constraining the answer to the schema became too costly: {reason}; ask for a simpler one"
             )
@@ -390,4 +395,7 @@ def _reason(error: str) -> str:
     reason = lines[0] if lines else "no reason was given"
     if reason.endswith(_OF_A_PATTERN):  # followed by the pattern, marks below it, and the error
         reason += " " + ": ".join([*lines[1:2], *(line[7:] for line in lines if line.startswith("error: "))])
+    if _OF_BOUNDS in reason:
+        bounds = reason.partition("range: ")[2].replace("Some(", "").replace(")", "").replace("None", "none")
+        reason = f"its bounds of numbers are too large ({bounds}), wanted from -10^18 to 10^18"
     return reason.partition("failed to compile JSON schema: ")[2][:_MAX_MESSAGE_CHARS] or reason[:_MAX_MESSAGE_CHARS]

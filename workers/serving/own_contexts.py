@@ -190,7 +190,7 @@ class OwnContexts:
         try:
             await asyncio.to_thread(self._write_tokens, ids_path, ids)
             source = ["--no-sync", "--tokens", str(ids_path)]  # no fsync: every byte is verified when it is found
-            result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
+            result = await self._builder.build(source, directory, lambda *progress: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
             self._builds.num_failed += 1
             # all clients can see the message, and whoever knows a salt's hash can test guesses of the salt

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from csattn.build_options import BuildOptions
+from csattn.checks import require_num_threads
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.selector_names import ABOUT, SelectorName
@@ -250,6 +251,9 @@ class EngineSettings(_Part):
 
     def __post_init__(self) -> None:
         _Part.__post_init__(self)
+        for name in ("num_threads", "num_search_workers"):
+            if getattr(self, name):
+                require_num_threads(name, getattr(self, name))
         try:
             _ = self.kv_format
         except CodecError as error:

@@ -1,5 +1,6 @@
 """Settings become an engine, or are refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ from csattn.errors import ConfigError
 from offload.errors import NoDeviceError
 from tests.tiny import loaded, save
 from tests.workers.searchers.searching import Threads
+from workers.capacity import context_bytes, spec_of
 from workers.engine.cpu.engine import QUESTION_ROWS
 from workers.searchers.worker import choose_cpus
 from workers.service import making
 from workers.service.making import make_backend, make_engine, make_searcher
 from workers.service.ray_app import bundles
-from workers.settings import EngineSettings, LimitSettings, ModelSettings, RaySettings, Settings
+from workers.settings import BuildSettings, EngineSettings, LimitSettings, ModelSettings, RaySettings, Settings
 
 
 @pytest.mark.parametrize(("num_requests", "max_rows"), [(1, QUESTION_ROWS), (QUESTION_ROWS + 4, QUESTION_ROWS + 4)])
@@ -53,6 +55,19 @@ def test_an_unsupported_rest_is_refused_before_the_model_is_loaded(
     settings = Settings(engine=EngineSettings(selector="quest"), search=SearchConfig(rest="sketch"))
     with pytest.raises(ConfigError, match="rest sketch works only with the selectors csattn and exact"):
         make_backend(settings, Threads())
+
+
+@pytest.mark.parametrize("preset_name", ["default", "lists"])
+def test_room_for_no_context_is_refused_before_the_model_is_loaded(
+    preset_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(making, "load_model", lambda *_, **__: pytest.fail("the model is loaded"))
+    least = sum(context_bytes(spec_of(loaded().geometry, 256, "float32", preset_name)))
+    settings = Settings(model=ModelSettings(name=str(save(tmp_path))), build=BuildSettings(preset=preset_name))
+    with pytest.raises(ConfigError, match=rf"{least - 1:,}, and a .* takes at least {least:,} bytes .*256 tok"):
+        make_backend(replace(settings, engine=EngineSettings(context_bytes=least - 1)), Threads())
+    with pytest.raises(pytest.fail.Exception, match="the model is loaded"):
+        make_backend(replace(settings, engine=EngineSettings(context_bytes=least)), Threads())
 
 
 def test_a_selector_unsupported_on_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 from csattn.artifact import Artifact
+from csattn.artifact.lock import BuildLock
+from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX
 from csattn.config import preset
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ConfigError, ContextError
 from csattn.models import load_model
@@ -215,7 +217,7 @@ def test_a_name_reregistered_by_another_service_is_built_from_its_new_text(
 
     async def build(self: Builder, source: list[str], store: Path, tell: Any) -> dict[str, Any]:
         begun.append(Path(source[-1]).read_text())
-        tell(0.5, "layer 1 of 2")
+        tell(0.5, "layer 1 of 2", "0" * 16)
         await asyncio.sleep(1000 if begun[-1] == "old text" else 0)
         return {"artifact": "0" * 16, "context_len": 300, "reused": False}
 
@@ -232,6 +234,48 @@ def test_a_name_reregistered_by_another_service_is_built_from_its_new_text(
         assert [info.progress for info in await here.infos()] == [0.0], "the old text's is not its own"
         await asyncio.gather(*(here.register("a", "new text") for _ in range(3)))
         assert (await ended(here, "a")).state == "ready" and begun == ["old text", "new text"]
+
+    asyncio.run(main())
+
+
+def test_deleting_a_context_removes_its_unfinished_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless another name has the same text, or another process builds it. One that has failed is removed, too."""
+    work = tmp_path / "store" / f"{BUILDING_PREFIX}{'0' * 16}"
+
+    async def build(self: Builder, source: list[str], store: Path, tell: Any) -> dict[str, Any]:
+        work.mkdir(exist_ok=True)
+        tell(0.5, "layer 1 of 2", "0" * 16)
+        if Path(source[-1]).read_text() == "it fails":
+            raise BuildFailedError("the disk is full")
+        await asyncio.sleep(1000)
+        return {}
+
+    monkeypatch.setattr(Builder, "build", build)
+
+    async def main() -> None:
+        contexts = registry(tmp_path)
+
+        async def begin(name: str, text: str) -> None:
+            await contexts.register(name, text)
+            async with asyncio.timeout(TIMEOUT_S):
+                while not work.exists():
+                    await asyncio.sleep(0.01)
+
+        await begin("a", "a text")
+        await contexts.register("b", "a text")
+        await contexts.delete("a")
+        assert work.exists()
+        await contexts.delete("b")
+        assert not work.exists()
+        await begin("a", "a text")
+        with BuildLock(work.with_name(f"{work.name}{LOCK_SUFFIX}")).acquire():
+            await contexts.delete("a")
+        assert work.exists()
+        work.rmdir()
+        await begin("c", "it fails")
+        assert (await ended(contexts, "c")).state == "failed" and work.exists()
+        await contexts.delete("c")
+        assert not work.exists()
 
     asyncio.run(main())
 

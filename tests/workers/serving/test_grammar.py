@@ -5,6 +5,7 @@ import json
 import weakref
 from copy import deepcopy
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -306,6 +307,8 @@ def test_reasoning_is_unconstrained_and_the_answer_fits_the_schema(kind: str, be
     [
         ({"uniqueItems": True}, "uniqueItems"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, r"\(min=-9223372036854775808, max=9223"),
+        ({"type": "number", "maximum": 1e30}, r"large \(min=none, max=1e30\), wanted from -10\^18 to 10\^18"),
         ({"type": "what"}, "what"),
         (False, "Unsatisfiable"),
         ({"$ref": "http://example.com/x"}, "example.com"),
@@ -347,10 +350,28 @@ def test_too_costly_keywords_are_refused_only_above_the_reported_maximum(keyword
         _require_moderate([("x", {keyword: most + 1})])
 
 
-def test_a_schema_that_becomes_too_costly_is_reported_as_a_bad_request() -> None:
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (None, "no answer fits the schema: it refers only to itself, or contradicts itself; say"),
+        ("too many items", "became too costly: too many items; ask for a simpler one"),
+    ],
+)
+def test_a_schema_that_fails_while_an_answer_is_drawn_is_a_bad_request(error, sentence, monkeypatch) -> None:
     grammar = Grammars(loaded()).make_now(ask(schema={"$ref": "#"}), ChatForm(loaded().tokenizer))
-    with pytest.raises(BadRequestError, match=r"became too costly: .*; ask for a simpler one"):
+    if error:
+        failed = {"is_error": lambda: True, "get_error": lambda: error, "unsafe_compute_mask_ptr": lambda *of: None}
+        monkeypatch.setattr(grammar, "_matcher", SimpleNamespace(**failed))
+    with pytest.raises(BadRequestError, match=sentence):
         grammar.allowed(256)
+
+
+@pytest.mark.parametrize("most", [10**18, 1e18])
+def test_bounds_of_numbers_are_refused_only_above_the_reported_ones(most: float) -> None:
+    for kind in ("integer", "number"):
+        for least, greatest in ((-most, most), (most, most), (-most, -most)):
+            schema = {"type": kind, "minimum": least, "maximum": greatest}
+            Grammars(loaded()).make_now(ask(schema=schema), ChatForm(loaded().tokenizer))
 
 
 def test_a_model_without_an_end_token_generates_while_the_grammar_allows() -> None:

@@ -45,7 +45,7 @@ def test_builds_use_and_replace_the_standby_process_which_ends_with_the_service(
     for number, text in enumerate(texts):
         text.write_text(f"{number} is another text. " * 20)
     (empty := store.parent / "empty.txt").write_text("")
-    seen = list[tuple[float, str]]()
+    seen = list[tuple[float, str, str]]()
 
     def refuse(*what: int) -> None:
         raise PermissionError
@@ -62,7 +62,7 @@ def test_builds_use_and_replace_the_standby_process_which_ends_with_the_service(
             built = await build(text)
             assert builder._used is first and first.returncode is None, "it was that one"
             assert (store / built["artifact"]).is_dir() and not built["reused"]
-            assert seen[-1][0] == 1.0, "all that was told of it came before its end"
+            assert seen[-1][::2] == (1.0, built["artifact"]), "all that was told of it came before its end"
         with pytest.raises(BuildFailedError, match="empty"):
             await build(empty)
         assert builder._used is None and first.returncode == 1, "one that has failed is not asked again"
@@ -104,8 +104,8 @@ def test_builds_use_and_replace_the_standby_process_which_ends_with_the_service(
     asyncio.run(main())
 
 
-def test_a_build_process_ends_when_its_service_is_killed(settings: Settings) -> None:
-    """Otherwise it would wait for another build, or block the next service's, with a model in memory."""
+def test_a_build_that_waits_for_another_says_so_and_ends_when_its_service_is_killed(settings: Settings) -> None:
+    """Otherwise its process would wait for another build, or block the next service's, with a model in memory."""
     store, other = settings.store.path, settings.store.path.parent / "killed"
     (text := store.parent / "killed.txt").write_text("Yet another text. " * 20)
     other.mkdir()
@@ -117,8 +117,13 @@ def test_a_build_process_ends_when_its_service_is_killed(settings: Settings) -> 
         built = await builder.build(source, store, lambda *told: None, nice=0)
         with BuildLock(other / f"{BUILDING_PREFIX}{built['artifact']}{LOCK_SUFFIX}").acquire():
             process = builder._used
-            building = asyncio.create_task(builder.build(source, other, lambda *told: None, nice=0))
-            await asyncio.sleep(0)  # the build has been requested
+            seen = list[tuple[float, str, str]]()
+            build = builder.build(source, other, lambda *told: seen.append(told), nice=0)
+            building = asyncio.create_task(build)
+            async with asyncio.timeout(WAIT_S):
+                while not seen:
+                    await asyncio.sleep(0.01)
+            assert seen == [(0.0, context_build.WAITS, "")]
             assert process is not None and process.stdin is not None
             process.stdin.close()  # as when the service ends
             async with asyncio.timeout(WAIT_S):

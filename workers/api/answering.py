@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from workers.api.answers import Form, used_by
+from workers.api.anthropic import MessageForm
 from workers.api.body import ClientGone
-from workers.api.errors import error_body, failed
+from workers.api.errors import error_body, failed, own_path
 from workers.api.measures import Measures
 from workers.api.parsing import ParsedRequest
 from workers.api.request_log import log, log_failure, request_line
@@ -48,7 +49,7 @@ class Answering:
         self.used: dict[str, Usage] = {}  # by request id, each answer's usage so far, if known
         self._arrived_at = arrived_at  # in seconds of time.monotonic()
         self._timeout_s = limits.request_timeout_s
-        self._form: Form | ResponseForm = ResponseForm(parsed) if isinstance(parsed, ParsedResponse) else Form(parsed)
+        self._form = _form_of(parsed)
 
     async def whole(self) -> dict[str, Any]:
         """Return all answers in one object."""
@@ -146,6 +147,12 @@ class Answering:
                     return
 
 
+def _form_of(parsed: ParsedRequest) -> Form | ResponseForm | MessageForm:
+    if isinstance(parsed, ParsedResponse):
+        return ResponseForm(parsed)
+    return MessageForm(parsed) if parsed.kind == "message" else Form(parsed)
+
+
 class EventStream(Response):
     """Server-sent events, named by the `type` of their objects, if any. An error is an event of its own, after which
     the stream closes without its usual end.
@@ -156,7 +163,10 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: AsyncGenerator[dict[str, Any], None], measures: Measures, end: bytes = b"data: [DONE]\n\n"
+        self,
+        chunks: AsyncGenerator[dict[str, Any], None],
+        measures: Measures,
+        end: bytes,  # sent after the last one
     ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers(STREAM_HEADERS)
@@ -203,7 +213,7 @@ class EventStream(Response):
     def _broken_off(self, scope: Scope, error: ServingError) -> bytes:
         scope["state"]["broken_off"] = error.code
         self._measures.stream_errors.labels(error.code).inc()
-        return _event(error_body(error))
+        return _event(error_body(error, own_path(scope)))
 
 
 async def cancel_if_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:

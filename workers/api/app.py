@@ -15,9 +15,10 @@ from starlette.routing import Match
 from csattn import __version__
 from csattn.errors import ConfigError
 from workers.api.answering import Answering, EventStream, cancel_if_disconnected
+from workers.api.anthropic import read_count, read_message
 from workers.api.body import BodyReader, Pace
 from workers.api.contexts import ServedModel, context_object, find_context, listed, model_object, model_objects
-from workers.api.errors import HttpError, error_reply, quoted
+from workers.api.errors import HttpError, error_reply, own_path, quoted
 from workers.api.fields import Fields
 from workers.api.guard import Guard
 from workers.api.measures import Measures
@@ -71,6 +72,8 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
         ("POST", "/v1/chat/completions", routes.chat),
         ("POST", "/v1/completions", routes.completion),
         ("POST", "/v1/responses", routes.response),
+        ("POST", "/v1/messages", routes.message),
+        ("POST", "/v1/messages/count_tokens", routes.count_tokens),
         ("POST", "/tokenize", routes.tokenize),
         ("POST", "/detokenize", routes.detokenize),
         ("GET", "/v1/contexts", routes.contexts),
@@ -139,6 +142,17 @@ class Routes:
         body = await self._bodies.read_json(request)
         return await self._answer(request, read_response(body, _id(request), self._model, self._limits))
 
+    async def message(self, request: Request) -> Response:
+        body = await self._bodies.read_json(request)
+        return await self._answer(request, read_message(body, _id(request), self._model, self._limits))
+
+    async def count_tokens(self, request: Request) -> Response:
+        context, ask = read_count(await self._bodies.read_json(request), self._model, self._limits)
+        num_tokens = 0
+        if context:
+            num_tokens = find_context(await self._backend.contexts(context), context).num_tokens or 0
+        return _json({"input_tokens": num_tokens + len((await self._backend.tokenize(ask)).ids)})
+
     async def tokenize(self, request: Request) -> Response:
         ask, wants_texts = read_tokenize(await self._bodies.read_json(request), self._model, self._limits)
         return _json(tokens_object(await self._backend.tokenize(ask), wants_texts))
@@ -182,7 +196,8 @@ class Routes:
         answering = Answering(*of_request, is_logged=self._is_logged)
         request.state.used = answering.used
         if parsed.stream:
-            return EventStream(answering.chunks(), self._measures, *([b""] if parsed.kind == "response" else []))
+            end = b"data: [DONE]\n\n" if parsed.kind in ("chat", "text") else b""
+            return EventStream(answering.chunks(), self._measures, end)
         return _json(await cancel_if_disconnected(answering.whole(), request.receive))
 
 
@@ -201,14 +216,14 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
         wrong = HttpError(
             405, "method_not_allowed", f"this address does not support {request.method[:16]}; wanted {allowed}"
         )
-        return error_reply(wrong, {"Allow": allowed})
+        return error_reply(wrong, own_path(request.scope), {"Allow": allowed})
     path, advice = quoted(request.url.path), "workers/api/README.md lists the addresses"
     if not request.url.path.startswith("/v1/"):
         advice = "OpenAI's API is below /v1, with which a client's base_url must end"
     elif request.url.path.startswith("/v1/v1/"):
-        advice = "a client's base_url ends with /v1 once"
+        advice = "a client's base_url ends with /v1 once, and that of Anthropic's clients without it"
     what = f"there is nothing at {path}; {advice}"
-    return error_reply(HttpError(error.status_code, "not_found", what))
+    return error_reply(HttpError(error.status_code, "not_found", what), own_path(request.scope))
 
 
 def _methods_at(request: Request) -> str:

@@ -1,4 +1,4 @@
-"""Errors over HTTP: their status, and OpenAI's format around the message."""
+"""Errors over HTTP: their status, and OpenAI's or Anthropic's format around the message."""
 
 import json
 import math
@@ -19,6 +19,8 @@ TYPES = {
     409: "conflict_error",
     429: "rate_limit_error",
 }
+# those of Anthropic's that are not the same
+MESSAGE_TYPES = {409: "invalid_request_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 RETRY_AFTER_S = {429: 1.0, 503: 1.0}  # if the error itself has none
 
 
@@ -33,14 +35,23 @@ class HttpError(ServingError):
         return type(self), (self.status, self.code, self.message)
 
 
-def error_body(error: ServingError) -> dict[str, Any]:
-    """Return the object that OpenAI's clients look for, in replies and streams alike."""
-    kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+def own_path(scope: Mapping[str, Any]) -> str:
+    """Return the path without the root path of a server in front of this one."""
+    return str(scope["path"].removeprefix(scope.get("root_path", "")))
+
+
+def error_body(error: ServingError, path: str = "") -> dict[str, Any]:
+    """Return the object that OpenAI's clients look for, or at these paths Anthropic's, in replies and streams alike."""
+    of_messages = path.startswith("/v1/messages")
+    types = TYPES | MESSAGE_TYPES if of_messages else TYPES
+    other = "invalid_request_error" if error.status < 500 else "api_error" if of_messages else "server_error"
     param = clipped(error.param, 64) if error.param else None
-    return {"error": {"message": clipped(error.message), "type": kind, "param": param, "code": error.code}}
+    kind = types.get(error.status, other)
+    told = {"error": {"message": clipped(error.message), "type": kind, "param": param, "code": error.code}}
+    return {"type": "error", **told} if of_messages else told
 
 
-def error_reply(error: ServingError, headers: Mapping[str, str] | None = None) -> Response:
+def error_reply(error: ServingError, path: str = "", headers: Mapping[str, str] | None = None) -> Response:
     """Return the reply for an error, of at most 4 KB whatever its message."""
     status = error.status
     extra = dict(headers or {})
@@ -49,7 +60,7 @@ def error_reply(error: ServingError, headers: Mapping[str, str] | None = None) -
         extra["retry-after"] = str(max(1, math.ceil(retry_after_s)))
     if status == 409:
         extra["x-should-retry"] = "false"  # else OpenAI's clients retry twice within seconds
-    return Response(json.dumps(error_body(error)), status, extra, "application/json")
+    return Response(json.dumps(error_body(error, path)), status, extra, "application/json")
 
 
 def failed() -> ServingError:

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from workers.api.body import MANY_BODIES, ClientGone, Pace, too_large
-from workers.api.errors import HttpError, error_reply, failed
+from workers.api.errors import HttpError, error_reply, failed, own_path
 from workers.api.measures import Measures
 from workers.api.request_log import log, log_failure, log_request, request_line
 from workers.serving.messages import ServingError
@@ -49,7 +49,7 @@ class Guard:
         request_id = given if REQUEST_ID.fullmatch(given) else state["request_id"]
         state["reply_id"] = request_id
         outgoing = _Outgoing(send, incoming, request_id, self._limits.stall_timeout_s)
-        is_scrape = _own_path(scope) == SCRAPED
+        is_scrape = own_path(scope) == SCRAPED
         self._num_open += 1
         self._measures.in_flight.inc(not is_scrape)
         try:
@@ -80,7 +80,7 @@ class Guard:
         return outgoing.status
 
     def _admit(self, scope: Scope, headers: Headers) -> None:
-        limits, path = self._limits, _own_path(scope)
+        limits, path = self._limits, own_path(scope)
         if self._num_open > limits.max_open_requests and path not in ALWAYS_SERVED:
             raise HttpError(503, "overloaded", "too many requests are open; send it again later")
         header_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["query_string"])
@@ -102,7 +102,7 @@ class Guard:
 
     def _check_key(self, headers: Headers) -> None:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip() if scheme.lower() == "bearer" else None
+        given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")  # the latter from Anthropic's
         if not self._settings.server.admits(given):
             what = "this is not an API key of this service" if given else "an API key is needed"
             raise HttpError(401, "invalid_api_key", f"{what}; send the header 'Authorization: Bearer KEY'")
@@ -121,7 +121,7 @@ class Guard:
     async def _refuse(self, error: ServingError, scope: Scope, incoming: "_Incoming", outgoing: "_Outgoing") -> None:
         if outgoing.status:
             return  # the reply has begun: the server breaks it off
-        reply = error_reply(error)
+        reply = error_reply(error, own_path(scope))
         if incoming.is_complete:
             await reply(scope, incoming.receive, outgoing.send)
             return
@@ -193,11 +193,6 @@ def _without_host(path: str) -> str:
     """Return the path of a request target that may be a whole URL, as clients with a proxy in between send it."""
     scheme, is_url, rest = path.partition("://")
     return "/" + rest.partition("/")[2] if is_url and "/" not in scheme else path
-
-
-def _own_path(scope: MutableMapping[str, Any]) -> str:
-    """Return the path without the root path of a server in front of this one."""
-    return str(scope["path"].removeprefix(scope.get("root_path", "")))
 
 
 def _route(scope: MutableMapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ IGNORED = (
     "user",
     "verbosity",
 )
-Kind = Literal["chat", "text", "response"]
+Kind = Literal["chat", "text", "response", "message"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,9 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, ki
     return ParsedRequest(tuple(named), num_choices, requested_model, kind, stream, include_usage)
 
 
-def read_sampling(fields: Fields, max_new_tokens: int, top_logprobs: int | None) -> Sampling:
+def read_sampling(
+    fields: Fields, max_new_tokens: int, top_logprobs: int | None = None, stop_field: str = "stop"
+) -> Sampling:
     """Read the fields that say how tokens are drawn, and when to stop."""
     return Sampling(
         max_new_tokens=max_new_tokens,
@@ -103,7 +105,7 @@ def read_sampling(fields: Fields, max_new_tokens: int, top_logprobs: int | None)
         repetition_penalty=_or(fields.number("repetition_penalty", 0.01, 2.0), 1.0),
         logit_bias=_logit_bias(fields),
         seed=_seed(fields),
-        stop=_stops(fields),
+        stop=_stops(fields, stop_field),
         stop_token_ids=_stop_ids(fields),
         min_tokens=fields.whole("min_tokens", 0, MAX_NUM_TOKENS) or 0,
         ignore_eos=fields.flag("ignore_eos"),
@@ -229,10 +231,10 @@ def _seed(fields: Fields) -> int | None:
     return None if seed is None else seed % 2**63
 
 
-def _stops(fields: Fields) -> tuple[str, ...]:
-    stops = fields.texts("stop", MAX_STOPS, MAX_STOP_CHARS)
+def _stops(fields: Fields, name: str) -> tuple[str, ...]:
+    stops = fields.texts(name, MAX_STOPS, MAX_STOP_CHARS)
     if "" in stops:
-        fields.refuse("stop", "holds an empty text, at which every answer would end")
+        fields.refuse(name, "holds an empty text, at which every answer would end")
     return stops
 
 

@@ -19,9 +19,7 @@ def read_tools(fields: Fields, is_nested: bool = True) -> dict[str, Any]:
     its own, as in chats."""
     items = fields.listed("tools", MAX_TOOLS)
     tools = tuple(_tool(item, f"tools[{index}].", is_nested) for index, item in enumerate(items))
-    names = [tool.name for tool in tools]
-    if len(set(names)) < len(names):
-        fields.refuse("tools", "repeat a name; give each tool a name of its own")
+    names = names_of(tools, fields)
     choice = _choice(fields, names, is_nested)
     is_parallel = fields.any_of("parallel_tool_calls")
     if is_parallel is not None and type(is_parallel) is not bool:
@@ -31,6 +29,13 @@ def read_tools(fields: Fields, is_nested: bool = True) -> dict[str, Any]:
         "must_call": tuple(names) if choice == "required" else () if isinstance(choice, str) else tuple(choice),
         "parallel_calls": is_parallel is not False and not isinstance(choice, list),  # a named function is called once
     }
+
+
+def names_of(tools: tuple[Tool, ...], fields: Fields) -> list[str]:
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        fields.refuse("tools", "repeat a name; give each tool a name of its own")
+    return names
 
 
 def read_format(fields: Fields, name: str, has_wrapper: bool = True) -> dict[str, Any]:
@@ -110,21 +115,26 @@ def _tool(value: object, where: str, is_nested: bool) -> Tool:
     fields = outer.inner("function") if is_nested else outer
     if fields is None:
         outer.refuse("function", "is missing, wanted an object with name and parameters")
-    parameters = fields.any_of("parameters")
+    tool = read_tool(fields, "parameters")
+    fields.finish()
+    outer.finish()
+    return tool
+
+
+def read_tool(fields: Fields, schema_field: str) -> Tool:
+    """Read a tool's name, schema and description."""
+    parameters = fields.any_of(schema_field)
     if parameters is not None and (not isinstance(parameters, dict) or parameters.get("type", "object") != "object"):
-        fields.refuse("parameters", 'is not a JSON schema of "type": "object"')
+        fields.refuse(schema_field, 'is not a JSON schema of "type": "object"')
     if not isinstance((parameters or {}).get("properties", {}), dict):
-        fields.refuse("parameters", "has properties that are not an object")
-    fields.require_text_within("parameters", parameters)
-    tool = Tool(
+        fields.refuse(schema_field, "has properties that are not an object")
+    fields.require_text_within(schema_field, parameters)
+    return Tool(
         checked_name(fields),
         {**(parameters or NO_PARAMETERS), "type": "object"},  # in the client's order, in which templates write it
         fields.text("description", MAX_CHARS),
         fields.flag("strict"),
     )
-    fields.finish()
-    outer.finish()
-    return tool
 
 
 def _choice(fields: Fields, names: list[str], is_nested: bool) -> str | list[str]:

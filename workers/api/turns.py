@@ -116,7 +116,7 @@ def content_of(
         if kind not in kinds:
             part.refuse("type", f'is {shown_value(kind)}, wanted "{kinds[0]}": only text is read here')
         texts.append(part.needed_text("text", most_chars))
-        part.ignore("annotations", "cache_control", "logprobs")
+        part.ignore("annotations", "cache_control", "citations", "logprobs")
         part.finish()
     if not texts and is_needed:
         fields.refuse(name, "is an empty list, wanted text")

@@ -42,7 +42,8 @@ def serve(
         nonlocal is_ready
         is_ready = True
         out.print(f"found {found}")
-        out.print(f"ready at {url}: OpenAI's clients take base_url {url}/v1, a browser {url}/; Ctrl-C ends it")
+        of_openai = f"{url}/v1 (base_url of OpenAI's clients)"
+        out.print(f"ready at {url} (a browser, Anthropic's clients) and {of_openai}; Ctrl-C ends it")
         if json:
             print_json({"ready": True, "url": url, "base_url": f"{url}/v1", "pid": os.getpid(), "found": found})
 

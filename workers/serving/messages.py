@@ -76,6 +76,7 @@ class Conversation:
     template_options: dict[str, Any] = field(default_factory=dict)  # further variables for the chat template
     reasoning_effort: str | None = None  # set by the template's own switch; None: the template's default
     effort_field: str = "reasoning_effort"  # name of the request's field that holds it
+    needs_effort: bool = True  # a model whose template has no switch for it is refused; False: it answers as it does
     tools: tuple[Tool, ...] = ()
 
     @property
@@ -169,6 +170,7 @@ class Done(Usage):
     """The last event of a request."""
 
     reason: Finish
+    stop: str | None = None  # the stop string at which the answer ended
 
 
 Event = Piece | Done

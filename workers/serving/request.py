@@ -200,7 +200,7 @@ class Request:
         return replace(piece, usage=Usage(**self._usage())) if self.reports_usage else piece
 
     def done(self, reason: Finish) -> Done:
-        return Done(reason=reason, **self._usage())
+        return Done(reason=reason, stop=self.writer.stop, **self._usage())
 
     def _usage(self) -> dict[str, Any]:
         guessed = self.num_accepted, self.num_drafted - self.num_accepted
@@ -232,7 +232,12 @@ class Writer:
 
     @property
     def has_stopped(self) -> bool:
-        return self._stops.found or (self._parser is not None and self._parser.has_ended)
+        return self.stop is not None or (self._parser is not None and self._parser.has_ended)
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that the text ended at."""
+        return self._stops.found
 
     @property
     def has_tool_call(self) -> bool:

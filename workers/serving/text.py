@@ -87,15 +87,16 @@ class StopFinder:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
-        self.found = False
+        self.found: str | None = None
 
     def add(self, text: str) -> str:
         """Return the text, with what was held back before, that can no longer be part of a stop string."""
-        assert not self.found, "the text has ended"
+        assert self.found is None, "the text has ended"
         seen = self._held + text
         if ends := [(at + len(stop), at) for stop in self._stops if (at := seen.find(stop)) >= 0]:
-            self.found, self._held = True, ""
-            return seen[: min(ends)[1]]
+            end, at = min(ends)
+            self.found, self._held = seen[at:end], ""
+            return seen[:at]
         end = len(seen) - max((overlap(seen, stop) for stop in self._stops), default=0)
         self._held = seen[end:]
         return seen[:end]

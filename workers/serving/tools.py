@@ -55,7 +55,7 @@ class ChatForm:
             return ask
         switches = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         known = {name: value for name, value in switches.items() if self._knows(name)}
-        if not known and (effort != "none" or self.thinks):
+        if not known and ask.needs_effort and (effort != "none" or self.thinks):
             raise BadRequestError(
                 "the chat template of this service's model has no switch for reasoning effort; leave "
                 f"{ask.effort_field} out",

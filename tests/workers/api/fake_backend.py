@@ -43,6 +43,7 @@ class Script:
     fail_at: int | None = None  # raise `error` instead of the piece with this index
     error: BaseException | None = None
     reason: Finish = "stop"
+    stop: str | None = None
     top: tuple[tuple[str, bytes, float], ...] = ()
     ends_without_done: bool = False
 
@@ -161,7 +162,7 @@ async def _said(ask: Ask, script: Script) -> AsyncGenerator[Event, None]:
     if script.ends_without_done:
         return
     reason: Finish = "length" if len(words) < len(script.words) else script.reason
-    yield Done(reason=reason, **PROMPT, new_tokens=len(words))
+    yield Done(reason=reason, stop=script.stop, **PROMPT, new_tokens=len(words))
 
 
 def _scores(ask: Ask, script: Script, index: int, word: str) -> tuple[TokenScore, ...]:

@@ -74,6 +74,19 @@ BODIES: dict[str, dict[str, Any]] = {
         "tool_choice": "none", "text": {"format": {"type": "json_schema", "name": "s", "schema": _SCHEMA}},
         "include": ["message.output_text.logprobs"], "top_logprobs": 1, "store": False, "metadata": {}, **_DRAWN,
     },
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Say one word.", "cache_control": {}}]},
+                     {"role": "assistant", "content": [
+                         {"type": "thinking", "thinking": "x", "signature": ""},
+                         {"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "1"},
+                                                  {"type": "document", "source": {"type": "text", "data": "x"}}]},
+                     {"role": "system", "content": "Be brief."}],
+        "system": [{"type": "text", "text": "Be brief."}], "max_tokens": 1, "stop_sequences": ["x"],
+        "tools": [{"name": "f", "description": "", "input_schema": _SCHEMA}], "tool_choice": {"type": "none"},
+        "thinking": {"type": "enabled", "budget_tokens": 1024}, "metadata": {"user_id": "x"},
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": _SCHEMA}}, **_DRAWN,
+    },
     "/tokenize": {"messages": _MESSAGES, "tools": [{"type": "function", "function": _FUNCTION}]},
     "/detokenize": {"tokens": [1, 2, 3]},
     "/v1/contexts": {"name": "a b", "text": "x"},
@@ -127,7 +140,7 @@ def wrong_somewhere(rng: random.Random, target: Target) -> Pieces:
             if rng.random() < 0.5:
                 inside[rng.choice(["", "x", key.upper(), "\x00"])] = value
             places = list(places_of(body))
-    if path in ("/v1/chat/completions", "/v1/completions", "/v1/responses") and rng.random() < 0.3:
+    if path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages") and rng.random() < 0.3:
         body["stream"] = True
     return target.sent(body, path)
 

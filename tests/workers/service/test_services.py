@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx2
 import jsonschema
 import openai
@@ -281,6 +282,30 @@ def test_responses_call_a_tool_and_take_its_result(client: openai.OpenAI) -> Non
     items.append({"type": "function_call_output", "call_id": call.call_id, "output": "done"})
     with client.responses.stream(input=items, tool_choice="required", extra_body=bias, **more) as stream:
         assert stream.get_final_response().output[0].type == "function_call"
+
+
+def test_anthropics_client_calls_a_tool_and_takes_its_result(client: openai.OpenAI) -> None:
+    tools: list[Any] = [{"name": "switch", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    bias = {"logit_bias": endings(client, "},")}
+    turns: list[Any] = [{"role": "user", "content": "Go!"}]
+    more: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "tools": tools, "extra_body": bias}
+    url = str(client.base_url).removesuffix("/v1/")
+    with anthropic.Anthropic(base_url=url, api_key=client.api_key, max_retries=0) as claude:
+        first = claude.messages.create(messages=turns, tool_choice={"type": "tool", "name": "switch"}, **more)
+        [call] = first.content
+        assert call.type == "tool_use" and set(call.input) == {"lamp", "on"} and first.stop_reason == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "done"}
+        turns += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        with claude.messages.stream(messages=turns, tool_choice={"type": "any"}, **more) as stream:
+            answer = stream.get_final_message()
+        assert [block.type for block in answer.content] == ["tool_use"]
+        counted = claude.messages.count_tokens(model=MODEL, messages=turns[:1]).input_tokens
+        free = claude.messages.create(model=MODEL, messages=turns[:1], max_tokens=20)
+        assert free.usage.input_tokens + (free.usage.cache_read_input_tokens or 0) == counted
+        assert free.content[0].type == "text"
+        half = free.content[0].text[len(free.content[0].text) // 2 :][:3]
+        cut = claude.messages.create(model=MODEL, messages=turns[:1], max_tokens=20, stop_sequences=["\x00", half])
+        assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", half)
 
 
 def test_echo_logprobs_are_complete_and_equal_for_ids_and_text(client: openai.OpenAI) -> None:

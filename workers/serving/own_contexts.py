@@ -53,6 +53,7 @@ class Found:
     path: Path | None  # of its artifact; None: the prompt begins with no context
     num_tokens: int = 0
     is_new: bool = False  # made for this prompt
+    num_shared: int = 0  # the most first tokens that the prompt has in common with any context
 
 
 @dataclass(slots=True, eq=False)
@@ -100,10 +101,10 @@ class OwnContexts:
             without.add(found.path)
 
     async def make(self, token_ids: Sequence[int], salt: str) -> Found:
-        """Build a context of the prompt's first `prefix_len` tokens. Raises a ServingError if that fails."""
-        ids, directory, cut = np.asarray(token_ids, np.int32), self._of(salt), prefix_len(len(token_ids))
-        key = directory, hashlib.sha256(ids[:cut].tobytes()).digest()
-        build = self._builds.get(key) or self._begin(key, ids[:cut])
+        """Build a context of these tokens. Raises a ServingError if that fails."""
+        ids, directory = np.asarray(token_ids, np.int32), self._of(salt)
+        key = directory, hashlib.sha256(ids.tobytes()).digest()
+        build = self._builds.get(key) or self._begin(key, ids)
         build.num_waiting += 1
         try:
             # if the client leaves, the build goes on: a retry finds its result
@@ -112,7 +113,7 @@ class OwnContexts:
             build.num_waiting -= 1
             if not build.num_waiting and not build.has_begun:
                 self._builds.cancel(key, build)
-        return Found(path, cut, is_new=True)
+        return Found(path, len(ids), is_new=True)
 
     async def drop(self, path: Path) -> None:
         """Remove a context that turned out damaged or gone, if it is one of these."""
@@ -131,14 +132,15 @@ class OwnContexts:
         own = [path for path in entries(directory) if is_artifact_id(path.name)]
         among = [path for path in [*own, *registered] if path not in without]
         tokens = {path: of for path in among if (of := self._tokens_of(path)) is not None}
+        shared = {path: num_common(of, ids) for path, of in tokens.items()}
+        most = max(shared.values(), default=0)
         for path in sorted(tokens, key=lambda path: -len(tokens[path])):
-            num_tokens = len(tokens[path])
-            if num_tokens < len(ids) and np.array_equal(tokens[path], ids[:num_tokens]):
+            if shared[path] == len(tokens[path]) < len(ids):
                 if path in own:
                     with suppress(OSError):
                         os.utime(path)  # for the LRU order of `_keep_to_budget`
-                return Found(path, num_tokens)
-        return Found(None)
+                return Found(path, len(tokens[path]), num_shared=most)
+        return Found(None, num_shared=most)
 
     def _tokens_of(self, path: Path) -> Tokens | None:
         """The context's tokens; None if it is unusable or its index is not of the preset that the engine is set to."""
@@ -269,6 +271,13 @@ class OwnContexts:
 def prefix_len(num_tokens: int) -> int:
     """How many first tokens of a prompt of num_tokens become a context: a multiple of STEP, without LEFT_OUT."""
     return max(0, num_tokens - LEFT_OUT) // STEP * STEP
+
+
+def num_common(tokens: Tokens, others: Tokens) -> int:
+    """How many first tokens two texts have in common."""
+    length = min(len(tokens), len(others))
+    differ = tokens[:length] != others[:length]
+    return int(differ.argmax()) if differ.any() else length
 
 
 def _refusal(failed: FailedBuild) -> ContextNotReadyError:

@@ -20,14 +20,15 @@ from workers.serving.drafts import Drafts, Ngrams
 from workers.serving.examiner import Examiner
 from workers.serving.kept_rows import OwnRows, is_keepable, open_kept_rows, row_identity
 from workers.serving.messages import Ask, ContextNotReadyError
-from workers.serving.own_contexts import Found, OwnContexts, prefix_len
-from workers.serving.prompts import prompt_ids, require_embedded, room_for, whole_ids
+from workers.serving.own_contexts import STEP, Found, OwnContexts, num_common, prefix_len
+from workers.serving.prompts import head_ids, prompt_ids, require_embedded, room_for, whole_ids
 from workers.serving.residency import Residency
 from workers.serving.resident import Resident
 from workers.serving.step_engine import StepEngine
 from workers.settings import Settings
 
 T = TypeVar("T")
+STEPS_SHARE = 4  # tokens after a context, up to this part of its own, take less time in steps than in a build of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,8 @@ class Prefixes:
     ) -> Found:
         """Find the longest context that the prompt begins with, or build a longer one.
 
-        A longer one is built if more tokens follow the context than should be computed step by step
-        (kept.context_tokens), or than fit. without: contexts that turned out to be unusable.
+        A longer one is built if more tokens follow the context than should be computed step by step, or than fit.
+        without: contexts that turned out to be unusable.
         """
         if whole is None:
             return Found(await self._contexts.artifact_path(ask.context))
@@ -141,15 +142,30 @@ class Prefixes:
             own, answer = whole[found.num_tokens :], min(ask.sampling.max_new_tokens, engine.tail_capacity // 2)
             identity = self._identity(ask, config, selector, None if found.path is None else found.path.name)
             num_kept = 0 if identity is None else await self._in_thread(self.kept.num_kept, identity, own)
-            is_much = len(own) - num_kept > self._settings.kept.context_tokens
-            fits = len(own) <= engine.tail_capacity - answer
+            room = engine.tail_capacity - answer
+            is_much, fits = self._is_much(len(own) - num_kept, found.num_tokens), len(own) <= room
             if (is_much or not fits) and prefix_len(len(whole)) > found.num_tokens:
+                cut = await self._in_thread(self._cut, ask, whole, found, room)
                 try:
-                    return await self.own_contexts.make(whole, ask.cache_salt)
+                    return await self.own_contexts.make(whole[:cut], ask.cache_salt)
                 except ContextNotReadyError:  # a full disk, say
                     if not fits:
                         raise
         return found
+
+    def _is_much(self, num_new: int, context_len: int) -> bool:
+        """Whether so many new tokens after a context are built into a longer one, instead of computed in steps."""
+        return num_new > max(self._settings.kept.context_tokens, context_len // STEPS_SHARE)
+
+    def _cut(self, ask: Ask, whole: list[int], found: Found, room: int) -> int:
+        """How many first tokens of a prompt become a context: if the others may follow it, those that other prompts
+        begin with, too. These are the instructions and tools, or what an earlier prompt had in common with it."""
+        ids = np.asarray(whole, np.int32)
+        for shared in (num_common(head_ids(self._loaded.tokenizer, ask), ids), found.num_shared):
+            cut = min(shared, len(ids) - 1) // STEP * STEP
+            if cut > found.num_tokens and len(ids) - cut <= room and not self._is_much(len(ids) - cut, cut):
+                return cut
+        return prefix_len(len(ids))
 
     async def _whole_ids(self, ask: Ask) -> list[int]:
         ids = await self._in_thread(whole_ids, self._loaded.tokenizer, ask)

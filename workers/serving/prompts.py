@@ -1,9 +1,12 @@
 """Turns prompts and conversations into token ids, and computes how many new tokens may follow."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from csattn.artifact import Artifact
 from csattn.errors import ArtifactMismatchError, CsattnError, ModelError
@@ -45,6 +48,19 @@ def whole_ids(tokenizer: Any, ask: Ask) -> list[int]:
     else:
         ids = tokenizer(_written(tokenizer, ask), add_special_tokens=False).input_ids
     return _some(ids, ask)
+
+
+def head_ids(tokenizer: Any, ask: Ask) -> NDArray[np.int32]:
+    """Return the token ids of another conversation with the same system message, if any, and the same tools. The head
+    of a prompt is what it has in common with them. Without a conversation, there are none."""
+    if ask.prompt is not None:
+        return np.zeros(0, np.int32)
+    system = ask.turns[:1] if ask.turns[0].role == "system" else ()
+    with suppress(BadRequestError):  # a template may refuse an empty message
+        return np.asarray(
+            whole_ids(tokenizer, replace(ask, turns=(*system, Turn("user", "")), continues=False)), np.int32
+        )
+    return np.zeros(0, np.int32)
 
 
 def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: int) -> Tokens:

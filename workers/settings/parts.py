@@ -318,7 +318,8 @@ class KeptSettings(_Part):
     )
     context_tokens: int = setting(
         1024,
-        "A prompt with more new tokens than this is built into a context first; fewer are computed in decode steps.",
+        "A prompt with more new tokens than this, and than a quarter of the context that it begins with, is built into "
+        "a longer context first; fewer are computed in decode steps.",
         lowest=0,
     )
 

@@ -20,14 +20,14 @@ from csattn.errors import ArtifactError, ArtifactRoomError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
 from tests.workers.serving.requests import Clock
-from workers.serving import examiner, kept_store, own_contexts, residency
+from workers.serving import examiner, kept_store, own_contexts, prefixes, residency
 from workers.serving.backoff import FIRST_WAIT_S, LONGEST_WAIT_S, BuildBackoff
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts, ContextCounts
 from workers.serving.contexts import name_artifact
 from workers.serving.kept_rows import BLOCK_ROWS
 from workers.serving.kept_store import DIRECTORY
-from workers.serving.messages import ContextNotReadyError, ContextTooLongError, ServingError, Turn, WorkerLostError
+from workers.serving.messages import Ask, ContextNotReadyError, ContextTooLongError, ServingError, Turn, WorkerLostError
 from workers.serving.own_contexts import Found, OwnContexts
 from workers.serving.residency import Residency
 from workers.settings import BuildSettings
@@ -49,6 +49,45 @@ def test_a_long_prompts_beginning_becomes_a_context_that_others_reuse(tmp_path, 
     assert again == said and done.cached_tokens >= second.cached_tokens and len(builds) == 1
     [(other, done)] = answers(tmp_path / "other", question[1])
     assert other == said and computed(done) == done.context_tokens + done.question_tokens and len(builds) == 2
+
+
+@pytest.fixture
+def fine_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets short contexts end in more places."""
+    for module, name in ((own_contexts, "STEP"), (own_contexts, "LEFT_OUT"), (prefixes, "STEP")):
+        monkeypatch.setattr(module, name, 64)
+
+
+def test_instructions_become_a_context_whatever_follows_them(tmp_path, builds) -> None:
+    """A question may be longer than what is otherwise left out for it."""
+
+    def with_instructions(*texts: str) -> Ask:
+        asked = ask(*texts, new=4)
+        return replace(asked, turns=(Turn("system", DOCUMENT), *asked.turns))
+
+    asked = with_instructions("Which are red?"), with_instructions("Hm. " * 40, "Well?", "How many?")
+    (_, first), (said, second) = answers(tmp_path / "kept", *asked)
+    assert len(builds) == 1 and first.context_tokens == second.context_tokens == 768
+    assert first.cached_tokens == 0 and second.cached_tokens >= 768 and second.question_tokens > 200
+    assert said == afresh(tmp_path, asked[1])
+
+
+def test_a_prompt_that_shares_a_beginning_with_a_context_is_built_up_to_there(tmp_path, builds, fine_steps) -> None:
+    """So those after it find what all begin with. Of that the first did not know, and took a part of its question."""
+    asked = [ask(DOCUMENT[:600] + word * 125, new=4) for word in ("1 ", "2 ", "3 ")]
+    (_, first), (_, second), (_, third) = answers(tmp_path / "kept", *asked)
+    assert (first.context_tokens, second.context_tokens, third.context_tokens) == (768, 576, 576) and len(builds) == 2
+    assert first.cached_tokens == second.cached_tokens == 0 and third.cached_tokens >= 576
+    assert answers(tmp_path / "kept", asked[0])[0][1].context_tokens == 768, "the longest is found"
+    salted = replace(asked[2], cache_salt="x")
+    assert answers(tmp_path / "kept", salted)[0][1].context_tokens == 768, "contexts of other salts are not looked at"
+
+
+def test_up_to_a_quarter_of_the_context_is_computed_in_steps(tmp_path, builds, fine_steps) -> None:
+    asked = [ask(DOCUMENT + question, new=4) for question in ("?", "1" * 130, "2" * 200)]
+    dones = [done for _, done in answers(tmp_path, *asked, context_tokens=0)]
+    assert [done.context_tokens for done in dones] == [704, 704, 896]
+    assert [done.cached_tokens for done in dones] == [0, 768, 0] and len(builds) == 2
 
 
 def test_contexts_are_found_whichever_library_ran_their_kmeans(tmp_path, builds) -> None:

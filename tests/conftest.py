@@ -24,6 +24,7 @@ from hypothesis import settings
 from csattn.cpu import compile_together
 from tests.ampere import take_for_ampere
 from tests.cuda_on_cpu.emulated import Emulator
+from tests.interpreted import search_language_once
 
 # under nohup and in a shell's background these signals are ignored, and processes that tests start would inherit that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -89,6 +90,14 @@ def no_more_processes_than_cores() -> Generator[None]:
     """Test processes wait for the first of them that compiles a kernel, and start no others."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(compile_together, "MOST_OTHERS", 0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_searched_once() -> Generator[None]:
+    """Calls in interpreted Triton kernels take a third less time."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        search_language_once(monkeypatch)
         yield
 
 

@@ -1,10 +1,12 @@
-"""Run `bench.split`'s process of one of two devices on the CPU, with its kernels compiled for the CPU.
+"""Run `bench.split`'s processes of two devices on the CPU, with its kernels compiled for the CPU.
 
-Prints its results as JSON, for memory that suffices, that has no room for the whole model, and that has no room for the
-second device's share.
+Prints the results of both as JSON, each for memory that suffices, that has no room for the whole model, and that has no
+room for the second device's share.
 """
 
+import gc
 import json
+import multiprocessing
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -35,11 +37,24 @@ CEILINGS = {"read_gbps": 2.0, "h2d_gbps": 1e9}
 ADD_US, STEP_US = 7.0, 5e4
 
 
-def main(kernels: str, recording: str, meeting: str, rank: str) -> None:
+def main(*places: str) -> None:
+    """Fork the second device's process: importing what both need takes longer than their steps."""
+    gc.freeze()  # the bench collects garbage after each measurement
+    fork = multiprocessing.get_context("fork")  # no thread has started yet
+    receiver, sender = fork.Pipe(duplex=False)
+    second = fork.Process(target=lambda: sender.send(measure(*places, rank=1)), daemon=True)
+    second.start()
+    sender.close()
+    found = measure(*places, rank=0)
+    print(json.dumps([found, receiver.recv()]))
+    second.join()
+
+
+def measure(kernels: str, recording: str, meeting: str, *, rank: int) -> list[Any]:
     torch.set_num_threads(1)  # the other process uses the other cores
     patch = pytest.MonkeyPatch()
     _emulate(Emulator(Path(kernels)), patch)
-    devices = Devices(Share(int(rank), 2), torch.device("cpu"), Path(meeting))
+    devices = Devices(Share(rank, 2), torch.device("cpu"), Path(meeting))
     arguments = Namespace(
         shape="llama-3.1-70b",
         recording=Path(recording),
@@ -55,11 +70,11 @@ def main(kernels: str, recording: str, meeting: str, rank: str) -> None:
         arguments.placements = "device"
         patch.setattr(split, "require_memory", partial(_refuse, "the whole model"))
         found.append(bench.run([1, 2]))
-        if devices.share.rank:
+        if rank:
             patch.setattr(split, "require_memory", partial(_refuse, "each device's share of the weights"))
         found.append(bench.run([2]))
-    print(json.dumps(found))
     devices.close()
+    return found
 
 
 def _emulate(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:

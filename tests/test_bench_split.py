@@ -1,6 +1,8 @@
 """The benchmark of several GPUs: the shares of a workload and of random weights add up to the whole."""
 
 import json
+import os
+import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -145,12 +147,12 @@ def test_one_and_two_devices_compute_the_same_step_and_report_its_bound(
     save_recording(recording, tmp_path / "recorded.npz")
     told = str(emulator.directory), str(tmp_path / "recorded.npz"), str(tmp_path / "meeting")
     command = [sys.executable, "-m", "tests.emulated_split", *told]
-    with ExitStack() as stack:
-        processes = [stack.enter_context(Popen([*command, str(rank)], stdout=PIPE, text=True)) for rank in range(2)]
-        stack.callback(lambda: [process.kill() for process in processes])
-        said = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    (cases, without_whole, without_second), (others, *_) = (json.loads(text.splitlines()[-1]) for text in said)
+    with Popen(command, stdout=PIPE, text=True, process_group=0) as process, ExitStack() as stack:
+        stack.callback(os.killpg, process.pid, signal.SIGKILL)
+        said = process.communicate(timeout=300)[0]
+        stack.pop_all()
+    assert process.returncode == 0
+    (cases, without_whole, without_second), (others, *_) = json.loads(said.splitlines()[-1])
     names = ("placement", "num_devices")
     assert [[case[name] for name in names] for case in cases] == [
         ["device", 1],

@@ -193,14 +193,15 @@ def _read_config(gguf: Path, version: str) -> Any:
 
 @contextmanager
 def _cached_reader() -> Iterator[None]:
-    """While open, `gguf.GGUFReader` is cached by file.
+    """While open, `gguf.GGUFReader` is cached by file, and `gguf.get_tensor_name_map` by architecture and depth.
 
     transformers makes a reader for each thing that it reads of a file, and each takes seconds: it looks at every word
-    of the vocabulary, one by one.
+    of the vocabulary, one by one. It makes a map of all names for each module of the model.
     """
     import gguf
 
     reader: Any = gguf.GGUFReader
+    names: Any = gguf.get_tensor_name_map
     if not isinstance(reader, type):  # it is cached already
         yield
         return
@@ -211,10 +212,11 @@ def _cached_reader() -> Iterator[None]:
 
     made = lru_cache(Reader)
     gguf.GGUFReader = lambda path: made(os.path.abspath(path))
+    gguf.get_tensor_name_map = lru_cache(names)
     try:
         yield
     finally:
-        gguf.GGUFReader = reader
+        gguf.GGUFReader, gguf.get_tensor_name_map = reader, names
 
 
 def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:

@@ -1,7 +1,8 @@
 """Kernels with narrower vectors, for machines with narrow registers, give the same results bit for bit."""
 
 import importlib.util
-from pathlib import Path
+from collections.abc import Iterator
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -15,23 +16,26 @@ from csattn.search import code_sums, sketch_scores
 from workers.model.cpu import linear
 
 
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A function that loads a copy of a module, compiled for registers of four lanes."""
-    monkeypatch.setattr(simd, "TILE_LANES", 4)
-    monkeypatch.setattr(simd, "I32xTile", simd.Vector(types.int32, 4))
-    monkeypatch.setattr(simd, "F32xTile", simd.Vector(types.float32, 4))
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))  # the usual cache would mix them with this machine's
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simd, "TILE_LANES", 4)
+        patch.setattr(simd, "I32xTile", simd.Vector(types.int32, 4))
+        patch.setattr(simd, "F32xTile", simd.Vector(types.float32, 4))
+        # the usual cache would mix them with this machine's
+        patch.setattr(numba.config, "CACHE_DIR", str(tmp_path_factory.mktemp("narrow")))
 
-    def make(module: ModuleType) -> Any:
-        assert module.__file__ is not None
-        spec = importlib.util.spec_from_file_location(module.__name__, module.__file__)
-        assert spec is not None and spec.loader is not None
-        other = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(other)
-        return other
+        @cache
+        def make(module: ModuleType) -> Any:
+            assert module.__file__ is not None
+            spec = importlib.util.spec_from_file_location(module.__name__, module.__file__)
+            assert spec is not None and spec.loader is not None
+            other = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(other)
+            return other
 
-    return make
+        yield make
 
 
 @pytest.mark.parametrize("group_size", [1, 5])

@@ -7,13 +7,11 @@
 
 #include <link.h>
 
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
-#include <vector>
 
 #define __device__
 #define __global__
@@ -123,12 +121,12 @@ static struct {
     const char* at_first;
     size_t size, size_at_first;  // zeros follow the initial image
 } of_block;
-static std::vector<char> copies[CLUSTER];
+static char* copies[CLUSTER];
 static int running;  // rank of the running block
 
 // Distributed shared memory: the address of `here` in the block of that rank.
 template <class T> static inline T* in_block(const T* here, int rank) {
-    char* base = rank == running ? of_block.here : copies[rank].data();
+    char* base = rank == running ? of_block.here : copies[rank];
     return reinterpret_cast<T*>(base + (reinterpret_cast<const char*>(here) - of_block.here));
 }
 static int find_what_is_of_a_block(dl_phdr_info* library, size_t, void*) {
@@ -147,15 +145,17 @@ static void run_cluster(dim3 first) {
     for (running = 0; running < CLUSTER; ++running) {
         begin_block({first.x + running, first.y, first.z});
         is_left[running] = true;
-        if (CLUSTER > 1) copies[running].assign(of_block.here, of_block.here + of_block.size);
+        if (CLUSTER == 1) continue;
+        if (!copies[running]) copies[running] = static_cast<char*>(std::malloc(of_block.size));
+        std::memcpy(copies[running], of_block.here, of_block.size);
     }
     for (bool is_any_left = true; is_any_left;) {
         is_any_left = false;
         for (running = 0; running < CLUSTER; ++running) {
             if (!is_left[running]) continue;
-            if (CLUSTER > 1) std::memcpy(of_block.here, copies[running].data(), of_block.size);
+            if (CLUSTER > 1) std::memcpy(of_block.here, copies[running], of_block.size);
             is_any_left |= is_left[running] = run_threads();
-            if (CLUSTER > 1) std::memcpy(copies[running].data(), of_block.here, of_block.size);
+            if (CLUSTER > 1) std::memcpy(copies[running], of_block.here, of_block.size);
         }
     }
 }
@@ -252,8 +252,8 @@ static inline unsigned __vmaxu2(unsigned a, unsigned b) {
     return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
 }
 static inline void __nanosleep(unsigned) { pause_thread(); }
-static inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-static inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+static inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+static inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 template <class T> static inline T __ldg(const T* place) { return *place; }
 template <class T> static inline T __ldcs(const T* place) { return *place; }
 template <class T> static inline T __ldcg(const T* place) { return *place; }

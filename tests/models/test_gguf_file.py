@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -201,7 +202,9 @@ def test_a_gguf_file_is_converted_per_dtype_but_not_to_read_its_config(
     assert len(list(made.iterdir())) == 2, "what is there in float32 serves for all"
 
 
-def test_a_conversion_opens_the_gguf_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_opens_the_gguf_file_and_maps_its_names_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     tensors, its = gguf_of(make_model("llama"))
     file, made = write_gguf(tmp_path / "model.gguf", tensors, **its), []
@@ -211,9 +214,12 @@ def test_a_conversion_opens_the_gguf_file_once(tmp_path: Path, monkeypatch: pyte
             made.append(path)
             super().__init__(path)
 
+    names = Mock(wraps=gguf.get_tensor_name_map)
     monkeypatch.setattr(gguf, "GGUFReader", Reader)
+    monkeypatch.setattr(gguf, "get_tensor_name_map", names)
     load_model(file)
     assert made == [str(file)] and gguf.GGUFReader is Reader
+    assert names.call_count == 1 and gguf.get_tensor_name_map is names
 
 
 @pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors", "half of model.safetensors"])

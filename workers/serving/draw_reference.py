@@ -10,15 +10,12 @@ def kept_reference(logits: NDArray[np.float32], sampling: Sampling) -> list[int]
     """Return the ids that may be drawn, ascending: of the top_k most likely tokens those with at least min_p of the
     greatest probability; of these, the fewest most likely that have top_p of their sum. Ties go to the lower id."""
     shares = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
-    ids = sorted(np.flatnonzero(shares > np.finfo(np.float32).tiny), key=lambda i: (-shares[i], i))
-    ids = [i for i in ids[: sampling.top_k or None] if shares[i] >= sampling.min_p]
-    wanted, total, kept = sampling.top_p * shares[ids].sum(), 0.0, []
-    for token_id in ids:
-        kept.append(int(token_id))
-        total += shares[token_id]
-        if total >= wanted:
-            break
-    return sorted(kept)
+    ids = np.flatnonzero(shares > np.finfo(np.float32).tiny)
+    ids = ids[np.argsort(-shares[ids], kind="stable")][: sampling.top_k or None]
+    ids = ids[shares[ids] >= sampling.min_p]
+    wanted = sampling.top_p * shares[ids].sum()
+    num_kept = np.searchsorted(np.cumsum(shares[ids]), wanted) + 1
+    return sorted(ids[:num_kept].tolist())
 
 
 def draw_reference(logits: NDArray[np.float32], sampling: Sampling, at: float, margin: float = 2e-6) -> set[int]:

@@ -33,7 +33,7 @@ def read_message(body: object, request_id: str, model: str, limits: LimitSetting
     """Read a body for /v1/messages."""
     fields = Fields(body)
     requested_model = fields.needed_text("model", 256)
-    conversation, must_call, form = _conversation(fields, limits)
+    conversation, more = _conversation(fields, limits)
     stream = fields.flag("stream")
     sampling = read_sampling(
         fields,
@@ -49,8 +49,7 @@ def read_message(body: object, request_id: str, model: str, limits: LimitSetting
         sampling=sampling,
         reports_usage=stream,  # the first event has the prompt's
         **conversation,
-        **must_call,
-        **form,
+        **more,
         **extensions,
     )
     return ParsedRequest((ask,), 1, requested_model, "message", stream)
@@ -60,7 +59,7 @@ def read_count(body: object, model: str, limits: LimitSettings) -> tuple[str, To
     """Read a body for /v1/messages/count_tokens. Returns the context that it names, or "", and the conversation."""
     fields = Fields(body)
     context = context_or_own(fields.needed_text("model", 256), model)
-    conversation, _, _ = _conversation(fields, limits)
+    conversation, _ = _conversation(fields, limits)
     fields.finish()
     return context, TokenizeAsk(**conversation)
 
@@ -182,34 +181,30 @@ def _json_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _conversation(fields: Fields, limits: LimitSettings) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Read the fields that a message has in common with a count of its tokens: those of a `Conversation`, what must be
-    called, and the answer's form."""
+def _conversation(fields: Fields, limits: LimitSettings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the fields that a message has in common with a count of its tokens: those of a `Conversation`, and those
+    that an `Ask` has about the answer."""
     turns = _turns(fields, limits)
     continues = turns[-1].role == "assistant" and not turns[-1].calls
     if not continues:
         require_answerable(turns, fields, "messages")
-    tools, must_call = _tools(fields)
+    tools, about_answer = _tools(fields)
     output = fields.inner("output_config")
-    effort, form = None, dict[str, Any]()
+    effort = None
     if output is not None:
-        effort, form = output.choice("effort", tuple(EFFORTS)), read_format(output, "format", has_wrapper=False)
+        effort = output.choice("effort", tuple(EFFORTS))
+        about_answer |= read_format(output, "format", has_wrapper=False)
         output.finish()
-    _refuse_unsupported(fields)
-    thinks = _thinks(fields)
     conversation = {
         "turns": turns,
         "continues": continues,
         "tools": tools,
-        "reasoning_effort": "none"
-        if thinks is False
-        else EFFORTS[effort or USUAL_EFFORT]
-        if thinks or effort
-        else None,
+        "reasoning_effort": _effort(fields, effort),
         "effort_field": "thinking",
         "needs_effort": False,  # clients send it to every model
     }
-    return conversation, must_call, form
+    _refuse_unsupported(fields)
+    return conversation, about_answer
 
 
 def _turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
@@ -351,15 +346,15 @@ def _tools(fields: Fields) -> tuple[tuple[Tool, ...], dict[str, Any]]:
     return () if kind == "none" else tuple(tools), {"must_call": must_call, "parallel_calls": is_parallel}
 
 
-def _thinks(fields: Fields) -> bool | None:
-    """Read `thinking`: whether the model is to think before it answers; None leaves it to the model."""
+def _effort(fields: Fields, effort: str | None) -> str | None:
+    """Read `thinking` into a `reasoning_effort`, with the effort that was asked for; None leaves it to the model."""
     thinking = fields.inner("thinking")
     if thinking is None:
-        return None
+        return None if effort is None else EFFORTS[effort]
     kind = thinking.choice("type", ("enabled", "adaptive", "disabled"))
     thinking.ignore("budget_tokens", "display")  # a thought ends where the model ends it, or at max_tokens
     thinking.finish()
-    return kind != "disabled"
+    return "none" if kind == "disabled" else EFFORTS[effort or USUAL_EFFORT]
 
 
 def _refuse_unsupported(fields: Fields) -> None:

@@ -167,11 +167,10 @@ class EventStream(Response):
         chunks: AsyncGenerator[dict[str, Any], None],
         measures: Measures,
         end: bytes,  # sent after the last one
-        keep_alive: bytes = KEEP_ALIVE_COMMENT,
     ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers(STREAM_HEADERS)
-        self._chunks, self._measures, self._end, self._keep_alive = chunks, measures, end, keep_alive
+        self._chunks, self._measures, self._end = chunks, measures, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await cancel_if_disconnected(self._send(scope, send), receive)
@@ -197,7 +196,7 @@ class EventStream(Response):
         """Yield keep-alives until the first chunk is there, then all chunks, then the end."""
         try:
             while not first.done():
-                yield self._keep_alive
+                yield KEEP_ALIVE_COMMENT
                 await asyncio.wait({first}, timeout=QUIET_S)
             yield _event(first.result())
             async for chunk in chunks:

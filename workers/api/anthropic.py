@@ -24,7 +24,6 @@ from workers.settings import LimitSettings
 
 # Claude Code's first block of `system`, for Anthropic's own accounting
 ACCOUNTING = "x-anthropic-billing-header:"
-PING = b'event: ping\ndata: {"type": "ping"}\n\n'  # Claude Code gives a stream up after 300 s without an event
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 USUAL_EFFORT = "medium"  # where thoughts are wanted, and nothing is said of effort
 

@@ -15,7 +15,7 @@ from starlette.routing import Match
 from csattn import __version__
 from csattn.errors import ConfigError
 from workers.api.answering import Answering, EventStream, cancel_if_disconnected
-from workers.api.anthropic import PING, read_count, read_message
+from workers.api.anthropic import read_count, read_message
 from workers.api.body import BodyReader, Pace
 from workers.api.contexts import ServedModel, context_object, find_context, listed, model_object, model_objects
 from workers.api.errors import HttpError, error_reply, own_path, quoted
@@ -196,9 +196,7 @@ class Routes:
         answering = Answering(*of_request, is_logged=self._is_logged)
         request.state.used = answering.used
         if parsed.stream:
-            if parsed.kind == "message":
-                return EventStream(answering.chunks(), self._measures, b"", PING)
-            end = b"" if parsed.kind == "response" else b"data: [DONE]\n\n"
+            end = b"data: [DONE]\n\n" if parsed.kind in ("chat", "text") else b""
             return EventStream(answering.chunks(), self._measures, end)
         return _json(await cancel_if_disconnected(answering.whole(), request.receive))
 

@@ -17,7 +17,15 @@ from csattn.errors import ConfigError
 from workers.api.answering import Answering, EventStream, cancel_if_disconnected
 from workers.api.anthropic import read_count, read_message
 from workers.api.body import BodyReader, Pace
-from workers.api.contexts import ServedModel, context_object, find_context, listed, model_object, model_objects
+from workers.api.contexts import (
+    ServedModel,
+    context_object,
+    find_context,
+    listed,
+    listed_models,
+    model_object,
+    model_objects,
+)
 from workers.api.errors import HttpError, error_reply, own_path, quoted
 from workers.api.fields import Fields
 from workers.api.guard import Guard
@@ -124,7 +132,7 @@ class Routes:
         return _json(status_object(self._model, health, contexts, metrics, workers))
 
     async def models(self) -> Response:
-        return _json(listed(model_objects(await self._backend.contexts(), await self._served())))
+        return _json(listed_models(model_objects(await self._backend.contexts(), await self._served())))
 
     async def model(self, model: str) -> Response:
         name = context_or_own(model, self._model)

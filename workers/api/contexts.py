@@ -1,7 +1,8 @@
-"""Contexts as JSON objects: as such, and as the models that OpenAI's clients see."""
+"""Contexts as JSON objects: as such, and as the models that OpenAI's and Anthropic's clients see."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from workers.api.errors import clipped, quoted
@@ -34,23 +35,18 @@ class ServedModel:
 
 def model_objects(contexts: Sequence[ContextInfo], model: ServedModel) -> list[dict[str, Any]]:
     """Return the model itself, for clients that send their own document, then one model for each ready context."""
-    alone = {
-        "id": model.name,
-        "object": "model",
-        "created": model.since,
-        "owned_by": "csattn",
-        "max_model_len": model.max_positions,  # vLLM's name
-    }
-    return [alone] + [
-        {
-            **alone,
-            "id": model_id(model.name, info.name),
-            "created": int(info.created_at),
-            "context_tokens": info.num_tokens,
-        }
+    return [_model_object(model.name, model.since, model.max_positions)] + [
+        _model_object(model_id(model.name, info.name), int(info.created_at), model.max_positions)
+        | {"context_tokens": info.num_tokens}
         for info in contexts
         if info.state == "ready"
     ]
+
+
+def _model_object(name: str, since: int, max_positions: int) -> dict[str, Any]:
+    of_openai = {"id": name, "object": "model", "created": since, "owned_by": "csattn"}
+    of_anthropic = {"type": "model", "display_name": name, "created_at": datetime.fromtimestamp(since, UTC).isoformat()}
+    return {**of_openai, **of_anthropic, "max_model_len": max_positions}  # the last is vLLM's
 
 
 def model_object(contexts: Sequence[ContextInfo], requested_model: str, model: ServedModel) -> dict[str, Any]:
@@ -69,6 +65,11 @@ def model_object(contexts: Sequence[ContextInfo], requested_model: str, model: S
 
 def listed(objects: list[dict[str, Any]]) -> dict[str, Any]:
     return {"object": "list", "data": objects}
+
+
+def listed_models(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    of_anthropic = {"has_more": False, "first_id": objects[0]["id"], "last_id": objects[-1]["id"]}
+    return {**listed(objects), **of_anthropic}
 
 
 def find_context(contexts: Sequence[ContextInfo], name: str) -> ContextInfo:

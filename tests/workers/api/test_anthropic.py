@@ -189,6 +189,13 @@ def test_tokens_are_counted_with_those_of_the_context(claude: anthropic.Anthropi
         read_count({"model": MODEL, "messages": ASK, "max_tokens": 3}, "smollm2-135m", LimitSettings())
 
 
+def test_contexts_are_models_of_anthropics_client_too(claude: anthropic.Anthropic) -> None:
+    listed = claude.models.list()
+    assert [model.id for model in listed.data] == ["smollm2-135m", MODEL] and not listed.has_more
+    model = claude.models.retrieve(MODEL)
+    assert (model.type, model.display_name, model.created_at.timestamp()) == ("model", MODEL, 1.7e9)
+
+
 def test_system_messages_within_a_conversation_join_the_users(service: Running) -> None:
     """Templates of most models refuse a system message that is not the first."""
     told = turns(("user", "a"), ("system", "s"), ("assistant", "b"), ("system", [{"type": "text", "text": "t"}]))

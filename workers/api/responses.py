@@ -11,8 +11,8 @@ from workers.api.answers import chat_score, usage
 from workers.api.fields import Fields
 from workers.api.names import context_or_own
 from workers.api.parsing import (
-    CHAT_TOKENS,
     ParsedRequest,
+    chat_tokens,
     ignore_neutral,
     max_new_tokens,
     read_extensions,
@@ -62,7 +62,7 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
     fields.ignore("stream_options", "client_metadata")
     sampling = read_sampling(
         fields,
-        max_new_tokens=max_new_tokens(fields, ("max_output_tokens",), CHAT_TOKENS, limits),
+        max_new_tokens=max_new_tokens(fields, ("max_output_tokens",), chat_tokens(tools, limits), limits),
         top_logprobs=(top or 0) if LOGPROBS in includes else None,
     )
     extensions = read_extensions(fields)

@@ -108,6 +108,12 @@ def test_max_tokens_is_capped_at_the_services_limit(asked: int, given: int) -> N
     assert ask_of(completion(max_tokens=asked)).sampling.max_new_tokens == given
 
 
+def test_with_tools_the_default_of_new_tokens_is_the_services_limit() -> None:
+    assert ask_of(chat(tools=[TOOL])).sampling.max_new_tokens == LIMITS.max_new_tokens == 1000
+    assert ask_of(chat(tools=[TOOL], max_tokens=9)).sampling.max_new_tokens == 9
+    assert ask_of(chat(tools=[TOOL], tool_choice="none")).sampling.max_new_tokens == 512
+
+
 def test_prompt_caching_hints_are_ignored() -> None:
     mark = {"cache_control": {"type": "ephemeral"}}
     turns = [{"role": "user", "content": [{"type": "text", "text": "Why?", **mark}], **mark}]

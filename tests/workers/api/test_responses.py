@@ -173,6 +173,11 @@ def test_functions_in_namespaces_are_called_by_both_names_and_returned_apart() -
     assert [call.name for call in again.turns[1].calls] == ["mcp__sky__add", "add"]
 
 
+def test_with_tools_the_default_of_new_tokens_is_the_services_limit() -> None:
+    assert read(tools=[TOOL]).sampling.max_new_tokens == LimitSettings().max_new_tokens
+    assert read().sampling.max_new_tokens == 512
+
+
 def test_what_codex_tells_every_server_changes_nothing() -> None:
     search = {"type": "web_search", "external_web_access": True}
     assert read(tools=[TOOL, search], client_metadata={"session_id": "x"}) == read(tools=[TOOL])

@@ -87,10 +87,30 @@ def _written(tokenizer: Any, ask: Conversation, speaks_next: bool = True) -> str
     if not tokenizer.chat_template:
         raise BadRequestError("this service's model has no chat template; send a prompt", ask.field)
     options = {"tools": tool_specs(ask.tools), "add_generation_prompt": speaks_next, **_options(ask)}
+    turns = _as_built(ask.turns)
     with _template_errors(ask.field):
-        messages = messages_of(_as_built(ask.turns))
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        try:
+            text: str = tokenizer.apply_chat_template(messages_of(turns), tokenize=False, **options)
+        except Exception:  # a template's own
+            if (joined := _joined(turns)) == turns:
+                raise
+            text = tokenizer.apply_chat_template(messages_of(joined), tokenize=False, **options)
     return text
+
+
+def _joined(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """Join what agents send in a row and some templates refuse: system messages, and the user's, to which a system
+    message between others then belongs. A conversation that goes on keeps its beginning."""
+    joined: list[Turn] = []
+    for turn in turns:
+        before = joined[-1] if joined else None
+        if turn.role == "system" and before is not None and before.role != "system":
+            turn = replace(turn, role="user")
+        if before is not None and before.role == turn.role and turn.role in ("system", "user"):
+            joined[-1] = replace(before, content=f"{before.content}\n\n{turn.content}")
+        else:
+            joined.append(turn)
+    return tuple(joined)
 
 
 def _as_built(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:

@@ -109,6 +109,23 @@ def test_messages_that_the_template_refuses_are_refused_with_its_reason(built: P
         prompt_ids(tokenizer, opened, ask(("user", "a"), ("system", "b"), ("user", "c")))
 
 
+def test_messages_in_a_row_are_joined_if_the_template_refuses_them_so() -> None:
+    """Codex sends two system messages and two of the user's; templates of Mistral want turns."""
+    strict = byte_tokenizer(
+        "{% if messages[0]['role'] == 'system' %}<system>{{ messages[0]['content'] }}{% set messages = messages[1:] %}"
+        "{% endif %}" + STRICT
+    )
+    first = (("system", "a"), ("system", "b"), ("user", "c"), ("user", "d"))
+    then = (*first, ("assistant", "e"), ("system", "f"), ("user", "g"))
+    began = strict.decode(prompts.whole_ids(strict, ask(*first)))
+    assert began == "<system>a\n\nb<user>c\n\nd<assistant>"
+    assert strict.decode(prompts.whole_ids(strict, ask(*then))) == f"{began}e<user>f\n\ng<assistant>"
+    messages = [{"role": role, "content": content} for role, content in then]
+    assert prompts.whole_ids(TOKENIZER, ask(*then)) == whole_ids(messages), "other templates get them as they are"
+    with pytest.raises(BadRequestError, match="take turns"):
+        prompts.whole_ids(strict, ask(("assistant", "a"), ("user", "b")))
+
+
 def test_a_system_error_in_the_template_is_not_a_bad_request(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer()
 

@@ -165,6 +165,19 @@ def test_tools_tool_calls_and_tool_results_become_turns() -> None:
     assert (ask.must_call, ask.parallel_calls) == ((), False)
 
 
+def test_text_of_an_assistant_may_repeat_the_messages_fields() -> None:
+    """OpenAI's Agents SDK for JavaScript sends it back so."""
+    call = call_with()
+    told = {"type": "text", "text": "Yes.", "role": "assistant", "refusal": None, "reasoning_content": "Hm.",
+            "tool_calls": [call]}  # fmt: skip
+    messages: Any = [{"role": "user", "content": "?"}, {"role": "assistant", "content": [told], "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": call["id"], "content": "x"})
+    turn = ask_of(chat(messages=messages, tools=[TOOL])).turns[1]
+    assert (turn.content, len(turn.calls), turn.reasoning) == ("Yes.", 1, "")
+    with pytest.raises(BadRequestError, match=r"messages\[0\].content\[0\].role is not a field"):
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "?", "role": "user"}]}])
+
+
 def test_truncated_tool_calls_and_empty_answers_are_accepted_as_messages() -> None:
     half = '{"x": "\\ud83d"}'
     calls = [call_with(arguments=written) for written in ('{"x": ', "[]", half, "")]

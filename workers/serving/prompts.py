@@ -187,14 +187,18 @@ def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, 
 
 def _too_long(context_len: int, question_len: int, max_positions: int, tail_capacity: int) -> str:
     if context_len + question_len >= max_positions:
-        what, fewer = f"the prompt has {question_len:,}", "shorten it"
+        what, fewer = f"it has {question_len}", "shorten it"
         if context_len:
-            what, fewer = f"context and question have {context_len:,} and {question_len:,}", "ask a shorter question"
-        return f"{what} tokens, and the model takes {max_positions:,} in all, with the answer; {fewer}"
+            what, fewer = f"context and question have {context_len} and {question_len}", "ask a shorter question"
+        # agents look for "prompt is too long" or "maximum context length is 8192 tokens", and compact what they send
+        return (
+            f"the prompt is too long: {what} tokens, and this model's maximum context length is {max_positions} "
+            f"tokens, with the answer; {fewer}"
+        )
     what, fewer = ("question", "ask a shorter one") if context_len else ("prompt", "shorten it")
     return (
-        f"the {what} has {question_len:,} tokens, and this service has room for {tail_capacity + 1:,} of {what} and "
-        f"answer together; {fewer}"
+        f"the {what} is too long: it has {question_len:,} tokens, and this service has room for {tail_capacity + 1:,} "
+        f"of {what} and answer together; {fewer}"
     )
 
 

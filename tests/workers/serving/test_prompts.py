@@ -180,10 +180,22 @@ def test_the_answers_room_is_what_positions_and_rows_leave() -> None:
     assert room_for(asked, 950, 24, 1024, 200) == 50
     assert room_for(asked, 0, 24, 1024, 30) == 7
     for sizes, words in (
-        ((1000, 24, 1024, 200), "^context and question have 1,000 and 24 tokens, and the model takes 1,024 in all"),
-        ((900, 31, 1024, 30), "^the question has 31 tokens, .* room for 31 of question and answer together; ask"),
-        ((0, 31, 1024, 30), "^the prompt has 31 tokens, .* room for 31 of prompt and answer together; shorten it"),
-        ((0, 1024, 1024, 30), "^the prompt has 1,024 tokens, and the model takes 1,024 in all, .*; shorten it"),
+        (
+            (1000, 24, 1024, 200),
+            ".* context and question have 1000 and 24 tokens, .* context length is 1024 tokens, .*; ask",
+        ),
+        (
+            (900, 31, 1024, 30),
+            "^the question is too long: it has 31 tokens, .* room for 31 of question and answer together; ask",
+        ),
+        (
+            (0, 31, 1024, 30),
+            "^the prompt is too long: it has 31 tokens, .* room for 31 of prompt and answer together; shorten it",
+        ),
+        (
+            (0, 1024, 1024, 30),
+            "^the prompt is too long: it has 1024 tokens, .* maximum context length is 1024 tokens, .*; shorten",
+        ),
     ):
         with pytest.raises(ContextTooLongError, match=words) as refused:
             room_for(asked, *sizes)

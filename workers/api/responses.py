@@ -11,14 +11,14 @@ from workers.api.answers import chat_score, usage
 from workers.api.fields import Fields
 from workers.api.names import context_or_own
 from workers.api.parsing import (
-    CHAT_TOKENS,
     ParsedRequest,
+    chat_tokens,
     ignore_neutral,
     max_new_tokens,
     read_extensions,
     read_sampling,
 )
-from workers.api.tools import MAX_TOOLS, read_call, read_format, read_tools
+from workers.api.tools import MAX_TOOLS, name_within, read_call, read_format, read_tools
 from workers.api.turns import EFFORTS, ROLES, content_of, require_answerable, require_turns
 from workers.serving.messages import Ask, CallPart, Done, Event, Piece, Turn
 from workers.settings import LimitSettings
@@ -30,9 +30,11 @@ UNSTORED = "nothing is stored here; send the conversation itself as input"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedResponse(ParsedRequest):
-    """echoed_fields: the request's fields that the response repeats."""
+    """echoed_fields: the request's fields that the response repeats. namespaces: namespace and name of each function in
+    one, by the name that the model knows."""
 
     echoed_fields: dict[str, Any] = field(default_factory=dict)
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def read_response(body: object, request_id: str, model: str, limits: LimitSettings) -> ParsedResponse:
@@ -57,10 +59,10 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
     effort = _effort(fields)
     _refuse_unsupported(fields)
     stream = fields.flag("stream")
-    fields.ignore("stream_options")
+    fields.ignore("stream_options", "client_metadata")
     sampling = read_sampling(
         fields,
-        max_new_tokens=max_new_tokens(fields, ("max_output_tokens",), CHAT_TOKENS, limits),
+        max_new_tokens=max_new_tokens(fields, ("max_output_tokens",), chat_tokens(tools, limits), limits),
         top_logprobs=(top or 0) if LOGPROBS in includes else None,
     )
     extensions = read_extensions(fields)
@@ -79,7 +81,15 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
         **tools,
         **extensions,
     )
-    return ParsedResponse((ask,), 1, requested_model, "response", stream, echoed_fields=echoed_fields)
+    namespaces = {
+        name_within(group["name"], tool["name"]): (group["name"], tool["name"])
+        for group in echoed_fields["tools"] or []
+        if group["type"] == "namespace"
+        for tool in group["tools"]
+    }
+    return ParsedResponse(
+        (ask,), 1, requested_model, "response", stream, echoed_fields=echoed_fields, namespaces=namespaces
+    )
 
 
 class ResponseForm:
@@ -150,7 +160,10 @@ class ResponseForm:
         item: dict[str, Any] = {"id": f"{prefix}_{self._ask.request_id}-{len(self._items)}", "type": kind}
         item["status"] = "in_progress"
         if kind == "function_call":
-            item |= {"call_id": call_id, "name": name, "arguments": ""}
+            namespace, own_name = self._parsed.namespaces.get(name, (None, name))
+            item |= {"call_id": call_id, "name": own_name, "arguments": ""}
+            if namespace:
+                item["namespace"] = namespace
         elif kind == "message":
             item |= {"role": "assistant", "content": []}
         else:
@@ -275,7 +288,9 @@ def _add_item(turns: list[Turn], fields: Fields, most_chars: int, reasoning: str
         is_told = role == "assistant"
         turns.append(Turn(cast(Any, ROLES[role]), content, reasoning=reasoning if is_told else ""))
     elif kind == "function_call":
+        namespace = fields.text("namespace", 64)
         call = read_call(fields, fields.needed_text("call_id", 256))
+        call = replace(call, name=name_within(namespace, call.name))
         if not turns or turns[-1].role != "assistant":
             turns.append(Turn("assistant", ""))
         if len(turns[-1].calls) == MAX_TOOLS:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from csattn.checks import lone_surrogate
@@ -17,8 +18,9 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 def read_tools(fields: Fields, is_nested: bool = True) -> dict[str, Any]:
     """Read `tools`, `tool_choice` and `parallel_tool_calls` into an Ask's fields. is_nested: `function` is an object of
     its own, as in chats."""
-    items = fields.listed("tools", MAX_TOOLS)
-    tools = tuple(_tool(item, f"tools[{index}].", is_nested) for index, item in enumerate(items))
+    tools = _tools(fields, is_nested)
+    if len(tools) > MAX_TOOLS:
+        fields.refuse("tools", f"have {len(tools)} functions, wanted at most {MAX_TOOLS}")
     names = names_of(tools, fields)
     choice = _choice(fields, names, is_nested)
     is_parallel = fields.any_of("parallel_tool_calls")
@@ -106,9 +108,34 @@ def checked_name(fields: Fields) -> str:
     return name
 
 
-def _tool(value: object, where: str, is_nested: bool) -> Tool:
-    outer = Fields(value, where)
-    kind = outer.any_of("type")
+def _tools(fields: Fields, is_nested: bool, namespace: str = "") -> tuple[Tool, ...]:
+    """Read `tools`. In Responses, they may be in namespaces. A search of the web beside other tools, which agents offer
+    to every server, is not offered to the model; alone, it is what the client wants, and refused."""
+    tools: list[Tool] = []
+    items = fields.listed("tools", MAX_TOOLS)
+    has_kinds = not (is_nested or namespace)
+    for index, item in enumerate(items):
+        outer = Fields(item, f"{fields.where}tools[{index}].")
+        kind = outer.any_of("type")
+        if has_kinds and kind == "web_search" and len(items) > 1:
+            continue
+        if has_kinds and kind == "namespace":
+            name = checked_name(outer)
+            outer.text("description", MAX_CHARS)  # each function has one of its own
+            tools += _tools(outer, is_nested, name)
+            outer.finish()
+        else:
+            tool = _tool(outer, kind, is_nested)
+            tools.append(replace(tool, name=name_within(namespace, tool.name)))
+    return tuple(tools)
+
+
+def name_within(namespace: str | None, name: str) -> str:
+    """Return the name by which the model calls a function of a namespace, if it is in one."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _tool(outer: Fields, kind: object, is_nested: bool) -> Tool:
     if kind != "function":
         outer.refuse("type", f'is {shown_value(kind)}, wanted "function": the service runs no tools of its own')
     outer.ignore("cache_control")

@@ -18,6 +18,8 @@ RESERVED = {
     "eos_token", "max_length", "messages", "pad_token", "padding", "return_assistant_tokens_mask", "return_dict",
     "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation", "unk_token",
 }  # fmt: skip
+# fields of an assistant's message that OpenAI's Agents SDK for JavaScript also puts into its text
+REPEATED = ("reasoning_content", "refusal", "role", "tool_calls")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -95,13 +97,19 @@ def _turn(value: object, where: str, most_chars: int) -> Turn:
         call_id = fields.needed_text("tool_call_id", 256)
     else:
         fields.only("tool_calls", [], why="only an assistant calls tools")
-    content = content_of(fields, most_chars, is_needed=role != "assistant")
+    repeats = REPEATED if role == "assistant" else ()
+    content = content_of(fields, most_chars, is_needed=role != "assistant", ignored=repeats)
     fields.finish()
     return Turn(cast(Any, ROLES[role]), content, calls, call_id, reasoning)
 
 
 def content_of(
-    fields: Fields, most_chars: int, is_needed: bool = True, kinds: tuple[str, ...] = ("text",), name: str = "content"
+    fields: Fields,
+    most_chars: int,
+    is_needed: bool = True,
+    kinds: tuple[str, ...] = ("text",),
+    name: str = "content",
+    ignored: tuple[str, ...] = (),
 ) -> str:
     """Read a field: text, or a list of text parts, which become lines as in vLLM and llama.cpp."""
     value = fields.any_of(name)
@@ -116,7 +124,7 @@ def content_of(
         if kind not in kinds:
             part.refuse("type", f'is {shown_value(kind)}, wanted "{kinds[0]}": only text is read here')
         texts.append(part.needed_text("text", most_chars))
-        part.ignore("annotations", "cache_control", "citations", "logprobs")
+        part.ignore("annotations", "cache_control", "citations", "logprobs", *ignored)
         part.finish()
     if not texts and is_needed:
         fields.refuse(name, "is an empty list, wanted text")

@@ -87,10 +87,30 @@ def _written(tokenizer: Any, ask: Conversation, speaks_next: bool = True) -> str
     if not tokenizer.chat_template:
         raise BadRequestError("this service's model has no chat template; send a prompt", ask.field)
     options = {"tools": tool_specs(ask.tools), "add_generation_prompt": speaks_next, **_options(ask)}
+    turns = _as_built(ask.turns)
     with _template_errors(ask.field):
-        messages = messages_of(_as_built(ask.turns))
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        try:
+            text: str = tokenizer.apply_chat_template(messages_of(turns), tokenize=False, **options)
+        except Exception:  # a template's own
+            if (joined := _joined(turns)) == turns:
+                raise
+            text = tokenizer.apply_chat_template(messages_of(joined), tokenize=False, **options)
     return text
+
+
+def _joined(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """Join what agents send in a row and some templates refuse: system messages, and the user's, to which a system
+    message between others then belongs. A conversation that goes on keeps its beginning."""
+    joined: list[Turn] = []
+    for turn in turns:
+        before = joined[-1] if joined else None
+        if turn.role == "system" and before is not None and before.role != "system":
+            turn = replace(turn, role="user")
+        if before is not None and before.role == turn.role and turn.role in ("system", "user"):
+            joined[-1] = replace(before, content=f"{before.content}\n\n{turn.content}")
+        else:
+            joined.append(turn)
+    return tuple(joined)
 
 
 def _as_built(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
@@ -167,14 +187,18 @@ def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, 
 
 def _too_long(context_len: int, question_len: int, max_positions: int, tail_capacity: int) -> str:
     if context_len + question_len >= max_positions:
-        what, fewer = f"the prompt has {question_len:,}", "shorten it"
+        what, fewer = f"it has {question_len}", "shorten it"
         if context_len:
-            what, fewer = f"context and question have {context_len:,} and {question_len:,}", "ask a shorter question"
-        return f"{what} tokens, and the model takes {max_positions:,} in all, with the answer; {fewer}"
+            what, fewer = f"context and question have {context_len} and {question_len}", "ask a shorter question"
+        # agents look for "prompt is too long" or "maximum context length is 8192 tokens", and compact what they send
+        return (
+            f"the prompt is too long: {what} tokens, and this model's maximum context length is {max_positions} "
+            f"tokens, with the answer; {fewer}"
+        )
     what, fewer = ("question", "ask a shorter one") if context_len else ("prompt", "shorten it")
     return (
-        f"the {what} has {question_len:,} tokens, and this service has room for {tail_capacity + 1:,} of {what} and "
-        f"answer together; {fewer}"
+        f"the {what} is too long: it has {question_len:,} tokens, and this service has room for {tail_capacity + 1:,} "
+        f"of {what} and answer together; {fewer}"
     )
 
 

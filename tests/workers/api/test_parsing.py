@@ -108,6 +108,12 @@ def test_max_tokens_is_capped_at_the_services_limit(asked: int, given: int) -> N
     assert ask_of(completion(max_tokens=asked)).sampling.max_new_tokens == given
 
 
+def test_with_tools_the_default_of_new_tokens_is_the_services_limit() -> None:
+    assert ask_of(chat(tools=[TOOL])).sampling.max_new_tokens == LIMITS.max_new_tokens == 1000
+    assert ask_of(chat(tools=[TOOL], max_tokens=9)).sampling.max_new_tokens == 9
+    assert ask_of(chat(tools=[TOOL], tool_choice="none")).sampling.max_new_tokens == 512
+
+
 def test_prompt_caching_hints_are_ignored() -> None:
     mark = {"cache_control": {"type": "ephemeral"}}
     turns = [{"role": "user", "content": [{"type": "text", "text": "Why?", **mark}], **mark}]
@@ -157,6 +163,19 @@ def test_tools_tool_calls_and_tool_results_become_turns() -> None:
     )  # fmt: skip
     assert ask.tools[0] == Tool("look_up", {"type": "object"}, "d") and ask.tools[1].parameters["properties"] == {}
     assert (ask.must_call, ask.parallel_calls) == ((), False)
+
+
+def test_text_of_an_assistant_may_repeat_the_messages_fields() -> None:
+    """OpenAI's Agents SDK for JavaScript sends it back so."""
+    call = call_with()
+    told = {"type": "text", "text": "Yes.", "role": "assistant", "refusal": None, "reasoning_content": "Hm.",
+            "tool_calls": [call]}  # fmt: skip
+    messages: Any = [{"role": "user", "content": "?"}, {"role": "assistant", "content": [told], "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": call["id"], "content": "x"})
+    turn = ask_of(chat(messages=messages, tools=[TOOL])).turns[1]
+    assert (turn.content, len(turn.calls), turn.reasoning) == ("Yes.", 1, "")
+    with pytest.raises(BadRequestError, match=r"messages\[0\].content\[0\].role is not a field"):
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "?", "role": "user"}]}])
 
 
 def test_truncated_tool_calls_and_empty_answers_are_accepted_as_messages() -> None:

@@ -158,6 +158,31 @@ def test_input_items_become_turns() -> None:
     assert ask.tools == (Tool("add", {"type": "object"}, None, True),) and ask.must_call == ("add",)
 
 
+def test_functions_in_namespaces_are_called_by_both_names_and_returned_apart() -> None:
+    """As Codex sends those of sub-agents and of MCP servers."""
+    group = {"type": "namespace", "name": "mcp__sky", "description": "Weather.", "tools": [TOOL]}
+    body: dict[str, Any] = {"model": MODEL, "input": "?", "tools": [TOOL, group]}
+    parsed = read_response(body, "id", "smollm2-135m", LimitSettings())
+    assert [tool.name for tool in parsed.asks[0].tools] == ["add", "mcp__sky__add"]
+    calls = [CallPart(0, "{}", "1", "mcp__sky__add"), CallPart(1, "{}", "2", "add")]
+    done = Done(reason="tool_calls", context_tokens=0, question_tokens=1, cached_tokens=0, new_tokens=9)
+    items = ResponseForm(parsed).whole([[Piece("", calls=tuple(calls))]], [done])["output"]
+    assert [(item["name"], item.get("namespace")) for item in items] == [("add", "mcp__sky"), ("add", None)]
+    outputs = [{"type": "function_call_output", "call_id": call, "output": "x"} for call in "12"]
+    again = read(input=[{"role": "user", "content": "?"}, *items, *outputs], tools=body["tools"])
+    assert [call.name for call in again.turns[1].calls] == ["mcp__sky__add", "add"]
+
+
+def test_with_tools_the_default_of_new_tokens_is_the_services_limit() -> None:
+    assert read(tools=[TOOL]).sampling.max_new_tokens == LimitSettings().max_new_tokens
+    assert read().sampling.max_new_tokens == 512
+
+
+def test_what_codex_tells_every_server_changes_nothing() -> None:
+    search = {"type": "web_search", "external_web_access": True}
+    assert read(tools=[TOOL, search], client_metadata={"session_id": "x"}) == read(tools=[TOOL])
+
+
 def test_reasoning_between_a_message_and_a_call_is_kept() -> None:
     def thought(*texts: str) -> dict[str, Any]:
         parts = [{"type": "reasoning_text", "text": text} for text in texts]
@@ -222,6 +247,22 @@ def test_text_format_sets_the_answers_schema() -> None:
         ({"reasoning": {"effort": "much"}}, 'reasoning.effort is "much", wanted one of none'),
         ({"include": ["file_search_call.results"]}, "include names"),
         ({"tools": [{"type": "web_search"}]}, "runs no tools of its own"),
+        ({"tools": [TOOL, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type is not"),
+        ({"tools": [TOOL, {"type": "image_generation"}]}, r"tools\[1\].type .*runs no tools of its own"),
+        ({"tools": [{"type": "namespace", "name": "a b", "tools": [TOOL]}]}, r"tools\[0\].name has characters"),
+        (
+            {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "namespace"}]}]},
+            r'tools\[0\].tools\[0\].type is "namespace", wanted "function"',
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "namespace", "name": f"n{i}", "tools": [TOOL, {**TOOL, "name": "b"}]} for i in range(65)
+                ]
+            },
+            "tools have 130 functions, wanted at most 128",
+        ),
+        ({"tools": [{**TOOL, "name": "a__add"}, {"type": "namespace", "name": "a", "tools": [TOOL]}]}, "repeat a name"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing"),
         ({"max_output_tokens": 0}, "max_output_tokens must lie"),
         ({"n": 2}, "n is not a field"),

@@ -178,7 +178,7 @@ def test_overload_is_refused_at_once_and_passes(built: Path) -> None:
         (
             ask("", question="x" * 5000),
             BadRequestError,
-            r"^the prompt has [\d,]+ tokens, and the model takes [\d,]+ in all",
+            r"^the prompt is too long: it has \d+ tokens, and this model's maximum context length is \d+ tokens",
         ),
     ],
 )

@@ -109,6 +109,23 @@ def test_messages_that_the_template_refuses_are_refused_with_its_reason(built: P
         prompt_ids(tokenizer, opened, ask(("user", "a"), ("system", "b"), ("user", "c")))
 
 
+def test_messages_in_a_row_are_joined_if_the_template_refuses_them_so() -> None:
+    """Codex sends two system messages and two of the user's; templates of Mistral want turns."""
+    strict = byte_tokenizer(
+        "{% if messages[0]['role'] == 'system' %}<system>{{ messages[0]['content'] }}{% set messages = messages[1:] %}"
+        "{% endif %}" + STRICT
+    )
+    first = (("system", "a"), ("system", "b"), ("user", "c"), ("user", "d"))
+    then = (*first, ("assistant", "e"), ("system", "f"), ("user", "g"))
+    began = strict.decode(prompts.whole_ids(strict, ask(*first)))
+    assert began == "<system>a\n\nb<user>c\n\nd<assistant>"
+    assert strict.decode(prompts.whole_ids(strict, ask(*then))) == f"{began}e<user>f\n\ng<assistant>"
+    messages = [{"role": role, "content": content} for role, content in then]
+    assert prompts.whole_ids(TOKENIZER, ask(*then)) == whole_ids(messages), "other templates get them as they are"
+    with pytest.raises(BadRequestError, match="take turns"):
+        prompts.whole_ids(strict, ask(("assistant", "a"), ("user", "b")))
+
+
 def test_a_system_error_in_the_template_is_not_a_bad_request(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer()
 
@@ -163,10 +180,22 @@ def test_the_answers_room_is_what_positions_and_rows_leave() -> None:
     assert room_for(asked, 950, 24, 1024, 200) == 50
     assert room_for(asked, 0, 24, 1024, 30) == 7
     for sizes, words in (
-        ((1000, 24, 1024, 200), "^context and question have 1,000 and 24 tokens, and the model takes 1,024 in all"),
-        ((900, 31, 1024, 30), "^the question has 31 tokens, .* room for 31 of question and answer together; ask"),
-        ((0, 31, 1024, 30), "^the prompt has 31 tokens, .* room for 31 of prompt and answer together; shorten it"),
-        ((0, 1024, 1024, 30), "^the prompt has 1,024 tokens, and the model takes 1,024 in all, .*; shorten it"),
+        (
+            (1000, 24, 1024, 200),
+            ".* context and question have 1000 and 24 tokens, .* context length is 1024 tokens, .*; ask",
+        ),
+        (
+            (900, 31, 1024, 30),
+            "^the question is too long: it has 31 tokens, .* room for 31 of question and answer together; ask",
+        ),
+        (
+            (0, 31, 1024, 30),
+            "^the prompt is too long: it has 31 tokens, .* room for 31 of prompt and answer together; shorten it",
+        ),
+        (
+            (0, 1024, 1024, 30),
+            "^the prompt is too long: it has 1024 tokens, .* maximum context length is 1024 tokens, .*; shorten",
+        ),
     ):
         with pytest.raises(ContextTooLongError, match=words) as refused:
             room_for(asked, *sizes)

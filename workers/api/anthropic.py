@@ -26,6 +26,8 @@ from workers.settings import LimitSettings
 ACCOUNTING = "x-anthropic-billing-header:"
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 USUAL_EFFORT = "medium"  # where thoughts are wanted, and nothing is said of effort
+# clients drop thoughts that have none, or send them back as a user's text; it is not read here
+SIGNATURE = "unsigned"
 
 
 def read_message(body: object, request_id: str, model: str, limits: LimitSettings) -> ParsedRequest:
@@ -136,9 +138,12 @@ class MessageForm:
         if not self._is_open:
             return []
         self._is_open, block = False, self._blocks[-1]
+        events = []
         if block["type"] == "tool_use":
             block["input"], self._arguments = _json_object(self._arguments), ""
-        return [self._event("content_block_stop")]
+        elif block["type"] == "thinking":
+            events.append(self._add("signature", "signature_delta", SIGNATURE))
+        return [*events, self._event("content_block_stop")]
 
     def _delta(self, kind: str, where: str, text: str) -> dict[str, Any]:
         return self._event("content_block_delta", delta={"type": kind, where: text})

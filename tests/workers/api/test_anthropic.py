@@ -9,7 +9,7 @@ import pytest
 from tests.workers.api.fake_backend import CONTEXT_TOKENS, Script
 from tests.workers.api.running import KEY, Running, serving
 from tests.workers.api.test_choices import CALLS
-from workers.api.anthropic import MessageForm, read_count, read_message
+from workers.api.anthropic import SIGNATURE, MessageForm, read_count, read_message
 from workers.serving.messages import (
     BadRequestError,
     CallPart,
@@ -103,7 +103,7 @@ def test_a_streamed_message_equals_the_unstreamed_one(service: Running, claude: 
         ("123456789", "add", {"a": 1}), ("abcdefghi", "add", {}),
     ]  # fmt: skip
     assert whole.stop_reason == "tool_use" and whole.content[0].type == "thinking"
-    assert whole.content[0].thinking == "Hm."
+    assert (whole.content[0].thinking, whole.content[0].signature) == ("Hm.", SIGNATURE)
 
 
 def test_an_answer_and_the_results_of_its_calls_can_be_sent_back(service: Running, claude: anthropic.Anthropic) -> None:

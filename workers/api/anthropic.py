@@ -19,7 +19,19 @@ from workers.api.parsing import (
 )
 from workers.api.tools import MAX_TOOLS, checked_name, names_of, read_format, read_tool
 from workers.api.turns import content_of, require_answerable, require_turns
-from workers.serving.messages import Ask, CallPart, Done, Event, Piece, TokenizeAsk, Tool, ToolCall, Turn, Usage
+from workers.serving.messages import (
+    Ask,
+    BadRequestError,
+    CallPart,
+    Done,
+    Event,
+    Piece,
+    TokenizeAsk,
+    Tool,
+    ToolCall,
+    Turn,
+    Usage,
+)
 from workers.settings import LimitSettings
 
 # Claude Code's first block of `system`, for Anthropic's own accounting
@@ -28,6 +40,12 @@ EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "
 USUAL_EFFORT = "medium"  # where thoughts are wanted, and nothing is said of effort
 # clients drop thoughts that have none, or send them back as a user's text; it is not read here
 SIGNATURE = "unsigned"
+
+
+class ThreadsError(BadRequestError):
+    """Anthropic's client sends the whole conversation in answer to this code, and works on."""
+
+    code = "thread_unsupported_request"
 
 
 def read_message(body: object, request_id: str, model: str, limits: LimitSettings) -> ParsedRequest:
@@ -367,3 +385,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.ignore("context_management", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
     fields.only("mcp_servers", [], why="the service runs no tools of its own")
     fields.only("container", why="the service runs no tools of its own")
+    if fields.any_of("thread") is not None:
+        what = "thread is set, but no conversation is stored here; leave it out, and send all messages each time"
+        raise ThreadsError(what, "thread")

@@ -71,6 +71,7 @@ def test_a_message_has_text_reason_and_usage(service: Running, claude: anthropic
     used = answer.usage
     assert (used.input_tokens, used.cache_read_input_tokens, used.output_tokens) == (7, CONTEXT_TOKENS, 4)
     asked = service.backend.asks[-1]
+    assert answer._request_id == asked.request_id
     assert asked.turns == (Turn("system", "Be short."), Turn("user", "?"))
     assert (asked.sampling.max_new_tokens, asked.sampling.top_k) == (9, 3)
     assert claude.messages.create(model=MODEL, max_tokens=2, messages=ASK).stop_reason == "max_tokens"
@@ -166,6 +167,25 @@ def test_errors_have_anthropics_form_and_classes(service: Running, claude: anthr
         stranger.messages.create(model=MODEL, max_tokens=9, messages=ASK)
     with anthropic.Anthropic(base_url=service.url, auth_token=KEY, api_key=None, max_retries=0) as by_bearer:
         assert by_bearer.messages.count_tokens(model=MODEL, messages=ASK).input_tokens
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_tool_runner_goes_on_without_a_thread(service: Running, claude: anthropic.Anthropic, is_stream: bool) -> None:
+    @anthropic.beta_tool
+    def add(a: int = 0) -> str:
+        return f"sum {a}"
+
+    service.backend.scripts = {"?": Script(CALLS, reason="tool_calls")}
+    runner: Any = claude.beta.messages.tool_runner(
+        model=MODEL, max_tokens=9, messages=ASK, tools=[add], **({"stream": True} if is_stream else {})
+    )
+    told = [message.get_final_message() if is_stream else message for message in runner]
+    assert [message.stop_reason for message in told] == ["tool_use", "end_turn"]
+    results = [turn.content for turn in service.backend.asks[-1].turns if turn.role == "tool"]
+    assert results == ["sum 1", "sum 0"]
+    with pytest.raises(anthropic.BadRequestError, match="no conversation is stored here") as error:
+        claude.beta.messages.create(model=MODEL, max_tokens=9, messages=ASK, thread={"type": "create"})
+    assert error.value.error_code == "thread_unsupported_request"
 
 
 def test_a_failure_in_mid_stream_is_sent_as_an_error_event(service: Running, claude: anthropic.Anthropic) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.workers.api.fake_backend import CONTEXT_TOKENS, Script
 from tests.workers.api.running import KEY, Running, serving
 from tests.workers.api.test_choices import CALLS
-from workers.api.anthropic import SIGNATURE, MessageForm, read_count, read_message
+from workers.api.anthropic import SIGNATURE, UNREAD_IMAGE, MessageForm, read_count, read_message
 from workers.serving.messages import (
     BadRequestError,
     CallPart,
@@ -228,6 +228,33 @@ def test_documents_are_read_as_text() -> None:
     assert turns(("user", [block, {"type": "text", "text": "?"}])) == (Turn("user", "T\nC\nAll of it.\n?"),)
 
 
+def test_results_of_searches_are_read_as_text() -> None:
+    block = {"type": "search_result", "title": "T", "source": "U", "content": [{"type": "text", "text": "Found."}]}
+    assert turns(("user", [block])) == (Turn("user", "T\nU\nFound."),)
+
+
+def test_a_tools_result_may_have_more_than_text() -> None:
+    """Clients send it with all later turns: a refusal would end the conversation."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
+    parts = [{"type": "text", "text": "Seen:"}, image, {"type": "tool_reference", "tool_name": "f"}]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": parts}
+    call = ("assistant", [{**CALL, "input": {}}])
+    assert turns(call, ("user", [result]))[-1] == Turn("tool", f"Seen:\n{UNREAD_IMAGE}\nf", call_id="1")
+    for nothing in ({}, {"content": []}, {"content": ""}):
+        empty = {"type": "tool_result", "tool_use_id": "1", **nothing}
+        assert turns(call, ("user", [empty]))[-1] == Turn("tool", "", call_id="1")
+
+
+def test_an_empty_answer_can_be_sent_back() -> None:
+    assert turns(("user", "a"), ("assistant", []), ("user", "b"))[1] == Turn("assistant", "")
+
+
+def test_tools_may_have_long_names_and_be_called_directly() -> None:
+    long = {**TOOL, "name": "mcp__" + "x" * 123, "allowed_callers": ["direct"]}
+    ask = read(tools=[long], tool_choice={"type": "tool", "name": long["name"]})
+    assert ask.must_call == (long["name"],) == (ask.tools[0].name,)
+
+
 def test_blocks_about_the_clients_accounting_are_not_shown_to_the_model() -> None:
     system = [{"type": "text", "text": text} for text in ("x-anthropic-billing-header: cch=1f2a;", "Be short.")]
     assert turns(("user", "?"), system=system) == (Turn("system", "Be short."), Turn("user", "?"))
@@ -280,7 +307,7 @@ def test_an_output_format_sets_the_schema() -> None:
         ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\].content.text is 3, wanted text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            r"content\[0\].type is \"image\", wanted one of text, document, tool_result: other content is not read",
+            r"content\[0\].type is \"image\", wanted one of text, document, search_result, tool_result: other content",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},
@@ -301,6 +328,8 @@ def test_an_output_format_sets_the_schema() -> None:
         ({"messages": [{"role": "user", "content": "x" * 501}]}, "501 characters"),
         ({"system": [{"type": "image"}]}, r"system\[0\].type .*only text"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].type .*that the client runs"),
+        ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20260120"]}]}, "callers .*only the model itself"),
+        ({"tools": [{**TOOL, "name": "x" * 129}]}, "name has 129 characters, wanted at most 128"),
         ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, r"tools\[0\].input_schema is not a JSON"),
         ({"tools": [TOOL, TOOL]}, "tools repeat a name"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names a tool that is not among the tools"),

@@ -17,15 +17,37 @@ from workers.api.parsing import (
     read_extensions,
     read_sampling,
 )
-from workers.api.tools import MAX_TOOLS, checked_name, names_of, read_format, read_tool
+from workers.api.tools import MAX_NAME_CHARS, MAX_TOOLS, checked_name, names_of, read_format, read_tool
 from workers.api.turns import content_of, require_answerable, require_turns
-from workers.serving.messages import Ask, CallPart, Done, Event, Piece, TokenizeAsk, Tool, ToolCall, Turn, Usage
+from workers.serving.messages import (
+    Ask,
+    BadRequestError,
+    CallPart,
+    Done,
+    Event,
+    Piece,
+    TokenizeAsk,
+    Tool,
+    ToolCall,
+    Turn,
+    Usage,
+)
 from workers.settings import LimitSettings
 
 # Claude Code's first block of `system`, for Anthropic's own accounting
 ACCOUNTING = "x-anthropic-billing-header:"
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 USUAL_EFFORT = "medium"  # where thoughts are wanted, and nothing is said of effort
+# clients drop thoughts that have none, or send them back as a user's text; it is not read here
+SIGNATURE = "unsigned"
+READ = ("text", "document", "search_result")  # blocks that anyone but the assistant may send
+UNREAD_IMAGE = "[an image, which is not shown because this service reads only text]"
+
+
+class ThreadsError(BadRequestError):
+    """Anthropic's client sends the whole conversation in answer to this code, and works on."""
+
+    code = "thread_unsupported_request"
 
 
 def read_message(body: object, request_id: str, model: str, limits: LimitSettings) -> ParsedRequest:
@@ -136,9 +158,12 @@ class MessageForm:
         if not self._is_open:
             return []
         self._is_open, block = False, self._blocks[-1]
+        events = []
         if block["type"] == "tool_use":
             block["input"], self._arguments = _json_object(self._arguments), ""
-        return [self._event("content_block_stop")]
+        elif block["type"] == "thinking":
+            events.append(self._add("signature", "signature_delta", SIGNATURE))
+        return [*events, self._event("content_block_stop")]
 
     def _delta(self, kind: str, where: str, text: str) -> dict[str, Any]:
         return self._event("content_block_delta", delta={"type": kind, where: text})
@@ -220,7 +245,7 @@ def _turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
         role = message.choice("role", ("user", "assistant", "system"))
         if role is None:
             message.refuse("role", "is missing, wanted one of user, assistant, system")
-        blocks = _blocks(message)
+        blocks = _blocks(message, is_needed=role != "assistant")  # an answer may be empty
         message.finish()
         if role == "assistant":
             turns.append(_assistant_turn(blocks, most_chars))
@@ -235,11 +260,13 @@ def _is_accounting(text: object) -> bool:
     return isinstance(text, str) and text.startswith(ACCOUNTING)
 
 
-def _blocks(message: Fields) -> list[Fields]:
+def _blocks(message: Fields, is_needed: bool = True) -> list[Fields]:
     """Return the blocks of `content`, of which a text is one."""
     content = message.any_of("content")
     if content is None or content == []:
-        message.refuse("content", "is missing or empty, wanted text or a list of blocks")
+        if is_needed:
+            message.refuse("content", "is missing or empty, wanted text or a list of blocks")
+        return []
     where = f"{message.where}content"
     if not isinstance(content, list):
         return [Fields({"type": "text", "text": content}, f"{where}.")]
@@ -263,24 +290,45 @@ def _add_user_turns(turns: list[Turn], blocks: list[Fields], most_chars: int, jo
     """
     texts: list[str] = []
     for block in blocks:
-        kind = _kind(block, "text", "document", *(() if joins else ("tool_result",)))
-        block.ignore("cache_control")
+        kind = _kind(block, *READ, *(() if joins else ("tool_result",)))
         if kind == "tool_result":
             if texts:
                 turns.append(Turn("user", "\n".join(texts)))
                 texts = []
             call_id = block.needed_text("tool_use_id", 256)
             block.flag("is_error")  # the text says it, too
-            turns.append(Turn("tool", content_of(block, most_chars, is_needed=False), call_id=call_id))
+            block.ignore("cache_control")
+            content = "\n".join(_result_text(part, most_chars) for part in _blocks(block, is_needed=False))
+            turns.append(Turn("tool", content, call_id=call_id))
+            block.finish()
         else:
-            texts.append(_document(block, most_chars) if kind == "document" else block.needed_text("text", most_chars))
-            block.ignore("citations")
-        block.finish()
+            texts.append(_text(block, kind, most_chars))
     text = "\n".join(texts)
     if joins and turns and turns[-1].role == "user":
         turns[-1] = Turn("user", f"{turns[-1].content}\n\n{text}")
     elif texts:
         turns.append(Turn("user", text))
+
+
+def _result_text(part: Fields, most_chars: int) -> str:
+    """Read a part of a tool's result. Images are not refused: clients send results with all later turns, so none of
+    these would be answered."""
+    kind = _kind(part, *READ, "image", "tool_reference")
+    return UNREAD_IMAGE if kind == "image" else _text(part, kind, most_chars)
+
+
+def _text(block: Fields, kind: str, most_chars: int) -> str:
+    """Read a block with text: for a document and a search result with what is said about it, for a tool its name."""
+    block.ignore("cache_control", "citations")
+    if kind == "document":
+        text = _document(block, most_chars)
+    elif kind == "search_result":
+        heads = block.needed_text("title", most_chars), block.needed_text("source", most_chars)
+        text = "\n".join([*heads, content_of(block, most_chars)])
+    else:
+        text = block.needed_text("tool_name" if kind == "tool_reference" else "text", most_chars)
+    block.finish()
+    return text
 
 
 def _document(block: Fields, most_chars: int) -> str:
@@ -327,13 +375,14 @@ def _tools(fields: Fields) -> tuple[tuple[Tool, ...], dict[str, Any]]:
         tool = Fields(item, f"tools[{index}].")
         tool.only("type", "custom", why="only tools that the client runs, with an input_schema, are supported")
         tools.append(read_tool(tool, "input_schema"))
+        tool.only("allowed_callers", ["direct"], why="only the model itself calls tools")
         tool.ignore("cache_control", "defer_loading", "eager_input_streaming", "input_examples")
         tool.finish()
     names = names_of(tuple(tools), fields)
     choice = fields.inner("tool_choice")
     kind, named, is_parallel = None, None, True
     if choice is not None:
-        kind, named = choice.choice("type", ("auto", "any", "tool", "none")), choice.text("name", 64)
+        kind, named = choice.choice("type", ("auto", "any", "tool", "none")), choice.text("name", MAX_NAME_CHARS)
         is_parallel = not choice.flag("disable_parallel_tool_use")
         choice.finish()
         if kind == "tool" and named not in names:
@@ -362,3 +411,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.ignore("context_management", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
     fields.only("mcp_servers", [], why="the service runs no tools of its own")
     fields.only("container", why="the service runs no tools of its own")
+    if fields.any_of("thread") is not None:
+        what = "thread is set, but no conversation is stored here; leave it out, and send all messages each time"
+        raise ThreadsError(what, "thread")

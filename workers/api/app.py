@@ -65,7 +65,7 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
             allow_origins=settings.server.allowed_origins,
             allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("retry-after", "x-request-id", "x-should-retry"),
+            expose_headers=("request-id", "retry-after", "x-request-id", "x-should-retry"),
         )
     app.add_exception_handler(HTTPException, _no_such_route)
     routes = Routes(backend, settings, measures, pace)

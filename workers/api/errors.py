@@ -47,8 +47,10 @@ def error_body(error: ServingError, path: str = "") -> dict[str, Any]:
     other = "invalid_request_error" if error.status < 500 else "api_error" if of_messages else "server_error"
     param = clipped(error.param, 64) if error.param else None
     kind = types.get(error.status, other)
-    told = {"error": {"message": clipped(error.message), "type": kind, "param": param, "code": error.code}}
-    return {"type": "error", **told} if of_messages else told
+    told: dict[str, Any] = {"message": clipped(error.message), "type": kind, "param": param, "code": error.code}
+    if of_messages:
+        return {"type": "error", "error": told | {"details": {"error_code": error.code}}}
+    return {"error": told}
 
 
 def error_reply(error: ServingError, path: str = "", headers: Mapping[str, str] | None = None) -> Response:

@@ -164,7 +164,7 @@ class _Outgoing:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
-            headers["x-request-id"] = self._request_id
+            headers["x-request-id"] = headers["request-id"] = self._request_id  # the latter for Anthropic's clients
             headers["x-content-type-options"] = "nosniff"
             if not self._incoming.is_complete:
                 headers["connection"] = "close"  # the rest of the body must not be read as the next request

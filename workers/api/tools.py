@@ -10,7 +10,8 @@ from workers.api.fields import Fields, shown_value
 from workers.serving.messages import Tool, ToolCall, Turn
 
 MAX_TOOLS = 128
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_NAME_CHARS = 128  # Anthropic's limit; OpenAI's is 64
+NAME = re.compile(r"[A-Za-z0-9_-]+")
 MAX_CHARS = 1 << 20  # of descriptions and of a call's arguments; the body itself has a limit
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -102,7 +103,7 @@ def require_answered_calls(turns: tuple[Turn, ...], fields: Fields, name: str) -
 
 
 def checked_name(fields: Fields) -> str:
-    name = fields.needed_text("name", 64)
+    name = fields.needed_text("name", MAX_NAME_CHARS)
     if NAME.fullmatch(name) is None:
         fields.refuse("name", "has characters other than letters, digits, underscores and dashes")
     return name
@@ -172,7 +173,7 @@ def _choice(fields: Fields, names: list[str], is_nested: bool) -> str | list[str
         if choice.any_of("type") != "function":
             choice.refuse("type", 'is not "function"; wanted none, auto, required, or one function by its name')
         function = choice.inner("function") if is_nested else choice
-        name = function.needed_text("name", 64) if function is not None else None
+        name = function.needed_text("name", MAX_NAME_CHARS) if function is not None else None
         if function is not None:
             function.finish()
         choice.finish()

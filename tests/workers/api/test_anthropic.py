@@ -9,7 +9,7 @@ import pytest
 from tests.workers.api.fake_backend import CONTEXT_TOKENS, Script
 from tests.workers.api.running import KEY, Running, serving
 from tests.workers.api.test_choices import CALLS
-from workers.api.anthropic import MessageForm, read_count, read_message
+from workers.api.anthropic import SIGNATURE, UNREAD_IMAGE, MessageForm, read_count, read_message
 from workers.serving.messages import (
     BadRequestError,
     CallPart,
@@ -71,6 +71,7 @@ def test_a_message_has_text_reason_and_usage(service: Running, claude: anthropic
     used = answer.usage
     assert (used.input_tokens, used.cache_read_input_tokens, used.output_tokens) == (7, CONTEXT_TOKENS, 4)
     asked = service.backend.asks[-1]
+    assert answer._request_id == asked.request_id
     assert asked.turns == (Turn("system", "Be short."), Turn("user", "?"))
     assert (asked.sampling.max_new_tokens, asked.sampling.top_k) == (9, 3)
     assert claude.messages.create(model=MODEL, max_tokens=2, messages=ASK).stop_reason == "max_tokens"
@@ -103,7 +104,7 @@ def test_a_streamed_message_equals_the_unstreamed_one(service: Running, claude: 
         ("123456789", "add", {"a": 1}), ("abcdefghi", "add", {}),
     ]  # fmt: skip
     assert whole.stop_reason == "tool_use" and whole.content[0].type == "thinking"
-    assert whole.content[0].thinking == "Hm."
+    assert (whole.content[0].thinking, whole.content[0].signature) == ("Hm.", SIGNATURE)
 
 
 def test_an_answer_and_the_results_of_its_calls_can_be_sent_back(service: Running, claude: anthropic.Anthropic) -> None:
@@ -168,6 +169,25 @@ def test_errors_have_anthropics_form_and_classes(service: Running, claude: anthr
         assert by_bearer.messages.count_tokens(model=MODEL, messages=ASK).input_tokens
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_tool_runner_goes_on_without_a_thread(service: Running, claude: anthropic.Anthropic, is_stream: bool) -> None:
+    @anthropic.beta_tool
+    def add(a: int = 0) -> str:
+        return f"sum {a}"
+
+    service.backend.scripts = {"?": Script(CALLS, reason="tool_calls")}
+    runner: Any = claude.beta.messages.tool_runner(
+        model=MODEL, max_tokens=9, messages=ASK, tools=[add], **({"stream": True} if is_stream else {})
+    )
+    told = [message.get_final_message() if is_stream else message for message in runner]
+    assert [message.stop_reason for message in told] == ["tool_use", "end_turn"]
+    results = [turn.content for turn in service.backend.asks[-1].turns if turn.role == "tool"]
+    assert results == ["sum 1", "sum 0"]
+    with pytest.raises(anthropic.BadRequestError, match="no conversation is stored here") as error:
+        claude.beta.messages.create(model=MODEL, max_tokens=9, messages=ASK, thread={"type": "create"})
+    assert error.value.error_code == "thread_unsupported_request"
+
+
 def test_a_failure_in_mid_stream_is_sent_as_an_error_event(service: Running, claude: anthropic.Anthropic) -> None:
     service.backend.scripts = {"?": Script(fail_at=2, error=WorkerLostError("gone"))}
     said: list[Any] = []
@@ -206,6 +226,33 @@ def test_documents_are_read_as_text() -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "All of it."}
     block = {"type": "document", "title": "T", "context": "C", "source": source, "citations": {"enabled": False}}
     assert turns(("user", [block, {"type": "text", "text": "?"}])) == (Turn("user", "T\nC\nAll of it.\n?"),)
+
+
+def test_results_of_searches_are_read_as_text() -> None:
+    block = {"type": "search_result", "title": "T", "source": "U", "content": [{"type": "text", "text": "Found."}]}
+    assert turns(("user", [block])) == (Turn("user", "T\nU\nFound."),)
+
+
+def test_a_tools_result_may_have_more_than_text() -> None:
+    """Clients send it with all later turns: a refusal would end the conversation."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
+    parts = [{"type": "text", "text": "Seen:"}, image, {"type": "tool_reference", "tool_name": "f"}]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": parts}
+    call = ("assistant", [{**CALL, "input": {}}])
+    assert turns(call, ("user", [result]))[-1] == Turn("tool", f"Seen:\n{UNREAD_IMAGE}\nf", call_id="1")
+    for nothing in ({}, {"content": []}, {"content": ""}):
+        empty = {"type": "tool_result", "tool_use_id": "1", **nothing}
+        assert turns(call, ("user", [empty]))[-1] == Turn("tool", "", call_id="1")
+
+
+def test_an_empty_answer_can_be_sent_back() -> None:
+    assert turns(("user", "a"), ("assistant", []), ("user", "b"))[1] == Turn("assistant", "")
+
+
+def test_tools_may_have_long_names_and_be_called_directly() -> None:
+    long = {**TOOL, "name": "mcp__" + "x" * 123, "allowed_callers": ["direct"]}
+    ask = read(tools=[long], tool_choice={"type": "tool", "name": long["name"]})
+    assert ask.must_call == (long["name"],) == (ask.tools[0].name,)
 
 
 def test_blocks_about_the_clients_accounting_are_not_shown_to_the_model() -> None:
@@ -260,7 +307,7 @@ def test_an_output_format_sets_the_schema() -> None:
         ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\].content.text is 3, wanted text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            r"content\[0\].type is \"image\", wanted one of text, document, tool_result: other content is not read",
+            r"content\[0\].type is \"image\", wanted one of text, document, search_result, tool_result: other content",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},
@@ -281,6 +328,8 @@ def test_an_output_format_sets_the_schema() -> None:
         ({"messages": [{"role": "user", "content": "x" * 501}]}, "501 characters"),
         ({"system": [{"type": "image"}]}, r"system\[0\].type .*only text"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].type .*that the client runs"),
+        ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20260120"]}]}, "callers .*only the model itself"),
+        ({"tools": [{**TOOL, "name": "x" * 129}]}, "name has 129 characters, wanted at most 128"),
         ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, r"tools\[0\].input_schema is not a JSON"),
         ({"tools": [TOOL, TOOL]}, "tools repeat a name"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names a tool that is not among the tools"),

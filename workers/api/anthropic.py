@@ -66,7 +66,6 @@ def read_message(body: object, request_id: str, model: str, limits: LimitSetting
     ask = Ask(
         request_id=request_id,
         context=context_or_own(requested_model, model),
-        schema_field="output_config.format",
         sampling=sampling,
         reports_usage=stream,  # the first event has the prompt's
         **conversation,
@@ -213,11 +212,14 @@ def _conversation(fields: Fields, limits: LimitSettings) -> tuple[dict[str, Any]
     if not continues:
         require_answerable(turns, fields, "messages")
     tools, about_answer = _tools(fields)
+    if form := read_format(fields, "output_format", has_wrapper=False):  # its name in older clients
+        about_answer |= form | {"schema_field": "output_format"}
     output = fields.inner("output_config")
     effort = None
     if output is not None:
         effort = output.choice("effort", tuple(EFFORTS))
-        about_answer |= read_format(output, "format", has_wrapper=False)
+        if form := read_format(output, "format", has_wrapper=False):
+            about_answer |= form | {"schema_field": "output_config.format"}
         output.finish()
     conversation = {
         "turns": turns,

@@ -214,6 +214,7 @@ def test_contexts_are_models_of_anthropics_client_too(claude: anthropic.Anthropi
     assert [model.id for model in listed.data] == ["smollm2-135m", MODEL] and not listed.has_more
     model = claude.models.retrieve(MODEL)
     assert (model.type, model.display_name, model.created_at.timestamp()) == ("model", MODEL, 1.7e9)
+    assert (model.lifecycle, model.max_input_tokens) == ("active", 2048)
 
 
 def test_system_messages_within_a_conversation_join_the_users(service: Running) -> None:
@@ -295,6 +296,9 @@ def test_tool_choices() -> None:
 def test_an_output_format_sets_the_schema() -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "integer"}}}
     assert read(output_config=form).schema == {"type": "integer"} and read().schema is None
+    older = read(output_format=form["format"])
+    assert (older.schema, older.schema_field) == ({"type": "integer"}, "output_format")
+    assert read(output_config=form).schema_field == "output_config.format"
 
 
 @pytest.mark.parametrize(

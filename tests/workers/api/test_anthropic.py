@@ -9,7 +9,7 @@ import pytest
 from tests.workers.api.fake_backend import CONTEXT_TOKENS, Script
 from tests.workers.api.running import KEY, Running, serving
 from tests.workers.api.test_choices import CALLS
-from workers.api.anthropic import SIGNATURE, UNREAD_IMAGE, MessageForm, read_count, read_message
+from workers.api.anthropic import SIGNATURE, UNREAD, MessageForm, read_count, read_message
 from workers.serving.messages import (
     BadRequestError,
     CallPart,
@@ -240,7 +240,12 @@ def test_a_tools_result_may_have_more_than_text() -> None:
     parts = [{"type": "text", "text": "Seen:"}, image, {"type": "tool_reference", "tool_name": "f"}]
     result = {"type": "tool_result", "tool_use_id": "1", "content": parts}
     call = ("assistant", [{**CALL, "input": {}}])
-    assert turns(call, ("user", [result]))[-1] == Turn("tool", f"Seen:\n{UNREAD_IMAGE}\nf", call_id="1")
+    assert turns(call, ("user", [result]))[-1] == Turn("tool", f"Seen:\n{UNREAD.format('image')}\nf", call_id="1")
+    pages = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
+    with_pages = turns(call, ("user", [{**result, "content": "Read."}, pages, image]))
+    assert with_pages[1:] == (
+        Turn("tool", "Read.", call_id="1"), Turn("user", f"{UNREAD.format('document')}\n{UNREAD.format('image')}"),
+    )  # fmt: skip
     for nothing in ({}, {"content": []}, {"content": ""}):
         empty = {"type": "tool_result", "tool_use_id": "1", **nothing}
         assert turns(call, ("user", [empty]))[-1] == Turn("tool", "", call_id="1")

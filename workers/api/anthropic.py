@@ -209,6 +209,8 @@ def _conversation(fields: Fields, limits: LimitSettings) -> tuple[dict[str, Any]
     """Read the fields that a message has in common with a count of its tokens: those of a `Conversation`, and those
     that an `Ask` has about the answer."""
     turns = _turns(fields, limits)
+    if len(turns) > 1 and turns[-1] == Turn("assistant", ""):
+        turns = turns[:-1]  # continued, it would keep a model that thinks from thinking
     continues = turns[-1].role == "assistant" and not turns[-1].calls
     if not continues:
         require_answerable(turns, fields, "messages")

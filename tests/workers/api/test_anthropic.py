@@ -269,6 +269,9 @@ def test_blocks_about_the_clients_accounting_are_not_shown_to_the_model() -> Non
 
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     assert read(messages=[*ASK, {"role": "assistant", "content": "Well,"}]).continues and not read().continues
+    for nothing in ("", []):
+        ask = read(messages=[*ASK, {"role": "assistant", "content": nothing}])
+        assert ask.turns == (Turn("user", "?"),) and not ask.continues
 
 
 @pytest.mark.parametrize(

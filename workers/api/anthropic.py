@@ -41,7 +41,8 @@ USUAL_EFFORT = "medium"  # where thoughts are wanted, and nothing is said of eff
 # clients drop thoughts that have none, or send them back as a user's text; it is not read here
 SIGNATURE = "unsigned"
 READ = ("text", "document", "search_result")  # blocks that anyone but the assistant may send
-UNREAD_IMAGE = "[an image, which is not shown because this service reads only text]"
+# in place of what a tool returned: clients send it with all later turns, so that a refusal would end the conversation
+UNREAD = "[{}: not shown, because this service reads only text]"
 
 
 class ThreadsError(BadRequestError):
@@ -66,7 +67,6 @@ def read_message(body: object, request_id: str, model: str, limits: LimitSetting
     ask = Ask(
         request_id=request_id,
         context=context_or_own(requested_model, model),
-        schema_field="output_config.format",
         sampling=sampling,
         reports_usage=stream,  # the first event has the prompt's
         **conversation,
@@ -209,15 +209,20 @@ def _conversation(fields: Fields, limits: LimitSettings) -> tuple[dict[str, Any]
     """Read the fields that a message has in common with a count of its tokens: those of a `Conversation`, and those
     that an `Ask` has about the answer."""
     turns = _turns(fields, limits)
+    if len(turns) > 1 and turns[-1] == Turn("assistant", ""):
+        turns = turns[:-1]  # continued, it would keep a model that thinks from thinking
     continues = turns[-1].role == "assistant" and not turns[-1].calls
     if not continues:
         require_answerable(turns, fields, "messages")
     tools, about_answer = _tools(fields)
+    if form := read_format(fields, "output_format", has_wrapper=False):  # its name in older clients
+        about_answer |= form | {"schema_field": "output_format"}
     output = fields.inner("output_config")
     effort = None
     if output is not None:
         effort = output.choice("effort", tuple(EFFORTS))
-        about_answer |= read_format(output, "format", has_wrapper=False)
+        if form := read_format(output, "format", has_wrapper=False):
+            about_answer |= form | {"schema_field": "output_config.format"}
         output.finish()
     conversation = {
         "turns": turns,
@@ -289,20 +294,25 @@ def _add_user_turns(turns: list[Turn], blocks: list[Fields], most_chars: int, jo
     joins the user's before it.
     """
     texts: list[str] = []
+    of_tool = False  # pages that a tool has read come after its result
     for block in blocks:
-        kind = _kind(block, *READ, *(() if joins else ("tool_result",)))
+        kind = _kind(block, *READ, *(() if joins else ("tool_result",)), *(("image",) if of_tool else ()))
         if kind == "tool_result":
+            of_tool = True
             if texts:
                 turns.append(Turn("user", "\n".join(texts)))
                 texts = []
             call_id = block.needed_text("tool_use_id", 256)
             block.flag("is_error")  # the text says it, too
             block.ignore("cache_control")
-            content = "\n".join(_result_text(part, most_chars) for part in _blocks(block, is_needed=False))
-            turns.append(Turn("tool", content, call_id=call_id))
+            content = [
+                _text(part, _kind(part, *READ, "image", "tool_reference"), most_chars, of_tool)
+                for part in _blocks(block, is_needed=False)
+            ]
+            turns.append(Turn("tool", "\n".join(content), call_id=call_id))
             block.finish()
         else:
-            texts.append(_text(block, kind, most_chars))
+            texts.append(_text(block, kind, most_chars, of_tool))
     text = "\n".join(texts)
     if joins and turns and turns[-1].role == "user":
         turns[-1] = Turn("user", f"{turns[-1].content}\n\n{text}")
@@ -310,18 +320,19 @@ def _add_user_turns(turns: list[Turn], blocks: list[Fields], most_chars: int, jo
         turns.append(Turn("user", text))
 
 
-def _result_text(part: Fields, most_chars: int) -> str:
-    """Read a part of a tool's result. Images are not refused: clients send results with all later turns, so none of
-    these would be answered."""
-    kind = _kind(part, *READ, "image", "tool_reference")
-    return UNREAD_IMAGE if kind == "image" else _text(part, kind, most_chars)
-
-
-def _text(block: Fields, kind: str, most_chars: int) -> str:
-    """Read a block with text: for a document and a search result with what is said about it, for a tool its name."""
+def _text(block: Fields, kind: str, most_chars: int, of_tool: bool) -> str:
+    """Read a block as text: a document and a search result with what is said about them, a tool by its name."""
     block.ignore("cache_control", "citations")
     if kind == "document":
-        text = _document(block, most_chars)
+        source = block.inner("source")
+        if source is not None and source.any_of("type") == "text":
+            text = _document(block, source, most_chars)
+        elif of_tool:
+            return UNREAD.format(kind)
+        else:
+            block.refuse("source", 'is not of type "text": only plain text is read here')
+    elif kind == "image":
+        return UNREAD.format(kind)
     elif kind == "search_result":
         heads = block.needed_text("title", most_chars), block.needed_text("source", most_chars)
         text = "\n".join([*heads, content_of(block, most_chars)])
@@ -331,11 +342,8 @@ def _text(block: Fields, kind: str, most_chars: int) -> str:
     return text
 
 
-def _document(block: Fields, most_chars: int) -> str:
+def _document(block: Fields, source: Fields, most_chars: int) -> str:
     """Read a document of plain text, with its title and what is said about it."""
-    source = block.inner("source")
-    if source is None or source.any_of("type") != "text":
-        block.refuse("source", 'is not of type "text": only plain text is read here')
     source.only("media_type", "text/plain", why="only plain text is read here")
     texts = block.text("title", most_chars), block.text("context", most_chars), source.needed_text("data", most_chars)
     source.finish()

@@ -45,7 +45,13 @@ def model_objects(contexts: Sequence[ContextInfo], model: ServedModel) -> list[d
 
 def _model_object(name: str, since: int, max_positions: int) -> dict[str, Any]:
     of_openai = {"id": name, "object": "model", "created": since, "owned_by": "csattn"}
-    of_anthropic = {"type": "model", "display_name": name, "created_at": datetime.fromtimestamp(since, UTC).isoformat()}
+    of_anthropic = {
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(since, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": max_positions,
+    }
     return {**of_openai, **of_anthropic, "max_model_len": max_positions}  # the last is vLLM's
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.workers.api.fake_backend import CONTEXT_TOKENS, Script
 from tests.workers.api.running import KEY, Running, serving
 from tests.workers.api.test_choices import CALLS
-from workers.api.anthropic import SIGNATURE, UNREAD_IMAGE, MessageForm, read_count, read_message
+from workers.api.anthropic import SIGNATURE, UNREAD, MessageForm, read_count, read_message
 from workers.serving.messages import (
     BadRequestError,
     CallPart,
@@ -214,6 +214,7 @@ def test_contexts_are_models_of_anthropics_client_too(claude: anthropic.Anthropi
     assert [model.id for model in listed.data] == ["smollm2-135m", MODEL] and not listed.has_more
     model = claude.models.retrieve(MODEL)
     assert (model.type, model.display_name, model.created_at.timestamp()) == ("model", MODEL, 1.7e9)
+    assert (model.lifecycle, model.max_input_tokens) == ("active", 2048)
 
 
 def test_system_messages_within_a_conversation_join_the_users(service: Running) -> None:
@@ -239,7 +240,12 @@ def test_a_tools_result_may_have_more_than_text() -> None:
     parts = [{"type": "text", "text": "Seen:"}, image, {"type": "tool_reference", "tool_name": "f"}]
     result = {"type": "tool_result", "tool_use_id": "1", "content": parts}
     call = ("assistant", [{**CALL, "input": {}}])
-    assert turns(call, ("user", [result]))[-1] == Turn("tool", f"Seen:\n{UNREAD_IMAGE}\nf", call_id="1")
+    assert turns(call, ("user", [result]))[-1] == Turn("tool", f"Seen:\n{UNREAD.format('image')}\nf", call_id="1")
+    pages = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
+    with_pages = turns(call, ("user", [{**result, "content": "Read."}, pages, image]))
+    assert with_pages[1:] == (
+        Turn("tool", "Read.", call_id="1"), Turn("user", f"{UNREAD.format('document')}\n{UNREAD.format('image')}"),
+    )  # fmt: skip
     for nothing in ({}, {"content": []}, {"content": ""}):
         empty = {"type": "tool_result", "tool_use_id": "1", **nothing}
         assert turns(call, ("user", [empty]))[-1] == Turn("tool", "", call_id="1")
@@ -263,6 +269,9 @@ def test_blocks_about_the_clients_accounting_are_not_shown_to_the_model() -> Non
 
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     assert read(messages=[*ASK, {"role": "assistant", "content": "Well,"}]).continues and not read().continues
+    for nothing in ("", []):
+        ask = read(messages=[*ASK, {"role": "assistant", "content": nothing}])
+        assert ask.turns == (Turn("user", "?"),) and not ask.continues
 
 
 @pytest.mark.parametrize(
@@ -295,6 +304,9 @@ def test_tool_choices() -> None:
 def test_an_output_format_sets_the_schema() -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "integer"}}}
     assert read(output_config=form).schema == {"type": "integer"} and read().schema is None
+    older = read(output_format=form["format"])
+    assert (older.schema, older.schema_field) == ({"type": "integer"}, "output_format")
+    assert read(output_config=form).schema_field == "output_config.format"
 
 
 @pytest.mark.parametrize(

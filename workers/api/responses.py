@@ -142,6 +142,13 @@ class ResponseForm:
     def end(self, dones: list[Done]) -> list[dict[str, Any]]:
         return []
 
+    def failed(self, told: dict[str, Any]) -> dict[str, Any]:
+        """Return the event that ends the stream by an error. OpenAI's clients raise the event's own, and programs that
+        read events themselves, such as Codex, look for the response's: without one, they ask again and again."""
+        error = {name: told["error"][name] for name in ("code", "message")}
+        response = {**self._response(None), "status": "failed", "error": error}
+        return {**self._event("response.failed", response=response), **told}
+
     def _call(self, parts: Sequence[CallPart]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         for part in parts:

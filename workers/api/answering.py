@@ -83,6 +83,10 @@ class Answering:
         for chunk in form.end([dones[index] for index in range(len(self._parsed.asks))]):
             yield chunk
 
+    def failed(self, told: dict[str, Any]) -> dict[str, Any]:
+        """Return the object that ends a stream by an error. told: what a reply would say."""
+        return self._form.failed(told) if isinstance(self._form, ResponseForm) else told
+
     async def _all_events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Yield the events of all answers as they come, with the answer's index. A failed answer ends the others."""
         if len(self._parsed.asks) == 1:
@@ -164,19 +168,19 @@ class EventStream(Response):
 
     def __init__(
         self,
-        chunks: AsyncGenerator[dict[str, Any], None],
+        answering: Answering,
         measures: Measures,
-        end: bytes,  # sent after the last one
+        end: bytes,  # sent after the last chunk
     ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers(STREAM_HEADERS)
-        self._chunks, self._measures, self._end = chunks, measures, end
+        self._answering, self._measures, self._end = answering, measures, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await cancel_if_disconnected(self._send(scope, send), receive)
 
     async def _send(self, scope: Scope, send: Send) -> None:
-        async with aclosing(self._chunks) as chunks:
+        async with aclosing(self._answering.chunks()) as chunks:
             first = asyncio.ensure_future(anext(chunks))
             try:
                 await asyncio.wait({first}, timeout=QUIET_S)
@@ -213,7 +217,7 @@ class EventStream(Response):
     def _broken_off(self, scope: Scope, error: ServingError) -> bytes:
         scope["state"]["broken_off"] = error.code
         self._measures.stream_errors.labels(error.code).inc()
-        return _event(error_body(error, own_path(scope)))
+        return _event(self._answering.failed(error_body(error, own_path(scope))))
 
 
 async def cancel_if_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:

@@ -205,7 +205,7 @@ class Routes:
         request.state.used = answering.used
         if parsed.stream:
             end = b"data: [DONE]\n\n" if parsed.kind in ("chat", "text") else b""
-            return EventStream(answering.chunks(), self._measures, end)
+            return EventStream(answering, self._measures, end)
         return _json(await cancel_if_disconnected(answering.whole(), request.receive))
 
 

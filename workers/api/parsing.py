@@ -21,8 +21,8 @@ from workers.api.turns import (
 from workers.serving.messages import Ask, Sampling
 from workers.settings import LimitSettings
 
-CHAT_TOKENS = 512  # default of a chat without tools; OpenAI's own completions have 16
-TEXT_TOKENS = 16
+CHAT_TOKENS = 512  # default of Anthropic's messages, whose clients always say how many
+TEXT_TOKENS = 16  # default of a completion, as OpenAI's
 MAX_STOPS, MAX_STOP_CHARS = 16, 256  # OpenAI allows 4
 MAX_SALT_CHARS = 256
 MAX_BIASES, MAX_TOKEN_ID = 1024, 2**31 - 1
@@ -145,17 +145,17 @@ def _chat_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
         require_answerable(turns, fields, "messages", hint)
         if speaks_next is False:
             fields.refuse("add_generation_prompt", "is false, so no answer would be generated; leave it out")
-    tools = read_tools(fields)
     return {
         "turns": turns,
         "continues": continues,
         **read_template(fields),
-        **tools,
+        **read_tools(fields),
         **read_format(fields, "response_format"),
         "prediction": _prediction(fields, limits.max_question_chars),
         "top_logprobs": (top or 0) if wants_logprobs else None,
+        # agents and chat programs often do not say how many, and an answer that is cut off is of no use to them
         "max_new_tokens": max_new_tokens(
-            fields, ("max_completion_tokens", "max_tokens"), chat_tokens(tools, limits), limits
+            fields, ("max_completion_tokens", "max_tokens"), limits.max_new_tokens, limits
         ),
     }
 
@@ -201,12 +201,6 @@ def max_new_tokens(fields: Fields, names: tuple[str, ...], default: int, limits:
     if len(set(sent.values())) > 1:
         fields.refuse(names[0], f"and {names[1]} differ; send one of them")
     return min(next(iter(sent.values()), default), limits.max_new_tokens)
-
-
-def chat_tokens(tools: dict[str, Any], limits: LimitSettings) -> int:
-    """Return how many tokens an answer may have if the request does not say. Agents often do not, and a call that is
-    cut off, to write a file, is of no use to them."""
-    return limits.max_new_tokens if tools["tools"] else CHAT_TOKENS
 
 
 def _prediction(fields: Fields, most_chars: int) -> str | None:

@@ -12,7 +12,6 @@ from workers.api.fields import Fields
 from workers.api.names import context_or_own
 from workers.api.parsing import (
     ParsedRequest,
-    chat_tokens,
     ignore_neutral,
     max_new_tokens,
     read_extensions,
@@ -62,7 +61,7 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
     fields.ignore("stream_options", "client_metadata")
     sampling = read_sampling(
         fields,
-        max_new_tokens=max_new_tokens(fields, ("max_output_tokens",), chat_tokens(tools, limits), limits),
+        max_new_tokens=max_new_tokens(fields, ("max_output_tokens",), limits.max_new_tokens, limits),
         top_logprobs=(top or 0) if LOGPROBS in includes else None,
     )
     extensions = read_extensions(fields)
@@ -141,6 +140,13 @@ class ResponseForm:
 
     def end(self, dones: list[Done]) -> list[dict[str, Any]]:
         return []
+
+    def failed(self, told: dict[str, Any]) -> dict[str, Any]:
+        """Return the event that ends the stream by an error. OpenAI's clients raise the event's own, and programs that
+        read events themselves, such as Codex, look for the response's: without one, they ask again and again."""
+        error = {name: told["error"][name] for name in ("code", "message")}
+        response = {**self._response(None), "status": "failed", "error": error}
+        return {**self._event("response.failed", response=response), **told}
 
     def _call(self, parts: Sequence[CallPart]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []

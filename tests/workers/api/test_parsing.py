@@ -40,7 +40,7 @@ def test_a_minimal_chat_gets_the_defaults() -> None:
     assert (ask.context, ask.turns, ask.prompt) == ("handbook", (Turn("user", "Why?"),), None)
     sampling = ask.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.stop) == (0.0, 1.0, None, ())
-    assert (sampling.max_new_tokens, sampling.top_logprobs) == (512, None)
+    assert (sampling.max_new_tokens, sampling.top_logprobs) == (LIMITS.max_new_tokens, None)
     assert (ask.keep, ask.lookahead, ask.rest, ask.selector) == (None, None, None, None)
     assert (asked.stream, asked.include_usage, asked.kind) == (False, False, "chat")
 
@@ -106,12 +106,6 @@ def test_other_servers_fields_with_neutral_values_are_ignored() -> None:
 def test_max_tokens_is_capped_at_the_services_limit(asked: int, given: int) -> None:
     assert ask_of(chat(max_tokens=asked)).sampling.max_new_tokens == given
     assert ask_of(completion(max_tokens=asked)).sampling.max_new_tokens == given
-
-
-def test_with_tools_the_default_of_new_tokens_is_the_services_limit() -> None:
-    assert ask_of(chat(tools=[TOOL])).sampling.max_new_tokens == LIMITS.max_new_tokens == 1000
-    assert ask_of(chat(tools=[TOOL], max_tokens=9)).sampling.max_new_tokens == 9
-    assert ask_of(chat(tools=[TOOL], tool_choice="none")).sampling.max_new_tokens == 512
 
 
 def test_prompt_caching_hints_are_ignored() -> None:

@@ -1,5 +1,6 @@
 """A stream whose answer has not begun sends comments as signs of life, which OpenAI's own client skips."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,6 +92,19 @@ def test_a_failure_after_the_headers_is_sent_as_an_error_event(
             list(stream)
         assert failed.value.code == code
     assert not service.backend.running
+
+
+def test_a_response_that_fails_says_so_as_an_event_of_its_own_kind(service: Running) -> None:
+    """Codex reads nothing else, and asks again until it knows that the response failed."""
+    service.backend.scripts["go"] = Script(fail_at=1, error=WorkerLostError("gone"))
+    body, headers = {"model": MODEL, "input": "go", "stream": True}, {"Authorization": f"Bearer {KEY}"}
+    text = httpx2.post(f"{service.url}/v1/responses", json=body, headers=headers).text
+    *_, before, last, end = text.split("\n\n")
+    kind, _, data = last.partition("\ndata: ")
+    told, number = json.loads(data), json.loads(before.partition("\ndata: ")[2])["sequence_number"]
+    assert (kind, told["type"], told["sequence_number"], end) == ("event: response.failed", kind[7:], number + 1, "")
+    assert told["response"]["status"] == "failed" and told["error"]["code"] == "worker_lost"
+    assert told["response"]["error"] == {"code": "worker_lost", "message": told["error"]["message"]}
 
 
 def test_a_client_disconnect_before_the_first_token_frees_its_slot(service: Running) -> None:

@@ -10,7 +10,6 @@ from workers.api.answers import used_by
 from workers.api.fields import Fields, shown_value
 from workers.api.names import context_or_own
 from workers.api.parsing import (
-    CHAT_TOKENS,
     ParsedRequest,
     ignore_neutral,
     max_new_tokens,
@@ -59,7 +58,7 @@ def read_message(body: object, request_id: str, model: str, limits: LimitSetting
     stream = fields.flag("stream")
     sampling = read_sampling(
         fields,
-        max_new_tokens=max_new_tokens(fields, ("max_tokens",), CHAT_TOKENS, limits),
+        max_new_tokens=max_new_tokens(fields, ("max_tokens",), limits.max_new_tokens, limits),
         stop_field="stop_sequences",
     )
     extensions = read_extensions(fields)

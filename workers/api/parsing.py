@@ -21,7 +21,6 @@ from workers.api.turns import (
 from workers.serving.messages import Ask, Sampling
 from workers.settings import LimitSettings
 
-CHAT_TOKENS = 512  # default of Anthropic's messages, whose clients always say how many
 TEXT_TOKENS = 16  # default of a completion, as OpenAI's
 MAX_STOPS, MAX_STOP_CHARS = 16, 256  # OpenAI allows 4
 MAX_SALT_CHARS = 256

@@ -84,7 +84,7 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
         name_within(group["name"], tool["name"]): (group["name"], tool["name"])
         for group in echoed_fields["tools"] or []
         if group["type"] == "namespace"
-        for tool in group["tools"]
+        for tool in group.get("tools") or []
     }
     return ParsedResponse(
         (ask,), 1, requested_model, "response", stream, echoed_fields=echoed_fields, namespaces=namespaces

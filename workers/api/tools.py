@@ -115,10 +115,11 @@ def _tools(fields: Fields, is_nested: bool, namespace: str = "") -> tuple[Tool, 
     tools: list[Tool] = []
     items = fields.listed("tools", MAX_TOOLS)
     has_kinds = not (is_nested or namespace)
+    searches_only = all(isinstance(item, dict) and item.get("type") == "web_search" for item in items)
     for index, item in enumerate(items):
         outer = Fields(item, f"{fields.where}tools[{index}].")
         kind = outer.any_of("type")
-        if has_kinds and kind == "web_search" and len(items) > 1:
+        if has_kinds and kind == "web_search" and not searches_only:
             continue
         if has_kinds and kind == "namespace":
             name = checked_name(outer)

@@ -171,6 +171,8 @@ def test_functions_in_namespaces_are_called_by_both_names_and_returned_apart() -
     outputs = [{"type": "function_call_output", "call_id": call, "output": "x"} for call in "12"]
     again = read(input=[{"role": "user", "content": "?"}, *items, *outputs], tools=body["tools"])
     assert [call.name for call in again.turns[1].calls] == ["mcp__sky__add", "add"]
+    empty = [{"type": "namespace", "name": "a"}, {"type": "namespace", "name": "b", "tools": None}]
+    assert read(tools=empty).tools == ()
 
 
 def test_by_default_answers_have_as_many_tokens_as_the_service_allows() -> None:
@@ -249,6 +251,7 @@ def test_text_format_sets_the_answers_schema() -> None:
         ({"tools": [TOOL, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type is not"),
         ({"tools": [TOOL, {"type": "image_generation"}]}, r"tools\[1\].type .*runs no tools of its own"),
         ({"tools": [{"type": "namespace", "name": "a b", "tools": [TOOL]}]}, r"tools\[0\].name has characters"),
+        ({"tools": [{"type": "web_search"}] * 2}, r'tools\[0\].type is "web_search"'),
         (
             {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "namespace"}]}]},
             r'tools\[0\].tools\[0\].type is "namespace", wanted "function"',

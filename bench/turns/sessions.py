@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.timing import end_as_interrupted, finish, gate
 from bench.turns.service import TEXTS, Reply, ask, serving, user
+from csattn.models import load_model
 from workers.serving.kept_rows import BLOCK_ROWS
 from workers.serving.own_contexts import STEP
 
@@ -35,7 +36,7 @@ def messages(place: str, session: int) -> list[Any]:
     return [user(f"{COMMON}\n\n{task}")]
 
 
-def measure(place: str, num_sessions: int) -> dict[str, Any]:
+def measure(place: str, num_sessions: int, tokenizer: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as store, serving(Path(store)) as service, service.client() as client:
         replies = [ask(client, messages(place, number), MAX_TOKENS) for number in range(num_sessions)]
     case = {
@@ -46,18 +47,15 @@ def measure(place: str, num_sessions: int) -> dict[str, Any]:
     }
     print(case, flush=True)
     for number in range(FIRST_CHEAP[place], num_sessions):
-        reply, others = replies[number], own_tokens(place, number)
+        reply, others = replies[number], own_tokens(place, number, tokenizer)
         gate(reply.computed < others + STEP + BLOCK_ROWS, f"session {number + 1} computed {reply.computed} tokens")
     if place == "instructions":
         gate(alone(place, num_sessions - 1).text == replies[-1].text, "an answer depends on the sessions before it")
     return case
 
 
-def own_tokens(place: str, number: int) -> int:
+def own_tokens(place: str, number: int, tokenizer: Any) -> int:
     """The tokens of a session's own text, and of the template around it."""
-    from csattn.models import load_model
-
-    tokenizer = load_model().tokenizer
     text = messages(place, number)[-1]["content"].removeprefix(COMMON)
     return len(tokenizer.apply_chat_template([user(text)], add_generation_prompt=True, return_dict=True)["input_ids"])
 
@@ -73,7 +71,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     end_as_interrupted()
-    cases = [measure(place, options.sessions) for place in FIRST_CHEAP]
+    tokenizer = load_model().tokenizer
+    cases = [measure(place, options.sessions, tokenizer) for place in FIRST_CHEAP]
     finish({"bench": "turns.sessions", "common_chars": len(COMMON), "cases": cases, "wrong_answers": 0}, options.json)
 
 

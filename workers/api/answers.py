@@ -4,6 +4,7 @@ import time
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from workers.api.parsing import ParsedRequest
@@ -139,6 +140,12 @@ def gathered(pieces: list[Piece]) -> list[CallPart]:
             whole = calls[part.index]
             calls[part.index] = replace(whole, arguments=whole.arguments + part.arguments)
     return calls
+
+
+def split_calls(piece: Piece) -> tuple[Sequence[CallPart], Sequence[CallPart]]:
+    """Return the piece's parts of the call that is open, which come before its text, and those of calls after it."""
+    of_open_call = list(takewhile(lambda part: not part.call_id, piece.calls))
+    return of_open_call, piece.calls[len(of_open_call) :]
 
 
 def used_by(event: Event) -> Usage | None:

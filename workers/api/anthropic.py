@@ -3,10 +3,9 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
-from workers.api.answers import used_by
+from workers.api.answers import split_calls, used_by
 from workers.api.fields import Fields, shown_value
 from workers.api.names import context_or_own
 from workers.api.parsing import (
@@ -58,7 +57,7 @@ def read_message(body: object, request_id: str, model: str, limits: LimitSetting
     stream = fields.flag("stream")
     sampling = read_sampling(
         fields,
-        max_new_tokens=max_new_tokens(fields, ("max_tokens",), limits.max_new_tokens, limits),
+        max_new_tokens=max_new_tokens(fields, ("max_tokens",), limits),
         stop_field="stop_sequences",
     )
     extensions = read_extensions(fields)
@@ -109,16 +108,15 @@ class MessageForm:
         return [{"type": "message_start", "message": message}]
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        # parts of the call that is open; the rest of the piece came after them
-        rest = list(takewhile(lambda part: not part.call_id, piece.calls))
-        events = self._call(rest)
+        of_open_call, calls = split_calls(piece)
+        events = self._call(of_open_call)
         if piece.reasoning:
             events += self._open({"type": "thinking", "thinking": "", "signature": ""})
             events.append(self._add("thinking", "thinking_delta", piece.reasoning))
         if piece.text:
             events += self._open({"type": "text", "text": ""})
             events.append(self._add("text", "text_delta", piece.text))
-        return events + self._call(piece.calls[len(rest) :])
+        return events + self._call(calls)
 
     def last(self, index: int, done: Done) -> list[dict[str, Any]]:
         """Return the events that end the stream."""

@@ -153,9 +153,7 @@ def _chat_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
         "prediction": _prediction(fields, limits.max_question_chars),
         "top_logprobs": (top or 0) if wants_logprobs else None,
         # agents and chat programs often do not say how many, and an answer that is cut off is of no use to them
-        "max_new_tokens": max_new_tokens(
-            fields, ("max_completion_tokens", "max_tokens"), limits.max_new_tokens, limits
-        ),
+        "max_new_tokens": max_new_tokens(fields, ("max_completion_tokens", "max_tokens"), limits),
     }
 
 
@@ -170,7 +168,7 @@ def _completion_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
         "echo": echo,
         **read_format(fields, "response_format"),
         "top_logprobs": fields.whole("logprobs", 0, 20),
-        "max_new_tokens": max_new_tokens(fields, ("max_tokens",), TEXT_TOKENS, limits, lowest=0 if echo else 1),
+        "max_new_tokens": max_new_tokens(fields, ("max_tokens",), limits, TEXT_TOKENS, lowest=0 if echo else 1),
     }
 
 
@@ -192,14 +190,16 @@ def _prompts(fields: Fields, most_chars: int) -> list[str | tuple[int, ...]]:
     return prompts
 
 
-def max_new_tokens(fields: Fields, names: tuple[str, ...], default: int, limits: LimitSettings, lowest: int = 1) -> int:
+def max_new_tokens(
+    fields: Fields, names: tuple[str, ...], limits: LimitSettings, default: int | None = None, lowest: int = 1
+) -> int:
     """Read how many tokens are asked for, at most limits.max_new_tokens: a longer answer ends there, as it does at the
     model's last position."""
     given = {name: fields.whole(name, lowest, MAX_NUM_TOKENS) for name in names}
     sent = {name: value for name, value in given.items() if value is not None}
     if len(set(sent.values())) > 1:
         fields.refuse(names[0], f"and {names[1]} differ; send one of them")
-    return min(next(iter(sent.values()), default), limits.max_new_tokens)
+    return min(next(iter(sent.values()), default or limits.max_new_tokens), limits.max_new_tokens)
 
 
 def _prediction(fields: Fields, most_chars: int) -> str | None:

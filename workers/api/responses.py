@@ -4,10 +4,9 @@ import time
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Any, cast
 
-from workers.api.answers import chat_score, usage
+from workers.api.answers import chat_score, split_calls, usage
 from workers.api.fields import Fields
 from workers.api.names import context_or_own
 from workers.api.parsing import (
@@ -61,7 +60,7 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
     fields.ignore("stream_options", "client_metadata")
     sampling = read_sampling(
         fields,
-        max_new_tokens=max_new_tokens(fields, ("max_output_tokens",), limits.max_new_tokens, limits),
+        max_new_tokens=max_new_tokens(fields, ("max_output_tokens",), limits),
         top_logprobs=(top or 0) if LOGPROBS in includes else None,
     )
     extensions = read_extensions(fields)
@@ -114,9 +113,8 @@ class ResponseForm:
         return [self._event(kind, response=self._response(None)) for kind in kinds]
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        # parts of the call that is open; the rest of the piece came after them
-        rest = list(takewhile(lambda part: not part.call_id, piece.calls))
-        events = self._call(rest)
+        of_open_call, calls = split_calls(piece)
+        events = self._call(of_open_call)
         if piece.reasoning:
             events += self._open("reasoning")
             events.append(self._add("content", "response.reasoning_text.delta", piece.reasoning))
@@ -127,7 +125,7 @@ class ResponseForm:
             scores, self._scores = self._scores, []
             self._items[-1]["content"][0]["logprobs"] += scores
             events.append(self._add("content", "response.output_text.delta", piece.text, logprobs=scores))
-        return events + self._call(piece.calls[len(rest) :])
+        return events + self._call(calls)
 
     def last(self, index: int, done: Done) -> list[dict[str, Any]]:
         """Return the events that end the stream."""

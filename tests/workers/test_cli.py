@@ -218,6 +218,14 @@ def test_a_gpu_at_keep_1_equals_full_attention_in_the_requested_kv_codec(
     assert (got["selector"], got["full"]["selector"]) == ("csattn", "full")
 
 
+@pytest.mark.gpu
+def test_a_gpu_decodes_unless_the_cpu_is_asked_for(capsys, artifact: Path) -> None:
+    asked = "generate", artifact, "--prompt", "who?", "--max-new-tokens", 2
+    assert "csattn, device: " in in_process(*asked, capsys=capsys).stdout
+    for on_cpu in (("--placement", "cpu"), ("--host-budget", "1GiB")):
+        assert "csattn: " in in_process(*asked, *on_cpu, capsys=capsys).stdout
+
+
 def test_generate_and_eval_use_the_requested_kv_codec(capsys, place: Path, artifact: Path) -> None:
     """The codec here is fp8: heads are 16 wide, and q8_0 takes multiples of 32."""
     asked = "generate", artifact, "--prompt", "who?", "--max-new-tokens", 4, "--json"

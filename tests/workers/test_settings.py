@@ -129,7 +129,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         ("[search]\nkeep = 2", ["search.keep must be more than 0 and at most 1, got 2.0 (file", "line 2"]),
         ("[search]\nlookahead = 3", ["search.lookahead must be one of 0, 1, got 3"]),
         ("[search]\nrest = 'codes'", ["search.rest", "is 'codes', wanted one of sketch, moments, none"]),
-        ("[engine]\nplacement = 'gpu'", ["is 'gpu', wanted one of cpu, device, hybrid, host"]),
+        ("[engine]\nplacement = 'gpu'", ["is 'gpu', wanted one of auto, cpu, device, hybrid, host"]),
         ("[engine]\nslot_share = 0.0", ["engine.slot_share must be greater than 0"]),
         (
             "[engine]\nkv_codec = 'q9'",
@@ -254,6 +254,13 @@ def test_lookahead_defaults_by_placement_unless_set(placement: str, lookahead: i
     assert loaded.leaves["search.lookahead"].origin.kind == "default"
     said = load_settings(None, {"CSATTN_ENGINE_PLACEMENT": placement}, {"search.lookahead": 1 - lookahead})
     assert said.settings.search.lookahead == 1 - lookahead
+
+
+def test_a_placement_that_is_not_given_is_the_cpu_until_a_gpu_is_looked_for() -> None:
+    loaded = load_settings(None, {}, {})
+    assert not loaded.is_placed and loaded.settings.engine.placement == "cpu"
+    assert loaded.leaves["engine.placement"].value == "auto"
+    assert load_settings(None, {}, {"engine.placement": "cpu"}).is_placed
 
 
 def test_settings_can_be_pickled() -> None:

@@ -170,10 +170,10 @@ def generate(
 ) -> None:
     """Answer a question from an artifact, printing tokens as they come."""
     from workers.cli import generating, terminal
-    from workers.settings import default_lookahead
+    from workers.settings import AUTO, default_lookahead
 
     if lookahead is None:
-        lookahead = default_lookahead(placement or "cpu", host_budget is not None)
+        lookahead = default_lookahead(placement or AUTO, host_budget is not None)
     config = generating.search_config(keep, lookahead, search_period, window_len, rest)
     options = generating.AskOptions(
         selector=selector,
@@ -182,7 +182,7 @@ def generate(
         model=model,
         weights=weights,
         threads=threads,
-        placement=placement or "cpu",
+        placement=placement or AUTO,
         num_devices=1 if devices is None else devices,
         kv_codec=kv_codec,
         host_budget=host_budget,

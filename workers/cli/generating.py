@@ -18,13 +18,15 @@ from csattn.selectors import resolve_rest
 from index_build.inputs import given_prompt
 from offload.codecs.formats import KvFormat
 from offload.sizes import parse_size
+from workers.auto_placement import choose_placement
 from workers.cli.building import show_loading, use_threads
-from workers.cli.terminal import out, reading, steps, table, write
+from workers.cli.terminal import err, out, reading, steps, table, write
 from workers.engine.answer import Answer, answer, question_tokens
 from workers.engine.gpu.memory import require_weights
 from workers.engine.opening import open_engine, require_together
 from workers.engine.own_choice import SELECTOR as OWN_CHOICE
 from workers.serving.step_engine import StepEngine
+from workers.settings import AUTO, EngineSettings
 
 _REPORTED_COMPILE_S = 1.0  # compile time from which it is reported
 
@@ -49,13 +51,15 @@ class AskOptions:
     model: str | None = None  # None: the artifact's
     weights: str | None = None  # what weights are rounded to; None: as the artifact's were
     threads: int | None = None  # None: all cores
-    placement: str = "cpu"  # or, on a GPU, where index and KV are: device, hybrid, host
+    placement: str = AUTO  # or cpu or, on a GPU, where index and KV are: device, hybrid, host
     num_devices: int = 1  # GPUs that share out the model's heads
     kv_codec: str | None = None  # how the context's rows are kept; None: as they were built
     host_budget: str | None = None  # host memory for the context's rows; None: as much as they take
 
     def __post_init__(self) -> None:
-        require_together(self.placement, self.selector, self.budget_bytes, self.num_devices, self.kv_format)
+        kv_format, budget_bytes = self.kv_format, self.budget_bytes
+        if self.placement != AUTO:
+            require_together(self.placement, self.selector, budget_bytes, self.num_devices, kv_format)
 
     @property
     def kv_format(self) -> KvFormat | None:
@@ -75,7 +79,9 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
         name, dtype = options.model or artifact.spec.model_name, artifact.spec.kv_dtype
         then = artifact.manifest.weights
         weights = options.weights or (None if then == NOT_ROUNDED else then)
-        if options.placement != "cpu" and options.num_devices == 1:
+        if options.placement == AUTO:
+            options = _placed(options, name, weights, artifact)
+        elif options.placement != "cpu" and options.num_devices == 1:
             require_weights(name, dtype, weights, options.placement)
         loaded = show_loading(name, dtype, weights=weights)
         with install_listener("numba:compile", TimingListener()) as compiling:
@@ -93,6 +99,22 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
             out.print(comparison(f"keep {100 * config.keep:g} %, rest {result['rest']}", sparse, full))
             result["full"] = full.to_json()
     return result
+
+
+def _placed(options: AskOptions, name: str, weights: str | None, artifact: Artifact) -> AskOptions:
+    """Choose a placement for this artifact."""
+    placement, reason = "cpu", ""
+    if options.host_budget is None:
+        of = EngineSettings(
+            selector=cast(SelectorName, options.selector),
+            kv_codec=options.kv_codec,
+            num_devices=options.num_devices,
+            num_contexts=1,
+        )
+        placement, reason = choose_placement(name, artifact.spec.kv_dtype, weights, of, artifact.spec)
+    if reason:
+        err.print(f"decoding on the CPU: {reason}")
+    return replace(options, placement=placement)
 
 
 def _requested(config: SearchConfig, result: Answer, artifact: Artifact) -> dict[str, Any]:

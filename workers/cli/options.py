@@ -64,7 +64,7 @@ Placement = Annotated[
     str | None,
     typer.Option(
         help="cpu; or decode on a GPU that holds index and KV (device), the index (hybrid) or neither (host).",
-        show_default="cpu",
+        show_default="device or hybrid where a GPU has room, else cpu",
     ),
 ]
 Devices = Annotated[

@@ -35,7 +35,10 @@ def serve(
         raise KeyboardInterrupt  # with the signal's exit code: a supervisor must not take it for a service that ran
 
     _on_signal(end)  # until the service has handlers of its own
-    settings = _with_absolute_paths(load_settings(file, os.environ, flags).settings)
+    loaded = load_settings(file, os.environ, flags)
+    settings = _with_absolute_paths(loaded.settings)
+    if not loaded.is_placed:
+        settings = _placed(settings)
     named = _named(settings, contexts)
 
     def on_ready(url: str, found: str) -> None:
@@ -79,6 +82,16 @@ def _with_absolute_paths(settings: Settings) -> Settings:
     if model.name is not None and os.path.exists(model.name):  # False for what cannot be a path
         model = replace(model, name=str(Path(model.name).absolute()))
     return replace(settings, store=replace(settings.store, path=path), model=model)
+
+
+def _placed(settings: Settings) -> Settings:
+    """Decode on a GPU if there is one for the model."""
+    from workers.auto_placement import choose_for_service
+
+    placement, reason = choose_for_service(settings)
+    if reason:
+        err.print(f"decoding on the CPU: {reason}")
+    return replace(settings, engine=replace(settings.engine, placement=placement))
 
 
 def _named(settings: Settings, contexts: Sequence[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from csattn.errors import ConfigError
 from workers.settings.convert import SECRETS, convert, shown, wanted
-from workers.settings.parts import KEYS, SECTIONS, Secret, Settings, default_lookahead
+from workers.settings.parts import AUTO, KEYS, SECTIONS, Secret, Settings, default_lookahead
 from workers.settings.sources import (
     CONFIG_VARIABLE,
     PREFIX,
@@ -30,6 +30,11 @@ class Loaded:
     leaves: Mapping[str, Leaf]  # by key, "server.port"
     file: Path | None  # the one that was read
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether engine.placement was given, and not left to csattn: then `settings` has it as cpu."""
+        return bool(self.leaves["engine.placement"].value != AUTO)
+
 
 def load_settings(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, object]) -> Loaded:
     """Load the settings. Raises ConfigError for an unknown key or a wrong value, with its origin and what is accepted.
@@ -47,7 +52,9 @@ def load_settings(file: Path | None, environment: Mapping[str, str], flags: Mapp
     lookahead = leaves["search.lookahead"]
     if lookahead.value is None:
         leaves["search.lookahead"] = Leaf(default_lookahead(leaves["engine.placement"].value), lookahead.origin)
-    return Loaded(_assemble(leaves), leaves, file)
+    placement = leaves["engine.placement"]
+    placed = replace(placement, value="cpu") if placement.value == AUTO else placement
+    return Loaded(_assemble(leaves | {"engine.placement": placed}), leaves, file)
 
 
 def _put(leaves: dict[str, Leaf], given: Iterable[tuple[str, Leaf]]) -> None:

@@ -18,6 +18,7 @@ from csattn.selector_names import ABOUT, SelectorName
 from offload.codecs.formats import KvFormat
 from offload.errors import CodecError
 
+AUTO = "auto"  # the placement that csattn chooses
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/|$)")  # in a Path, which has lost one of two slashes
 _BUILD: Any = BuildOptions()  # the command line's defaults; Any, because its strings are Literals here
@@ -378,5 +379,13 @@ def _is_loopback(host: str) -> bool:
 
 SECTIONS: dict[str, Any] = get_type_hints(Settings)
 KEYS = {f"{section}.{name}": key for section, part in SECTIONS.items() for name, key in keys_of(part).items()}
+# in `Settings`, auto is cpu until a service has looked for a GPU
+_PLACED = KEYS["engine.placement"]
+KEYS["engine.placement"] = replace(
+    _PLACED,
+    hint=Literal["auto", "cpu", "device", "hybrid", "host"],
+    default=AUTO,
+    words=f"auto: device or hybrid where a GPU has room for the model, else cpu. {_PLACED.words}",
+)
 # `load_settings` sets it to 0 or 1, depending on engine.placement
 KEYS["search.lookahead"] = replace(KEYS["search.lookahead"], hint=int | None, default=None)

@@ -55,17 +55,34 @@ def test_an_exit_while_starting_is_undone_and_has_the_signals_exit_code(code: in
 
 
 @pytest.mark.parametrize("is_handled", [True, False])
-def test_a_handled_sighup_spares_started_processes(is_handled: bool) -> None:
-    """A handled SIGHUP spares started processes, and our handler still gets it. One that is not handled ends them."""
+@pytest.mark.parametrize(
+    ("sent", "has_terminal"), [(signal.SIGHUP, True), (signal.SIGHUP, False), (signal.SIGTERM, False)]
+)
+def test_a_handled_signal_spares_started_processes(
+    monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, has_terminal: bool, is_handled: bool
+) -> None:
+    """A handled signal spares started processes, and our handler still gets it. One that is not handled ends them."""
     told: list[int] = []
-    before = signal.signal(signal.SIGHUP, (lambda number, _: told.append(number)) if is_handled else signal.SIG_DFL)
+    monkeypatch.setattr("os.isatty", lambda file: has_terminal)
+    before = signal.signal(sent, (lambda number, _: told.append(number)) if is_handled else signal.SIG_DFL)
     try:
         with own_handlers(undo=lambda: pytest.fail("nothing ended it")):
-            done = subprocess.run(["sh", "-c", "kill -HUP $$"])
+            done = subprocess.run(["sh", "-c", f"kill -{sent} $$"])
             if is_handled:
-                signal.raise_signal(signal.SIGHUP)  # to this thread, which blocks it
+                signal.raise_signal(sent)  # to this thread, which blocks it
                 assert not told
     finally:
-        signal.signal(signal.SIGHUP, before)
-    assert done.returncode == (0 if is_handled else -signal.SIGHUP) and told == [signal.SIGHUP] * is_handled
-    assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        signal.signal(sent, before)
+    assert done.returncode == (0 if is_handled else -sent) and told == [sent] * is_handled
+    assert sent not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_started_processes_of_a_terminal_end_by_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.isatty", lambda file: True)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with own_handlers(undo=lambda: pytest.fail("nothing ended it")):
+            done = subprocess.run(["sh", "-c", "kill -TERM $$"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert done.returncode == -signal.SIGTERM

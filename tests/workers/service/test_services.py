@@ -448,7 +448,7 @@ def is_ready(service: Service) -> bool:
 def test_a_running_answer_is_completed_before_the_service_exits(
     request: pytest.FixtureRequest, placement: str, name: str
 ) -> None:
-    """The last test of this file: it ends the services that the others use, with SIGHUP, as a closing terminal does."""
+    """The last test of this file: it ends the services that the others use, as systemd and terminals do."""
     service: Service = request.getfixturevalue(name)
     wanted = "".join(service.ask(MODEL, QUESTIONS[0], 100))
     told: list[str] = []
@@ -457,7 +457,8 @@ def test_a_running_answer_is_completed_before_the_service_exits(
     while not told and asking.is_alive():
         time.sleep(0.001)
     started = psutil.Process(service.process.pid).children(recursive=True)
-    os.killpg(service.process.pid, signal.SIGHUP)
+    for sent in (signal.SIGTERM, signal.SIGHUP):
+        os.killpg(service.process.pid, sent)
     assert service.process.wait(30) == 0
     asking.join()
     assert "".join(told) == wanted

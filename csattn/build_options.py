@@ -6,6 +6,7 @@ from typing import Any
 from csattn.checks import require_model_name, require_one_of
 
 COUNTS = ("num_fine", "num_coarse", "segment_len", "num_subspaces", "num_centroids")
+AUTO = "auto"  # what csattn chooses by the machine
 _INDEX_OPTIONS = (*COUNTS, "list_len", "kmeans")
 
 
@@ -18,7 +19,7 @@ class BuildOptions:
 
     model: str | None = None
     preset: str = "default"
-    dtype: str = "float32"
+    dtype: str = AUTO  # `csattn.models.loader.dtype_for`
     weights: str | None = None  # the format that the model's weights are rounded to: see `load_model`
     chat: bool = True
     num_fine: int | None = None

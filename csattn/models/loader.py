@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from csattn.artifact import ModelGeometry
+from csattn.build_options import AUTO
 from csattn.checks import require_model_name
 from csattn.cpu.heap import trim_heap
 from csattn.errors import ConfigError, CsattnError, ModelError
@@ -200,6 +201,24 @@ def require_dtype_and_rounding(dtype: str, weights: str | None) -> Rounding | No
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return None if weights is None else rounding_named(weights)
+
+
+def dtype_for(device: str, name: str | None, dtype: str, weights: str | None = None) -> str:
+    """Return the dtype that `auto` stands for: float32, or on a GPU that of the model's files if it is a 16-bit one.
+
+    For weights in fewer bits, that is bfloat16. The demo model is always in float32. device: cpu or cuda. The other
+    arguments are those of `load_model`.
+    """
+    if dtype != AUTO:
+        return dtype
+    name = model_name(name)
+    if device == "cpu" or name == DEMO_MODEL:
+        return "float32"
+    if weights is not None or _gguf_of(name) is not None:
+        return "bfloat16"
+    config = read_config(name)
+    own = torch.bfloat16 if has_low_bit_weights(config, weights) else config.dtype
+    return next((known for known, its in DTYPES.items() if its == own), "float32")
 
 
 def read_config(name: str | None, dtype: str = "float32") -> Any:

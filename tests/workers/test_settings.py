@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from csattn.config import PRESET_NAMES, SearchConfig
 from csattn.errors import ConfigError
-from workers.settings import Secret, ServerSettings, Settings, example, load_settings
+from workers.settings import UNTIL_CHOSEN, Secret, ServerSettings, Settings, example, load_settings
 from workers.settings.load import nearest
 from workers.settings.parts import KEYS, SEARCH_WORDS, SECTIONS, BuildSettings, EngineSettings
 from workers.settings.sources import OTHER_VARIABLES, variable_of
@@ -144,7 +144,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         ('[store]\npath = "a\\u0000b"', ["store.path", "wanted a path"]),
         ("[build]\nchat = 'yes'", ["build.chat", "wanted true or false"]),
         ("[model]\nname = '" + "x" * 500 + "'\ndtype = 1", ["no setting model.dtype", "did you mean build.dtype?"]),
-        ("[build]\ndtype = '" + "x" * 500 + "'", ["xxx...", "wanted one of float32"]),
+        ("[build]\ndtype = '" + "x" * 500 + "'", ["xxx...", "wanted one of auto, float32"]),
         ("[server]\nport = ", ["is not TOML", "Invalid value"]),
         ("[server]\nport = " + "[" * 5000 + "]" * 5000, ["nests lists or tables too deep"]),
         ("[server]\nhost = '0.0.0.0'", ["server.host is '0.0.0.0'", "no API key", "line 2"]),
@@ -256,11 +256,12 @@ def test_lookahead_defaults_by_placement_unless_set(placement: str, lookahead: i
     assert said.settings.search.lookahead == 1 - lookahead
 
 
-def test_a_placement_that_is_not_given_is_the_cpu_until_a_gpu_is_looked_for() -> None:
-    loaded = load_settings(None, {}, {})
-    assert not loaded.is_placed and loaded.settings.engine.placement == "cpu"
-    assert loaded.leaves["engine.placement"].value == "auto"
-    assert load_settings(None, {}, {"engine.placement": "cpu"}).is_placed
+def test_what_is_left_to_csattn_is_for_the_cpu_until_it_is_chosen() -> None:
+    loaded = load_settings(None, {}, {"build.dtype": "auto"})
+    assert (loaded.settings.engine.placement, loaded.settings.build.dtype) == ("cpu", "float32")
+    assert loaded.left_to_csattn == ["engine.placement", "build.dtype"] == list(UNTIL_CHOSEN)
+    assert {loaded.leaves[key].value for key in UNTIL_CHOSEN} == {"auto"}
+    assert load_settings(None, {}, UNTIL_CHOSEN).left_to_csattn == []
 
 
 def test_settings_can_be_pickled() -> None:

@@ -6,11 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from csattn.build_options import BuildOptions
+from csattn.build_options import AUTO, BuildOptions
 from csattn.config import PRESET_NAMES, SearchConfig
 from csattn.selector_names import ABOUT, described, selector_named
 from workers.cli.configuring import config
 from workers.cli.options import (
+    DTYPE_HELP,
     KEEP_HELP,
     MODEL_HELP,
     WEIGHTS_HELP,
@@ -100,7 +101,9 @@ def build(
             show_default="torch on a GPU or macOS, else faiss",
         ),
     ] = None,
-    dtype: Dtype = _BUILD.dtype,
+    dtype: Annotated[
+        str, typer.Option(help=f"{DTYPE_HELP} auto: float32, or on a GPU that of the model's files.")
+    ] = _BUILD.dtype,
     weights: Weights = None,
     chat: Annotated[bool, typer.Option(help="Wrap the context in the model's chat template.")] = _BUILD.chat,
     threads: Threads = None,
@@ -170,7 +173,7 @@ def generate(
 ) -> None:
     """Answer a question from an artifact, printing tokens as they come."""
     from workers.cli import generating, terminal
-    from workers.settings import AUTO, default_lookahead
+    from workers.settings import default_lookahead
 
     if lookahead is None:
         lookahead = default_lookahead(placement or AUTO, host_budget is not None)
@@ -212,7 +215,7 @@ def evaluate(
     search_period: SearchPeriod = _SEARCH.search_period,
     window_len: WindowLen = _SEARCH.window_len,
     rest: Rest = None,
-    dtype: Dtype = _BUILD.dtype,
+    dtype: Dtype = "float32",
     weights: Weights = None,
     stretch: Annotated[float, typer.Option(min=1, help="Factor by which YaRN extends the model's positions.")] = 1.0,
     store: Annotated[

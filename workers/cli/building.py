@@ -13,7 +13,7 @@ from csattn.checks import require_num_threads
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
-from csattn.models.loader import is_to_be_converted, model_name, require_dtype_and_rounding
+from csattn.models.loader import dtype_for, is_to_be_converted, model_name, require_dtype_and_rounding
 from csattn.models.prompt import num_special, require_not_far_too_long
 from csattn.models.quantized_model import drop_quantized
 from index_build.inputs import choose_device, make_config, read_text, read_tokens
@@ -44,7 +44,8 @@ def build(
         require_place_for_store(local_path(store))
     ids = None if tokens is None else read_tokens(tokens)
     text = "" if context is None else read_text(context)
-    loaded = show_loading(options.model, options.dtype, device, weights=options.weights)
+    dtype = dtype_for(device, options.model, options.dtype, options.weights)
+    loaded = show_loading(options.model, dtype, device, weights=options.weights)
     drop_quantized(loaded.model)
     if ids is not None:
         plan = plan_tokens(ids, options, loaded, device)
@@ -62,6 +63,7 @@ def build(
         "reused": report.reused,
         "resumed_at_layer": report.resumed_at,
         "device": device,
+        "dtype": dtype,
         "index_config": plan.spec.index_config.to_json(),
         "context_len": manifest.spec.context_len,
         "size_bytes": manifest.size_bytes,
@@ -100,7 +102,7 @@ def show_loading(
     """Load a model, and print so: a first load may convert it, which takes minutes."""
     require_dtype_and_rounding(dtype, weights)
     first = f", converted to {dtype} once" if is_to_be_converted(model, dtype) else ""
-    err.print(f"loading {model_name(model)}{first}" + (" onto the GPU" if device == "cuda" else ""))
+    err.print(f"loading {model_name(model)}{first}" + (f" onto the GPU, in {dtype}" if device == "cuda" else ""))
     return _load_model(model, dtype, device, stretch, weights)
 
 

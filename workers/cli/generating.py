@@ -11,6 +11,7 @@ from numba.core.event import TimingListener, install_listener
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.artifact.manifest import NOT_ROUNDED
+from csattn.build_options import AUTO
 from csattn.config import RestKind, SearchConfig
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName, selector_named
@@ -18,7 +19,7 @@ from csattn.selectors import resolve_rest
 from index_build.inputs import given_prompt
 from offload.codecs.formats import KvFormat
 from offload.sizes import parse_size
-from workers.auto_placement import choose_placement
+from workers.auto import choose_placement
 from workers.cli.building import show_loading, use_threads
 from workers.cli.terminal import err, out, reading, steps, table, write
 from workers.engine.answer import Answer, answer, question_tokens
@@ -26,7 +27,7 @@ from workers.engine.gpu.memory import require_weights
 from workers.engine.opening import open_engine, require_together
 from workers.engine.own_choice import SELECTOR as OWN_CHOICE
 from workers.serving.step_engine import StepEngine
-from workers.settings import AUTO, EngineSettings
+from workers.settings import EngineSettings
 
 _REPORTED_COMPILE_S = 1.0  # compile time from which it is reported
 

@@ -38,7 +38,8 @@ Model = Annotated[
     str | None,
     typer.Option(callback=named, help=MODEL_HELP, show_default="the installed SmolLM2-135M"),
 ]
-Dtype = Annotated[str, typer.Option(help="Dtype of the model and of the KV cache: float32, bfloat16 or float16.")]
+DTYPE_HELP = "Dtype of the model and of the KV cache: float32, bfloat16 or float16."
+Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
 WEIGHTS_HELP = "Round linear layers and experts to fp8 or int4."
 Weights = Annotated[
     str | None,

@@ -36,10 +36,9 @@ def serve(
 
     _on_signal(end)  # until the service has handlers of its own
     loaded = load_settings(file, os.environ, flags)
-    settings = _with_absolute_paths(loaded.settings)
-    if not loaded.is_placed:
-        settings = _placed(settings)
-    named = _named(settings, contexts)
+    pairs = [_pair(given) for given in contexts]
+    settings = _chosen(_with_absolute_paths(loaded.settings), loaded.left_to_csattn, pairs)
+    named = _named(settings, pairs)
 
     def on_ready(url: str, found: str) -> None:
         nonlocal is_ready
@@ -84,23 +83,34 @@ def _with_absolute_paths(settings: Settings) -> Settings:
     return replace(settings, store=replace(settings.store, path=path), model=model)
 
 
-def _placed(settings: Settings) -> Settings:
-    """Decode on a GPU if there is one for the model."""
-    from workers.auto_placement import choose_for_service
-
-    placement, reason = choose_for_service(settings)
-    if reason:
-        err.print(f"decoding on the CPU: {reason}")
-    return replace(settings, engine=replace(settings.engine, placement=placement))
+def _pair(given: str) -> tuple[str, str]:
+    name, equals, artifact_id = given.partition("=")
+    if not (equals and artifact_id):
+        raise ConfigError(f"--context takes NAME=ARTIFACT, such as handbook=3f2a, got {given!r}")
+    return name, artifact_id
 
 
-def _named(settings: Settings, contexts: Sequence[str]) -> dict[str, str]:
+def _chosen(settings: Settings, left: Sequence[str], contexts: Sequence[tuple[str, str]]) -> Settings:
+    """Choose the settings that are left to csattn: see UNTIL_CHOSEN. contexts: names with artifacts."""
+    if "build.dtype" in left and contexts:
+        from workers.serving.contexts import spec_named
+
+        dtype = spec_named(settings.store.path, contexts[0][1]).kv_dtype
+        settings = replace(settings, build=replace(settings.build, dtype=dtype))
+        left = [key for key in left if key != "build.dtype"]
+    if left:
+        from workers.auto import choose_for_service
+
+        settings, reason = choose_for_service(settings, left)
+        if reason:
+            err.print(f"decoding on the CPU: {reason}")
+    return settings
+
+
+def _named(settings: Settings, contexts: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Return artifact ids by the names in --context, checked as far as possible without the model."""
     named: dict[str, str] = {}
-    for given in contexts:
-        name, equals, artifact_id = given.partition("=")
-        if not (equals and artifact_id):
-            raise ConfigError(f"--context takes NAME=ARTIFACT, such as handbook=3f2a, got {given!r}")
+    for name, artifact_id in contexts:
         from workers.serving.contexts import record_of
 
         found = str(record_of(settings.store.path, name, artifact_id, settings.build.dtype).artifact_id)

@@ -141,19 +141,19 @@ def _pin() -> dict[str, Any]:
     return {"pinned": pinned, "how": how}
 
 
-def probe_placement(given: str) -> dict[str, Any]:
-    """Report what placement `auto` stands for in a service."""
-    from workers.auto_placement import answer_probe
+def probe_auto(given: str) -> dict[str, str]:
+    """Report what `auto` stands for in the settings of a service."""
+    from workers.auto import answer_probe
 
     return answer_probe(given)
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
+    "auto": probe_auto,
     "import": probe_import,
     "kept": probe_kept,
     "memory": probe_memory,
     "numba": probe_numba,
-    "placement": probe_placement,
     "store": probe_store,
     "torch": probe_torch,
 }

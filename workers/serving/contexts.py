@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from csattn.artifact import find_artifact, open_artifact
+from csattn.artifact import ArtifactSpec, find_artifact, open_artifact
 from csattn.artifact.durable import store_errors, write_bytes
 from csattn.artifact.store import remove_unfinished
 from csattn.errors import ArtifactError, ConfigError
@@ -353,10 +353,7 @@ def record_of(store: Path, name: str, artifact_id: str, dtype: str) -> Record:
     has the name. It is not checked here that the service's model built the artifact.
     """
     require_name(name)
-    path = Path(artifact_id)
-    prefix = path.name if path.parent.resolve() == store.resolve() else artifact_id
-    with open_artifact(find_artifact(store, prefix)) as artifact:
-        spec = artifact.spec
+    spec = spec_named(store, artifact_id)
     if spec.kv_dtype != dtype:
         raise ConfigError(
             f"the context {name!r} was built in {spec.kv_dtype} and the service loads its model in {dtype}; start it "
@@ -366,6 +363,14 @@ def record_of(store: Path, name: str, artifact_id: str, dtype: str) -> Record:
     new = Record(name=name, created_at=time.time(), artifact_id=spec.artifact_id, num_tokens=spec.context_len)
     _require_free(ContextFile(store).read(), new)
     return new
+
+
+def spec_named(store: Path, artifact_id: str) -> ArtifactSpec:
+    """The spec of an artifact of the store. artifact_id: an id, a prefix of one, or a path."""
+    path = Path(artifact_id)
+    prefix = path.name if path.parent.resolve() == store.resolve() else artifact_id
+    with open_artifact(find_artifact(store, prefix)) as artifact:
+        return artifact.spec
 
 
 def _require_free(records: dict[str, Record], new: Record) -> None:

@@ -6,7 +6,7 @@ loaded.settings.server.port, loaded.leaves["server.port"].origin
 
 from workers.settings.load import load_settings
 from workers.settings.parts import (
-    AUTO,
+    UNTIL_CHOSEN,
     BuildSettings,
     EngineSettings,
     KeptSettings,
@@ -22,7 +22,7 @@ from workers.settings.parts import (
 from workers.settings.show import describe, example
 
 __all__ = [
-    "AUTO",
+    "UNTIL_CHOSEN",
     "BuildSettings",
     "EngineSettings",
     "KeptSettings",

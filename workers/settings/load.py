@@ -7,9 +7,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from csattn.build_options import AUTO
 from csattn.errors import ConfigError
 from workers.settings.convert import SECRETS, convert, shown, wanted
-from workers.settings.parts import AUTO, KEYS, SECTIONS, Secret, Settings, default_lookahead
+from workers.settings.parts import KEYS, SECTIONS, UNTIL_CHOSEN, Secret, Settings, default_lookahead
 from workers.settings.sources import (
     CONFIG_VARIABLE,
     PREFIX,
@@ -31,9 +32,9 @@ class Loaded:
     file: Path | None  # the one that was read
 
     @property
-    def is_placed(self) -> bool:
-        """Whether engine.placement was given, and not left to csattn: then `settings` has it as cpu."""
-        return bool(self.leaves["engine.placement"].value != AUTO)
+    def left_to_csattn(self) -> list[str]:
+        """The settings that are `auto`, which `settings` has as in UNTIL_CHOSEN."""
+        return _left_to_csattn(self.leaves)
 
 
 def load_settings(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, object]) -> Loaded:
@@ -52,9 +53,12 @@ def load_settings(file: Path | None, environment: Mapping[str, str], flags: Mapp
     lookahead = leaves["search.lookahead"]
     if lookahead.value is None:
         leaves["search.lookahead"] = Leaf(default_lookahead(leaves["engine.placement"].value), lookahead.origin)
-    placement = leaves["engine.placement"]
-    placed = replace(placement, value="cpu") if placement.value == AUTO else placement
-    return Loaded(_assemble(leaves | {"engine.placement": placed}), leaves, file)
+    chosen = {key: replace(leaves[key], value=UNTIL_CHOSEN[key]) for key in _left_to_csattn(leaves)}
+    return Loaded(_assemble(leaves | chosen), leaves, file)
+
+
+def _left_to_csattn(leaves: Mapping[str, Leaf]) -> list[str]:
+    return [key for key in UNTIL_CHOSEN if leaves[key].value == AUTO]
 
 
 def _put(leaves: dict[str, Leaf], given: Iterable[tuple[str, Leaf]]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from csattn.build_options import BuildOptions
+from csattn.build_options import AUTO, BuildOptions
 from csattn.checks import require_num_threads
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
@@ -18,7 +18,6 @@ from csattn.selector_names import ABOUT, SelectorName
 from offload.codecs.formats import KvFormat
 from offload.errors import CodecError
 
-AUTO = "auto"  # the placement that csattn chooses
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/|$)")  # in a Path, which has lost one of two slashes
 _BUILD: Any = BuildOptions()  # the command line's defaults; Any, because its strings are Literals here
@@ -171,7 +170,7 @@ class BuildSettings(_Part):
         _BUILD.preset,
         "Kind of index: default, a sketch; lists, Top-L lists with corrections; paper, the lists as published.",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = setting(_BUILD.dtype, "Dtype of the model and of the KV cache.")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "Dtype of the model and of the KV cache.")
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "Device that prefills and indexes contexts; auto: a GPU if there is one, else the CPU."
     )
@@ -379,13 +378,13 @@ def _is_loopback(host: str) -> bool:
 
 SECTIONS: dict[str, Any] = get_type_hints(Settings)
 KEYS = {f"{section}.{name}": key for section, part in SECTIONS.items() for name, key in keys_of(part).items()}
-# in `Settings`, auto is cpu until a service has looked for a GPU
-_PLACED = KEYS["engine.placement"]
-KEYS["engine.placement"] = replace(
-    _PLACED,
-    hint=Literal["auto", "cpu", "device", "hybrid", "host"],
-    default=AUTO,
-    words=f"auto: device or hybrid where a GPU has room for the model, else cpu. {_PLACED.words}",
-)
+UNTIL_CHOSEN = {"engine.placement": "cpu", "build.dtype": "float32"}  # what auto is in `Settings`
+_AUTO_WORDS = {
+    "engine.placement": "auto: device or hybrid where a GPU has room for the model, else cpu.",
+    "build.dtype": "auto: that of the first --context; else float32 or, decoding on a GPU, that of the model's files.",
+}
+for _key, _words in _AUTO_WORDS.items():
+    _of = KEYS[_key]
+    KEYS[_key] = replace(_of, hint=Literal["auto", *choices(_of.hint)], default=AUTO, words=f"{_of.words} {_words}")
 # `load_settings` sets it to 0 or 1, depending on engine.placement
 KEYS["search.lookahead"] = replace(KEYS["search.lookahead"], hint=int | None, default=None)

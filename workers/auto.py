@@ -1,16 +1,18 @@
-"""What placement `auto` stands for: that of a GPU, if this machine has one with room for the model, else cpu."""
+"""What `auto` stands for: a placement on a GPU, if this machine has one with room for the model, and a GPU's dtype."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from csattn.artifact import ArtifactSpec
+from csattn.build_options import AUTO
 from csattn.errors import CsattnError
 from csattn.models.description import describe
 from csattn.models.identity import geometry_of
-from csattn.models.loader import DTYPES, read_config
+from csattn.models.loader import DTYPES, dtype_for, read_config
 from csattn.models.weight_sizes import weight_bytes
 from offload.budget import available_memory
 from offload.errors import NoDeviceError
@@ -69,23 +71,33 @@ def choose_placement(
     return "cpu", reason
 
 
-def choose_for_service(settings: Settings) -> tuple[Chosen, str]:
-    """Do `choose_placement` for contexts of as many tokens as the model has positions, at most 131,072.
+def choose_for_service(settings: Settings, left: Sequence[str]) -> tuple[Settings, str]:
+    """Choose a service's placement, its dtype, or both; return also why a GPU that is there is not used.
 
-    A GPU is examined in another process: this one may live as long as the service, and holds no memory of the device.
+    The placement is chosen for contexts of as many tokens as the model has positions, at most 131,072. A GPU is
+    examined in another process: this one may live as long as the service, and holds no memory of the device.
+    left: the settings to choose, of `workers.settings.UNTIL_CHOSEN`; the settings have them as it says.
     """
-    if not visible_gpus():
-        return "cpu", ""
-    model, build = settings.model, settings.build
-    given = [model.name, build.dtype, model.weights, build.preset, asdict(settings.engine)]
-    found = ask("placement", json.dumps(given))
-    return found.get("placement", "cpu"), found.get("reason") or found.get("error", "")
+    engine, build, model = settings.engine, settings.build, settings.model
+    if engine.placement == "cpu" and ("engine.placement" not in left or not visible_gpus()):
+        return settings, ""
+    given = [model.name, build.dtype, model.weights, build.preset, asdict(engine), list(left)]
+    found = ask("auto", json.dumps(given))
+    if error := found.get("error"):
+        return settings, error
+    engine, build = replace(engine, placement=found["placement"]), replace(build, dtype=found["dtype"])
+    return replace(settings, engine=engine, build=build), found["reason"]
 
 
-def answer_probe(given: str) -> dict[str, Any]:
+def answer_probe(given: str) -> dict[str, str]:
     """Compute what `choose_for_service` asks for."""
-    name, dtype, weights, preset, fields = json.loads(given)
-    geometry, engine = geometry_of(describe(read_config(name, dtype))), EngineSettings(**fields)
+    name, dtype, weights, preset, fields, left = json.loads(given)
+    engine, on_gpu = EngineSettings(**fields), dtype
+    if "build.dtype" in left:
+        on_gpu = dtype_for("cuda", name, AUTO, weights)
+    if "engine.placement" not in left:
+        return {"placement": engine.placement, "dtype": on_gpu, "reason": ""}
+    geometry = geometry_of(describe(read_config(name, on_gpu)))
     context_len = min(engine.max_context_len or _LONGEST, geometry.max_positions)
-    placement, reason = choose_placement(name, dtype, weights, engine, spec_of(geometry, context_len, dtype, preset))
-    return {"placement": placement, "reason": reason}
+    placement, reason = choose_placement(name, on_gpu, weights, engine, spec_of(geometry, context_len, on_gpu, preset))
+    return {"placement": placement, "dtype": dtype if placement == "cpu" else on_gpu, "reason": reason}

@@ -21,7 +21,7 @@ from index_build import batch
 from index_build.tasks import Builder
 from tests.artifact.faults import reseal
 from tests.tiny import byte_tokenizer, save
-from workers.cli import building, main, terminal
+from workers.cli import building, main, serving, terminal
 from workers.serving.context_file import FILE_NAME, ContextFile, Record
 
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -646,3 +646,15 @@ def test_a_full_disk_under_standard_output_is_reported_in_one_line() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=ENV, timeout=120)
     assert done.returncode == 1 and done.stderr.startswith("error: a disk that is written to is full")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_service_whose_output_cannot_be_written_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    monkeypatch.setattr(serving, "_on_signal", lambda act: None)
+    monkeypatch.setattr(serving, "_serve_here", lambda settings, named, on_ready: on_ready("http://here", "no GPU"))
+    for place in ("/dev/full", write_end):
+        with open(place, "w") as output:
+            monkeypatch.setattr(sys, "stdout", output)
+            serving.serve(None, {"store.path": tmp_path}, [], in_one_process=True, json=True)

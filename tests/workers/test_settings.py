@@ -149,6 +149,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         ("[server]\nport = " + "[" * 5000 + "]" * 5000, ["nests lists or tables too deep"]),
         ("[server]\nhost = '0.0.0.0'", ["server.host is '0.0.0.0'", "no API key", "line 2"]),
         ("[server]\nhost = 'my-machine'", ["server.host is 'my-machine'", "no API key", "line 2"]),
+        ("[limits]\nmax_concurrent_requests = 65537", ["limits.max_concurrent_requests must be at most 65536"]),
         ("[server]\napi_key_file = '/no/such'", ["server.api_key_file (file", "cannot read /no/such"]),
     ],
 )  # fmt: skip

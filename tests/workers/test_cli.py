@@ -520,6 +520,14 @@ def test_ls_lists_and_gc_removes_kept_files_on_request(capsys, tmp_path: Path) -
     assert refused.returncode == 1 and "services keep nothing in a store at a URL" in refused.stderr
 
 
+def test_gc_fails_in_a_store_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write whatever the permissions are
+    refused = in_process("gc", "--store", tmp_path, capsys=capsys)
+    assert refused.returncode == 1 and "cannot be written" in refused.stderr
+
+
 @pytest.mark.parametrize("verb", ["ls", "gc"])
 def test_a_missing_store_is_refused_and_not_treated_as_empty(capsys, place: Path, verb: str) -> None:
     done = in_process(verb, "--store", place / "stroe", capsys=capsys)

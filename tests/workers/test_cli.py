@@ -21,7 +21,7 @@ from index_build import batch
 from index_build.tasks import Builder
 from tests.artifact.faults import reseal
 from tests.tiny import byte_tokenizer, save
-from workers.cli import building, main, terminal
+from workers.cli import building, main, serving, terminal
 from workers.serving.context_file import FILE_NAME, ContextFile, Record
 
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -528,6 +528,14 @@ def test_ls_lists_and_gc_removes_kept_files_on_request(capsys, tmp_path: Path) -
     assert refused.returncode == 1 and "services keep nothing in a store at a URL" in refused.stderr
 
 
+def test_gc_fails_in_a_store_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write whatever the permissions are
+    refused = in_process("gc", "--store", tmp_path, capsys=capsys)
+    assert refused.returncode == 1 and "cannot be written" in refused.stderr
+
+
 @pytest.mark.parametrize("verb", ["ls", "gc"])
 def test_a_missing_store_is_refused_and_not_treated_as_empty(capsys, place: Path, verb: str) -> None:
     done = in_process(verb, "--store", place / "stroe", capsys=capsys)
@@ -654,3 +662,15 @@ def test_a_full_disk_under_standard_output_is_reported_in_one_line() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=ENV, timeout=120)
     assert done.returncode == 1 and done.stderr.startswith("error: a disk that is written to is full")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_service_whose_output_cannot_be_written_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    monkeypatch.setattr(serving, "_on_signal", lambda act: None)
+    monkeypatch.setattr(serving, "_serve_here", lambda settings, named, on_ready: on_ready("http://here", "no GPU"))
+    for place in ("/dev/full", write_end):
+        with open(place, "w") as output:
+            monkeypatch.setattr(sys, "stdout", output)
+            serving.serve(None, {"store.path": tmp_path}, [], in_one_process=True, json=True)

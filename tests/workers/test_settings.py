@@ -149,6 +149,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         ("[server]\nport = " + "[" * 5000 + "]" * 5000, ["nests lists or tables too deep"]),
         ("[server]\nhost = '0.0.0.0'", ["server.host is '0.0.0.0'", "no API key", "line 2"]),
         ("[server]\nhost = 'my-machine'", ["server.host is 'my-machine'", "no API key", "line 2"]),
+        ("[limits]\nmax_concurrent_requests = 65537", ["limits.max_concurrent_requests must be at most 65536"]),
         ("[server]\napi_key_file = '/no/such'", ["server.api_key_file (file", "cannot read /no/such"]),
     ],
 )  # fmt: skip
@@ -170,6 +171,7 @@ def test_an_empty_settings_file_gives_the_defaults(tmp_path: Path) -> None:
     [
         ("c.yaml", b"{}", "got .*c.yaml; `csattn config example`"),
         ("c.toml", b"a = '\xe9'", "not UTF-8"),
+        ("c.toml", b"a = " + b"9" * 5000, "is not TOML: Exceeds the limit"),
         ("none.toml", None, "No such file"),
     ],
 )
@@ -200,6 +202,28 @@ def test_invalid_environment_variables_are_refused_with_the_reason(environment: 
     with pytest.raises(ConfigError) as refused:
         load_settings(None, environment, {})
     assert words in str(refused.value)
+
+
+def test_variables_that_kubernetes_sets_for_a_service_are_no_settings() -> None:
+    """`docs/deploy` names the Service csattn, and KubeRay one csattn-...-head-svc: every pod gets these variables."""
+    environment = {}
+    for name in ("CSATTN", "CSATTN_SERVER", "CSATTN_X7K_HEAD_SVC"):
+        environment |= {
+            f"{name}_SERVICE_HOST": "10.0.0.11",
+            f"{name}_SERVICE_PORT": "8000",
+            f"{name}_SERVICE_PORT_HTTP": "8000",
+            f"{name}_PORT": "tcp://10.0.0.11:8000",
+            f"{name}_PORT_8000_TCP": "tcp://10.0.0.11:8000",
+            f"{name}_PORT_8000_TCP_PROTO": "tcp",
+            f"{name}_PORT_8000_TCP_PORT": "8000",
+            f"{name}_PORT_8000_TCP_ADDR": "10.0.0.11",
+        }
+    in_pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    assert load_settings(None, environment | in_pod, {}).settings == Settings()
+    for wrong in (environment, in_pod | {"CSATTN_PORT": "9000"}, in_pod | {"CSATTN_SERVER_PROT": "1"}):
+        with pytest.raises(ConfigError, match=r"there is no setting CSATTN_|server\.port"):
+            load_settings(None, wrong, {})
+    assert load_settings(None, in_pod | {"CSATTN_SERVER_PORT": "9000"}, {}).settings.server.port == 9000
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/store", "memory://", "file:///data/store", "gs:/bucket"])

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TPOT_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
-ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")  # routes whose failures are watched
+ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")  # whose failures are watched
 STATUSES = (200, 429, 500, 503, 504)
 STREAM_CODES = (
     *("internal_error", "worker_lost", "timeout", "overloaded", "invalid_request", "context_length_exceeded"),

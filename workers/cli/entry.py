@@ -4,8 +4,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import TextIOWrapper
 from typing import Any
 
@@ -64,7 +63,9 @@ def run() -> None:
         _interrupted()
     except (MemoryError, RuntimeError, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            with _output_that_may_be_full():
+            from workers.cli.terminal import output_that_may_fail
+
+            with output_that_may_fail():
                 sys.stdout.flush()
             what = (
                 "a disk that is written to is full, perhaps that of the output; free some space, and run the "
@@ -77,19 +78,6 @@ def run() -> None:
         _fail({"type": "MemoryError", "message": f"there is not enough memory ({wanted}); {_REMEDIES}"}, 1)
 
 
-@contextmanager
-def _output_that_may_be_full() -> Iterator[None]:
-    """If stdout fails, redirect it to the null device.
-
-    Else Python would write the buffered rest again at exit, and end with another exit code.
-    """
-    try:
-        yield
-    except OSError:
-        with suppress(OSError):  # stdout may have no descriptor
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _interrupted() -> None:
     goes_on = "; a build continues where it stopped when it is run again" if sys.argv[1:2] in _BUILDING else ""
     _fail({"type": "Interrupted", "message": f"interrupted{goes_on}"}, signals.exit_code())
@@ -99,8 +87,8 @@ def _fail(error: dict[str, Any], exit_code: int) -> None:
     with suppress(OSError):  # a full disk, say, must not prevent the JSON object
         print(f"error: {printable(error['message'])}", file=sys.stderr)
     if "--json" in sys.argv[1:]:
-        from workers.cli.terminal import print_json
+        from workers.cli.terminal import output_that_may_fail, print_json
 
-        with _output_that_may_be_full():
+        with output_that_may_fail():
             print_json({"error": error})
     sys.exit(exit_code)

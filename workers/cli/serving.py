@@ -15,7 +15,7 @@ from csattn.errors import ConfigError
 from csattn.selector_names import SELECTOR_NAMES
 from csattn.signals import ending_signals
 from workers.cli import signals
-from workers.cli.terminal import err, out, print_json
+from workers.cli.terminal import err, output_that_may_fail, print_json, write
 from workers.service.addresses import listen, reserve_port
 from workers.settings import EngineSettings, Settings, load_settings
 
@@ -43,11 +43,11 @@ def serve(
     def on_ready(url: str, found: str) -> None:
         nonlocal is_ready
         is_ready = True
-        out.print(f"found {found}")
         of_openai = f"{url}/v1 (base_url of OpenAI's clients)"
-        out.print(f"ready at {url} (a browser, Anthropic's clients) and {of_openai}; Ctrl-C ends it")
-        if json:
-            print_json({"ready": True, "url": url, "base_url": f"{url}/v1", "pid": os.getpid(), "found": found})
+        with output_that_may_fail():
+            write(f"found {found}\nready at {url} (a browser, Anthropic's clients) and {of_openai}; Ctrl-C ends it\n")
+            if json:
+                print_json({"ready": True, "url": url, "base_url": f"{url}/v1", "pid": os.getpid(), "found": found})
 
     if in_one_process:
         _serve_here(settings, named, on_ready)

@@ -1,5 +1,6 @@
 """`csattn inspect`, `verify`, `ls` and `gc`: show, check and clean what is in a store."""
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -232,6 +233,8 @@ def clean(store: Path | str, cache_bytes: int | None, with_kept: bool) -> dict[s
     place = cache_store() if is_url(store) else Path(store)
     if not is_url(store):
         require_store(place)
+        if not os.access(place, os.W_OK):
+            raise ArtifactError(f"nothing can be removed from {place}, which cannot be written; check its permissions")
     num_kept_bytes = _clean_kept(place) if with_kept else 0  # first: it may be refused
     removed = collect_garbage(place)
     out.print(f"removed {counted(len(removed), 'unfinished build')} from {place}")

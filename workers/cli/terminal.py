@@ -1,6 +1,7 @@
 """What the command line shows: progress, tables, one JSON line, and errors as sentences."""
 
 import json
+import os
 import re
 import sys
 import time
@@ -58,6 +59,19 @@ def print_json(value: dict[str, Any]) -> None:
     line = json.dumps(value, ensure_ascii=not is_utf)
     sys.stdout.write(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")
     sys.stdout.flush()
+
+
+@contextmanager
+def output_that_may_fail() -> Iterator[None]:
+    """If stdout is a full disk, or its reader is gone, go on, and redirect it to the null device.
+
+    Else Python would write the buffered rest again at exit, and end with another exit code.
+    """
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):  # stdout may have no descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_json_to_stderr(value: dict[str, Any]) -> None:

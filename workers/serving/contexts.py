@@ -249,6 +249,9 @@ class Contexts:
             else:
                 _log.info("the context %s was built in %.1f s", what, seconds)
         except Exception as error:  # whatever it is, requests for the context report it
+            if not await self._is_wanted(record):  # so its text is gone, too
+                _log.info("the context %s has been built, deleted or replaced by another service", record.name)
+                return
             self._builds.num_failed += 1
             done = replace(record, error=str(error) or type(error).__name__)
             _log.warning("the context %s could not be built: %s", record.name, done.error)
@@ -259,6 +262,11 @@ class Contexts:
             why = "the result of building the context %s could not be written: %s"
             _log.warning(why, record.name, error, exc_info=trace)
             self._unwritten[record] = done
+
+    async def _is_wanted(self, record: Record) -> bool:
+        with suppress(ServingError):
+            return (await self._records()).get(record.name) == record
+        return True
 
     def _finish(self, record: Record, done: Record) -> None:
         def edit(records: dict[str, Record]) -> None:

@@ -10,4 +10,4 @@ def by_names_in_store(why: str, store: Path) -> str:
     below = "|".join(re.escape(place) for place in (given, *full) if place)
     alone = "|".join(re.escape(place) for place in (given, *full) if "/" in place)  # without "/", it may be any word
     why = re.sub(rf"(?<![\w./~-])(?:{below})/", "", why) if below else why
-    return re.sub(rf"(?<![\w./~-])(?:{alone})(?![\w/~+-]|\.\w)", "the store", why) if alone else why
+    return re.sub(rf"(?:the store )?(?<![\w./~-])(?:{alone})(?![\w/~+-]|\.\w)", "the store", why) if alone else why

@@ -122,7 +122,7 @@ class LimitSettings(_Part):
         8 << 20, "Longest request body, in bytes; a longer one is refused unread.", lowest=1024
     )
     max_new_tokens: int = setting(4096, "Most tokens of an answer, however many a request asks for.", lowest=1)
-    max_concurrent_requests: int = setting(32, "Requests that are decoded at the same time.", lowest=1)
+    max_concurrent_requests: int = setting(32, "Requests that are decoded at the same time.", lowest=1, highest=65536)
     max_queued_requests: int = setting(
         64, "Requests that may wait for their turn; more are refused and may be retried later.", lowest=0
     )

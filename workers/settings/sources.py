@@ -13,6 +13,8 @@ PREFIX = "CSATTN_"
 CONFIG_VARIABLE = "CSATTN_CONFIG"  # names the file if no flag does
 OTHER_VARIABLES = {CONFIG_VARIABLE, "CSATTN_CACHE"}  # variables of this project that are not settings
 
+# what Kubernetes tells every pod about a Service whose name begins with csattn
+_OF_SERVICE = re.compile(r"\w+_SERVICE_(HOST|PORT\w*)=.*|\w+_PORT_\d+_\w+=.*|\w+_PORT=\w+://.*")
 _TABLE = re.compile(r"\s*\[\s*([\w.\-]+)\s*\]")
 _PAIR = re.compile(r"\s*([\w.\-]+)\s*=")
 
@@ -55,10 +57,12 @@ def from_file(path: Path) -> Given:
 def from_environment(environment: Mapping[str, str], keys: Mapping[str, object]) -> Given:
     """Yield the settings in environment variables: CSATTN_SERVER_PORT is server.port. keys: all known settings."""
     by_variable = {variable_of(key): key for key in keys}
+    in_pod = "KUBERNETES_SERVICE_HOST" in environment
     for variable in sorted(environment):
         if variable.startswith(PREFIX) and variable not in OTHER_VARIABLES:
-            key = by_variable.get(variable, variable)
-            yield key, Leaf(environment[variable], Origin(kind="environment", where=variable))
+            key, value = by_variable.get(variable, variable), environment[variable]
+            if not (in_pod and _OF_SERVICE.fullmatch(f"{variable}={value}")):
+                yield key, Leaf(value, Origin(kind="environment", where=variable))
 
 
 def from_flags(flags: Mapping[str, object]) -> Given:
@@ -84,7 +88,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"cannot read settings from {path}: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8; save it as UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # a TOMLDecodeError, or a number of thousands of digits
         raise ConfigError(f"{path} is not TOML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path} nests lists or tables too deep; settings have one table for each section") from None

@@ -77,7 +77,8 @@ def test_metrics_endpoint_exports_http_and_backend_metrics() -> None:
 
 def test_http_error_counters_start_at_zero() -> None:
     value = Measures().registry.get_sample_value
-    assert value("csattn_http_requests_total", {"route": "/v1/completions", "status": "429"}) == 0
+    for route in ("/v1/completions", "/v1/messages"):
+        assert value("csattn_http_requests_total", {"route": route, "status": "429"}) == 0
     assert all(value("csattn_http_stream_errors_total", {"code": code}) == 0 for code in STREAM_CODES)
     assert {error.code for error in (WorkerLostError, TimedOutError, OverloadedError, ContextTooLongError)} <= set(
         STREAM_CODES

@@ -238,6 +238,38 @@ def test_a_name_reregistered_by_another_service_is_built_from_its_new_text(
     asyncio.run(main())
 
 
+def test_a_context_that_another_service_has_built_is_no_failed_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its text is gone once it is built."""
+    caplog.set_level(logging.INFO)
+    begun: list[Builder] = []
+
+    async def build(self: Builder, source: list[str], *args: Any) -> dict[str, Any]:
+        begun.append(self)
+        while Path(source[-1]).exists() and self is begun[-1]:
+            await asyncio.sleep(0.01)
+        if self is begun[-1]:
+            raise BuildFailedError("cannot read the text")
+        return {"artifact": "0" * 16, "context_len": 300, "reused": False}
+
+    monkeypatch.setattr(Builder, "build", build)
+
+    async def main() -> None:
+        here, elsewhere = registry(tmp_path), registry(tmp_path)
+        async with asyncio.timeout(TIMEOUT_S):
+            await elsewhere.register("a", "a text")
+            while not begun:
+                await asyncio.sleep(0.01)
+            await here.register("a", "a text")
+            while here.counts.num_waiting or here.counts.num_building:
+                await asyncio.sleep(0.01)
+        assert here.counts == BuildCounts() and "could not be built" not in caplog.text
+        assert (await ended(here, "a")).state == "ready"
+
+    asyncio.run(main())
+
+
 def test_deleting_a_context_removes_its_unfinished_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless another name has the same text, or another process builds it. One that has failed is removed, too."""
     work = tmp_path / "store" / f"{BUILDING_PREFIX}{'0' * 16}"

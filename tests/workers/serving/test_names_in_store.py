@@ -14,6 +14,7 @@ from workers.serving.names_in_store import by_names_in_store
         ("store", "cannot read /srv/bookstore/x", "cannot read /srv/bookstore/x"),
         ("store", "cannot read a store/x and /srv/store/x", "cannot read a x and /srv/store/x"),
         ("store", "cannot make '{here}/store/x' in {here}/store: no", "cannot make 'x' in the store: no"),
+        ("store", "the store {here}/store has 0 bytes", "the store has 0 bytes"),
         ("{tmp}/link", "a {tmp}/link/x, b {tmp}/real/y, c {tmp}/real.", "a x, b y, c the store."),
         ("{tmp}/link", same := "{tmp}/linked/x, {tmp}/link.old, /mnt{tmp}/link/x", same),
         ("../aside", "cannot make ../aside: ../aside/x is there", "cannot make the store: x is there"),

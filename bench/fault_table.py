@@ -69,7 +69,8 @@ def replies(hostile: dict[str, Any], kinds: tuple[str, ...]) -> tuple[int, str]:
 
 def gpu_kills() -> dict[str, tuple[int, str]]:
     """Return, by kind of process, the number of kills and a text with the outcomes of the running streams."""
-    runs, rows = json.loads((RESULTS / "faults-h200.json").read_text()), {}
+    content, rows = json.loads((RESULTS / "faults-h200.json").read_text()), {}
+    runs = content if isinstance(content, list) else [content]  # of several runs, or as `bench.faults --json` writes it
     for name in ("search worker", "attention worker", "ingress replica"):
         streams = sum((outcomes(run[name]) for run in runs), Counter())
         answered, num_errors, ended = (streams.pop(outcome, 0) for outcome in ("answered", "told", "ended before"))

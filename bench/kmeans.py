@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -52,10 +53,14 @@ def fit(queries: Tensor, codebooks: Tensor) -> float:
 
 def measure(queries: Tensor, config: ListConfig, threads: Executor) -> list[dict[str, Any]]:
     """Measure each program's time for a layer and its fit. queries: on the device of the prefill, as in a build."""
-    faiss = partial(make_codebooks, queries, replace(config, kmeans="faiss"), threads)
-    programs: dict[str, Callable[[], Tensor]] = {f"FAISS, {available_cpus()} CPUs": partial(faiss, on_gpu=False)}
+
+    def by_faiss(on_gpu: bool) -> Tensor:
+        with patch("index_build.kmeans.uses_gpu", return_value=on_gpu):
+            return make_codebooks(queries, replace(config, kmeans="faiss"), threads)
+
+    programs: dict[str, Callable[[], Tensor]] = {f"FAISS, {available_cpus()} CPUs": partial(by_faiss, False)}
     if num_gpus():
-        programs["FAISS, a GPU"] = partial(faiss, on_gpu=True)
+        programs["FAISS, a GPU"] = partial(by_faiss, True)
     programs[f"torch, {queries.device.type}"] = partial(
         make_codebooks, queries, replace(config, kmeans="torch"), threads
     )

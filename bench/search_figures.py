@@ -29,10 +29,14 @@ def search() -> list[str]:
 
 def search_log() -> list[str]:
     """Return the log's table: the search's time at two lengths, and attention to the rest alone."""
-    one, two, *of_lists = (of["read_gbps"][threads] for of in (_content(), _content()["lists"]) for threads in "12")
+    one, two = (_content()["read_gbps"][threads] for threads in "12")
+    later = ""
+    if "lists" in _content():  # a run of lists alone, put into the file of another
+        of_lists = [_content()["lists"]["read_gbps"][threads] for threads in "12"]
+        later = f"; lists on those of a later day, which read {of_lists[0]} and {of_lists[1]}"
     lines = [
-        f"Two virtual cores of a Xeon, quiet; one thread reads at most {one} GB/s from memory, two {two}; lists on "
-        f"those of a later day, which read {of_lists[0]} and {of_lists[1]} (`results/search-cpu.json`):",
+        f"Two virtual cores of a Xeon, quiet; one thread reads at most {one} GB/s from memory, two {two}{later} "
+        "(`results/search-cpu.json`):",
         "",
         f"| from memory, µs per query head | {SHORT:,} keys | {LONG:,} keys | two threads, {LONG:,} |",
         "|---|---:|---:|---:|",

@@ -178,20 +178,7 @@ def measure(artifact: Artifact, num_workers: int, num_rows: int, seconds: float,
     return result
 
 
-def main(json_path: Path | None, context_len: int, worker_counts: list[int], seconds: float, num_kills: int) -> None:
-    with tempfile.TemporaryDirectory(prefix="csattn-bench-") as store:
-        sizes: Any = {"num_layers": NUM_LAYERS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
-        spec = make_spec(context_len, kv_dtype="bfloat16", **sizes)
-        results = []
-        with open_artifact(build(Path(store), spec)) as artifact:
-            for num_workers in worker_counts:
-                for num_rows in (1, 8):
-                    results.append(measure(artifact, num_workers, num_rows, seconds, num_kills))
-                    print(results[-1], flush=True)
-    finish({"name": "search-workers", "context_len": context_len, "results": results}, json_path)
-
-
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the result")
     parser.add_argument("--quick", action="store_true", help="make a short run")
@@ -200,4 +187,17 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     end_as_interrupted()
     seconds, num_kills = (1.0, 2) if arguments.quick else (5.0, 5)
-    main(arguments.json, arguments.context, arguments.workers, seconds, num_kills)
+    with tempfile.TemporaryDirectory(prefix="csattn-bench-") as store:
+        sizes: Any = {"num_layers": NUM_LAYERS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
+        spec = make_spec(arguments.context, kv_dtype="bfloat16", **sizes)
+        results = []
+        with open_artifact(build(Path(store), spec)) as artifact:
+            for num_workers in arguments.workers:
+                for num_rows in (1, 8):
+                    results.append(measure(artifact, num_workers, num_rows, seconds, num_kills))
+                    print(results[-1], flush=True)
+    finish({"name": "search-workers", "context_len": arguments.context, "results": results}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

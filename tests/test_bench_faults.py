@@ -1,5 +1,8 @@
 """`bench.faults` and its table count as answered only requests that were in progress when a process was killed."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from bench import fault_table
@@ -26,3 +29,11 @@ def test_the_table_counts_replies_and_clients_that_left() -> None:
     told = fault_table.replies({"by_kind": of_kind}, ("no http",))
     assert told == (12, "7 replies with a status; 5 clients left before one")
     assert fault_table.replies({"by_kind": of_kind}, ("no http", "bad key"))[0] == 16
+
+
+def test_the_table_reads_the_file_of_a_single_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_table, "RESULTS", tmp_path)
+    of_target = {"kills": 2, "streams": {"answered": 5, "told": 1}, "answered_after_s": None}
+    run = dict.fromkeys(("search worker", "attention worker", "ingress replica"), of_target)
+    (tmp_path / "faults-h200.json").write_text(json.dumps(run))
+    assert set(fault_table.gpu_kills().values()) == {(2, "5 answers, all right; 1 error events")}

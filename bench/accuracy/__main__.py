@@ -23,14 +23,14 @@ from csattn.errors import CsattnError
 COMMANDS = {"selectors": selectors, "long": long, "tasks": tasks, "longbench": longbench, "why": why, "rest": rest}
 
 
-def main(words: list[str]) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.accuracy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=(module.__doc__ or "").splitlines()[0]))
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args()
     try:
         COMMANDS[arguments.command].run(arguments)
     except (CsattnError, GateError) as error:
@@ -38,4 +38,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -256,6 +256,8 @@ def run(arguments: argparse.Namespace) -> None:
     records = Records(arguments.json, {**header, "machine": machine()}, KEY, fixed_fields)
     if loaded is None:
         shown = [json.loads(file.read_text()) for file in arguments.show]
+        for file, content in zip(arguments.show, shown, strict=True):
+            gate(content.get("bench") == "long", f"{file} has no figures of `long`; leave it out")
         records.content["cases"] = merge([content["cases"] for content in shown], records)
         records.content |= {"gate": next((content["gate"] for content in shown if "gate" in content), None)}
     else:

@@ -119,8 +119,10 @@ def draw(cases: list[Case], path: Path) -> None:
     right.set(xlim=(12, 300))
     lengths = [case["context_len"] for case in shown]
     if lengths:
-        of = f"{len(by_setting(shown))} texts and lengths, {min(lengths):,} to {max(lengths):,} tokens"
-        figure.suptitle(f"{shown[0]['model']}, geometric means over {of}", fontsize=10)
+        of = f"{shown[0]['text']}, {lengths[0]:,} tokens"
+        if (number := len(by_setting(shown))) > 1:
+            of = f"geometric means over {number} texts and lengths, {min(lengths):,} to {max(lengths):,} tokens"
+        figure.suptitle(f"{shown[0]['model']}, {of}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110, bbox_inches="tight")
 

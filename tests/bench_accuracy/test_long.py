@@ -322,6 +322,8 @@ def test_models_of_one_file_have_tables_of_their_own(capsys, tmp_path):
     assert all(f" {case['kl']:.5f} |" in text for case in load_cases(path))
     with pytest.raises(GateError, match=r"a plot is of one model, the file has qwen2.5-coder-0.5b, qwen2.5-coder-1.5b"):
         long.run(parser.parse_args(["--show", str(path), "--plot", str(tmp_path / "plot.png")]))
+    with pytest.raises(GateError, match=r"tasks.json has no figures of `long`; leave it out"):
+        long.run(parser.parse_args(["--show", str(path), str(RESULTS / "tasks.json")]))
 
 
 def test_all_tokens_read_marked_rows_if_these_take_at_most_half_of_the_choice(rng):

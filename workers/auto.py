@@ -51,10 +51,8 @@ def choose_placement(
     size = weight_bytes(config, DTYPES[dtype].itemsize, weights)
     device_bytes = engine.num_devices * (free.device_bytes - KERNELS_BYTES) - size.on_gpu
     if device_bytes <= 0:
-        return (
-            "cpu",
-            f"the model's weights take {gib(size.on_gpu)} in {dtype}, the GPU has {gib(free.device_bytes)} free",
-        )
+        has = f"the GPU has {gib(free.device_bytes)} free"
+        return "cpu", f"the model's weights take {gib(size.on_gpu)} in {dtype}, {has}"
     for placement in _ON_GPU:
         try:
             require_together(placement, engine.selector, None, engine.num_devices, engine.kv_format)

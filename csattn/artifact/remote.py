@@ -23,7 +23,15 @@ from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import Manifest
 from csattn.artifact.reader import Progress, has_hash, is_whole, open_artifact, parse_manifest
 from csattn.artifact.tensor_file import repair_advice
-from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, num_bytes_below, remove, remove_except, used_at
+from csattn.artifact.work import (
+    BUILDING_PREFIX,
+    LOCK_SUFFIX,
+    num_bytes_below,
+    remove,
+    remove_except,
+    remove_published,
+    used_at,
+)
 from csattn.cache import cache_dir
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 
@@ -119,6 +127,13 @@ class RemoteStore:
             self._fs.makedirs(f"{self._root}/{path.name}", exist_ok=True)
             while not self._put(path, files):
                 self._await_other(path.name)
+
+    def remove(self, artifact_id: str) -> None:
+        """Remove an artifact and the copy on this machine. The manifest goes first, so nobody finds half of it."""
+        with _remote_errors(f"remove {self.url}/{artifact_id}"):
+            self._fs.rm_file(self._file(artifact_id, MANIFEST_FILE))
+            self._fs.rm(f"{self._root}/{artifact_id}", recursive=True)
+        remove_published(cache_store() / artifact_id)
 
     def _put(self, path: Path, files: Mapping[str, int]) -> bool:
         """Upload files of these sizes, the manifest last; false if another machine has begun to upload its own."""
@@ -223,10 +238,7 @@ class RemoteStore:
 
 
 def shrink_cache(max_bytes: int) -> list[Path]:
-    """Evict the least recently used copies until the others take at most max_bytes; return what was removed.
-
-    A reader that has a copy open can still read it, through its memory maps.
-    """
+    """Evict the least recently used copies until the others take at most max_bytes; return what was removed."""
     cache = cache_store()
     with store_errors(f"look through the cache {cache}", cache):
         copies = [path for name in store_entries(cache) if is_artifact_id(name) and (path := cache / name).is_dir()]
@@ -234,15 +246,8 @@ def shrink_cache(max_bytes: int) -> list[Path]:
     removed, left_bytes = [], 0
     for path in used:
         left_bytes += (num_bytes := num_bytes_below(path))
-        lock = BuildLock(cache / f"{BUILDING_PREFIX}{path.name}{LOCK_SUFFIX}")
-        if left_bytes <= max_bytes or not lock.try_acquire():
-            continue
-        with lock, store_errors(f"remove {path}", cache), suppress(FileNotFoundError):  # somebody else has removed it
+        if left_bytes > max_bytes and remove_published(path):
             left_bytes -= num_bytes
-            gone = cache / f"{BUILDING_PREFIX}{path.name}"
-            remove(gone)
-            os.rename(path, gone)  # atomically, so that nobody opens half of it
-            remove(gone)
             removed.append(path)
     return removed
 

@@ -32,6 +32,7 @@ from csattn.artifact.layout import (
     next_query_arrays,
     plan,
 )
+from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, canonical_json
 from csattn.artifact.reader import NO_ROOM, ROOM_ADVICE, as_tensor, hash_file
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
@@ -164,6 +165,25 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def remove_published(path: Path) -> bool:
+    """Remove a finished artifact, at once for all readers; return whether it was there and no other process held it.
+
+    Those that have it open can still read it, through their memory maps.
+    """
+    gone = path.with_name(f"{BUILDING_PREFIX}{path.name}")
+    lock = BuildLock(gone.with_name(f"{gone.name}{LOCK_SUFFIX}"))
+    if not lock.try_acquire():
+        return False
+    with lock, store_errors(f"remove {path}", path.parent):
+        remove(gone)
+        try:
+            os.rename(path, gone)
+        except FileNotFoundError:  # another process has removed it
+            return False
+        remove(gone)
+    return True
 
 
 def num_bytes_below(path: Path) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from csattn.artifact import RemoteStore, open_artifact
 from csattn.artifact.lock import BuildLock
 from csattn.build_options import BuildOptions
 from csattn.models import LoadedModel, load_model
@@ -23,6 +24,7 @@ from tests.artifact.faults import reseal
 from tests.tiny import byte_tokenizer, save
 from workers.cli import building, main, serving, terminal
 from workers.serving.context_file import FILE_NAME, ContextFile, Record
+from workers.serving.contexts import name_artifact
 
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
@@ -526,6 +528,44 @@ def test_ls_lists_and_gc_removes_kept_files_on_request(capsys, tmp_path: Path) -
     assert "gc --kept" not in in_process("ls", "--store", tmp_path, capsys=capsys).stdout
     refused = in_process("gc", "--store", "memory://s", "--kept", capsys=capsys)
     assert refused.returncode == 1 and "services keep nothing in a store at a URL" in refused.stderr
+
+
+def test_rm_removes_artifacts_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], artifact: Path
+) -> None:
+    store, other = tmp_path / "store", tmp_path / "other" / artifact.name
+    shutil.copytree(artifact, store / artifact.name)
+    shutil.copytree(artifact, other)
+    name_artifact(store, "lamps", artifact.name, "float32")
+
+    def refusal(*given: object) -> str:
+        done = in_process("rm", *given, capsys=capsys)
+        assert done.returncode == 1 and (store / artifact.name).is_dir()
+        return done.stderr
+
+    assert f"{store} is not an artifact" in refusal(store)
+    assert "there is no artifact 'fff'" in refusal(store / artifact.name, store / "fff")
+    with BuildLock(store / f".building-{artifact.name}.lock").acquire():
+        assert "another process builds or removes" in refusal(store / artifact.name[:4])
+    with open_artifact(store / artifact.name) as reader:
+        done = in_process("rm", store / artifact.name[:4], store / artifact.name, other, "--json", capsys=capsys)
+        assert last_line(done)["removed"] == [str(store / artifact.name), str(other)]
+        assert f"removed {store / artifact.name}, which services know as lamps\n" in done.stdout
+        assert reader.layer_kv(0).any() and not other.exists()
+        assert [path.name for path in store.iterdir() if path.is_dir()] == []
+
+
+def test_rm_removes_an_artifact_behind_a_url_and_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], artifact: Path
+) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    remote = RemoteStore(f"memory://{tmp_path}")
+    remote.upload(artifact)
+    copy = remote.fetch(artifact.name)
+    assert in_process("rm", f"{remote.url}/{artifact.name[:5]}", capsys=capsys).returncode == 0
+    assert remote.artifact_ids() == [] and not copy.exists()
+    refused = in_process("rm", f"{remote.url}/{artifact.name}", capsys=capsys)
+    assert refused.returncode == 1 and f"there is no artifact {remote.url}/{artifact.name}" in refused.stderr
 
 
 def test_gc_fails_in_a_store_that_cannot_be_written(

@@ -33,6 +33,7 @@ from workers.cli.options import (
     WindowLen,
     directory,
     named,
+    place,
 )
 from workers.cli.streaming import stream
 from workers.cli.version import full_version
@@ -273,6 +274,22 @@ def ls(store: Store = Path("store"), json: Json = False) -> None:
     from workers.cli import store_commands, terminal
 
     terminal.end(store_commands.listing(store), json)
+
+
+@app.command()
+def rm(
+    artifacts: Annotated[
+        list[Any],
+        typer.Argument(
+            parser=place, metavar="ARTIFACT", help="Directories or URLs of artifacts, or STORE/ID, as for `inspect`."
+        ),
+    ],
+    json: Json = False,
+) -> None:
+    """Remove artifacts from their store. A process that has one open can still read it."""
+    from workers.cli import store_commands, terminal
+
+    terminal.end(store_commands.remove(artifacts), json)
 
 
 @app.command()

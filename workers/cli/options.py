@@ -10,7 +10,7 @@ import typer
 from csattn.checks import require_model_name
 
 
-def _place(text: Any) -> Path | str:
+def place(text: Any) -> Path | str:
     """Parse a directory or URL. An empty text is refused: it comes from a shell variable that is not set."""
     if re.match("[a-z][a-z0-9+]+:/(?!/)", str(text)):
         raise ValueError(f"a URL has two slashes after its colon, got {text}; give ./{text} if it is a directory")
@@ -46,13 +46,13 @@ Weights = Annotated[
     typer.Option(help=WEIGHTS_HELP, show_default="as published"),
 ]
 Store = Annotated[
-    Any, typer.Option(parser=_place, metavar="PLACE", help="Directory or URL (s3://, ...) that holds artifacts.")
+    Any, typer.Option(parser=place, metavar="PLACE", help="Directory or URL (s3://, ...) that holds artifacts.")
 ]
 LocalStore = Annotated[Path, typer.Option(parser=directory, metavar="PATH", help="Directory that holds artifacts.")]
 ArtifactPath = Annotated[
     Any,
     typer.Argument(
-        parser=_place,
+        parser=place,
         metavar="ARTIFACT",
         help="The artifact's directory or URL, or STORE/ID, where the first characters of the id suffice.",
     ),

@@ -1,4 +1,4 @@
-"""`csattn inspect`, `verify`, `ls` and `gc`: show, check and clean what is in a store."""
+"""`csattn inspect`, `verify`, `ls`, `rm` and `gc`: show, check, remove and clean what is in a store."""
 
 import os
 from collections import defaultdict
@@ -11,6 +11,7 @@ from rich.table import Table
 
 from csattn.artifact import (
     ArtifactSummary,
+    RemoteStore,
     cache_store,
     collect_garbage,
     is_being_built,
@@ -26,6 +27,7 @@ from csattn.artifact import (
 from csattn.artifact.find import is_artifact_id, require_place_for_store, store_entries
 from csattn.artifact.layout import MANIFEST_FILE
 from csattn.artifact.manifest import NOT_ROUNDED
+from csattn.artifact.work import remove_published
 from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError, ConfigError, CsattnError
 from workers.cli.terminal import counting, err, out, table
@@ -219,6 +221,36 @@ def require_store(place: Path) -> None:
     if not place.is_dir():
         raise ArtifactNotFoundError(f"there is no store at {place}; `csattn build` makes one, --store names another")
     require_place_for_store(place)
+
+
+def remove(places: Sequence[Path | str]) -> dict[str, Any]:
+    """Remove artifacts, and return the command's JSON object. If one of them is not there, none is removed."""
+    found = list(dict.fromkeys(map(_whole_place, places)))
+    for place in found:
+        names = ""
+        if isinstance(place, str):
+            store, _, artifact_id = place.rpartition("/")
+            RemoteStore(store).remove(artifact_id)
+        elif remove_published(place):
+            names = ", ".join(_registered(place.parent).get(place.name, ()))
+        else:
+            raise ArtifactError(f"another process builds or removes {place}; try again when it has ended")
+        out.print(f"removed {place}" + (f", which services know as {names}" if names else ""), soft_wrap=True)
+    return {"removed": [str(place) for place in found]}
+
+
+def _whole_place(place: Path | str) -> Path | str:
+    """Return the directory or URL of a finished artifact, without what is abbreviated. Raises ArtifactNotFoundError."""
+    if is_url(place):
+        store, _, prefix = str(place).rstrip("/").rpartition("/")
+        remote = RemoteStore(store)
+        if remote.holds(artifact_id := remote.resolve(prefix)):
+            return f"{remote.url}/{artifact_id}"
+        raise ArtifactNotFoundError(f"there is no artifact {place}; `csattn ls --store {store}` lists those there")
+    path = resolve_artifact(Path(place)).absolute()
+    if is_artifact_id(path.name) and (path / MANIFEST_FILE).is_file():
+        return path
+    raise ArtifactNotFoundError(f"{path} is not an artifact; `csattn ls --store STORE` lists those of a store")
 
 
 def clean(store: Path | str, cache_bytes: int | None, with_kept: bool) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from workers.api.parsing import (
     read_extensions,
     read_sampling,
 )
-from workers.api.tools import MAX_NAME_CHARS, MAX_TOOLS, checked_name, names_of, read_format, read_tool
-from workers.api.turns import content_of, require_answerable, require_turns
+from workers.api.tools import MAX_CALLS, MAX_NAME_CHARS, MAX_TOOLS, checked_name, names_of, read_format, read_tool
+from workers.api.turns import UNREAD, content_of, require_answerable, require_turns
 from workers.serving.messages import (
     Ask,
     BadRequestError,
@@ -39,8 +39,6 @@ USUAL_EFFORT = "medium"  # where thoughts are wanted, and nothing is said of eff
 # clients drop thoughts that have none, or send them back as a user's text; it is not read here
 SIGNATURE = "unsigned"
 READ = ("text", "document", "search_result")  # blocks that anyone but the assistant may send
-# in place of what a tool returned: clients send it with all later turns, so that a refusal would end the conversation
-UNREAD = "[{}: not shown, because this service reads only text]"
 
 
 class ThreadsError(BadRequestError):
@@ -360,8 +358,8 @@ def _assistant_turn(blocks: list[Fields], most_chars: int) -> Turn:
             reasoning += block.text("thinking", most_chars) or ""
         block.ignore("signature", "data", "caller")
         block.finish()
-    if len(calls) > MAX_TOOLS:
-        blocks[-1].refuse("id", f"exceeds the {MAX_TOOLS} calls that a turn may have")
+    if len(calls) > MAX_CALLS:
+        blocks[-1].refuse("id", f"exceeds the {MAX_CALLS} calls that a turn may have")
     return Turn("assistant", "\n".join(texts), tuple(calls), reasoning=reasoning)
 
 

@@ -16,7 +16,7 @@ from workers.api.parsing import (
     read_extensions,
     read_sampling,
 )
-from workers.api.tools import MAX_TOOLS, name_within, read_call, read_format, read_tools
+from workers.api.tools import MAX_CALLS, name_within, read_call, read_format, read_tools
 from workers.api.turns import EFFORTS, ROLES, content_of, require_answerable, require_turns
 from workers.serving.messages import Ask, CallPart, Done, Event, Piece, Turn
 from workers.settings import LimitSettings
@@ -297,13 +297,14 @@ def _add_item(turns: list[Turn], fields: Fields, most_chars: int, reasoning: str
         call = replace(call, name=name_within(namespace, call.name))
         if not turns or turns[-1].role != "assistant":
             turns.append(Turn("assistant", ""))
-        if len(turns[-1].calls) == MAX_TOOLS:
-            fields.refuse("call_id", f"exceeds the {MAX_TOOLS} calls that a turn may have")
+        if len(turns[-1].calls) == MAX_CALLS:
+            fields.refuse("call_id", f"exceeds the {MAX_CALLS} calls that a turn may have")
         last = turns[-1]
         turns[-1] = replace(last, calls=(*last.calls, call), reasoning=last.reasoning + reasoning)
     else:
         call_id = fields.needed_text("call_id", 256)
-        content = content_of(fields, most_chars, kinds=TEXT_KINDS, name="output")
+        unread = ("input_image", "input_file")
+        content = content_of(fields, most_chars, kinds=TEXT_KINDS, name="output", unread=unread)
         turns.append(Turn("tool", content, call_id=call_id))
     fields.finish()
     return next_reasoning

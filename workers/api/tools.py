@@ -9,7 +9,8 @@ from csattn.checks import lone_surrogate
 from workers.api.fields import Fields, shown_value
 from workers.serving.messages import Tool, ToolCall, Turn
 
-MAX_TOOLS = 128
+MAX_TOOLS = 512  # several MCP servers exceed OpenAI's limit of 128
+MAX_CALLS = 128  # of a turn
 MAX_NAME_CHARS = 128  # Anthropic's limit; OpenAI's is 64
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 MAX_CHARS = 1 << 20  # of descriptions and of a call's arguments; the body itself has a limit
@@ -67,7 +68,7 @@ def read_format(fields: Fields, name: str, has_wrapper: bool = True) -> dict[str
 def read_calls(fields: Fields) -> tuple[ToolCall, ...]:
     """Read `tool_calls` in an assistant's message."""
     calls = []
-    for index, item in enumerate(fields.listed("tool_calls", MAX_TOOLS)):
+    for index, item in enumerate(fields.listed("tool_calls", MAX_CALLS)):
         call = Fields(item, f"{fields.where}tool_calls[{index}].")
         call.only("type", "function", why="only functions are called here")
         call.ignore("index")

@@ -20,6 +20,8 @@ RESERVED = {
 }  # fmt: skip
 # fields of an assistant's message that OpenAI's Agents SDK for JavaScript also puts into its text
 REPEATED = ("reasoning_content", "refusal", "role", "tool_calls")
+# in place of what a tool returned: clients send it with all later turns, so that a refusal would end the conversation
+UNREAD = "[{}: not shown, because this service reads only text]"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -98,7 +100,8 @@ def _turn(value: object, where: str, most_chars: int) -> Turn:
     else:
         fields.only("tool_calls", [], why="only an assistant calls tools")
     repeats = REPEATED if role == "assistant" else ()
-    content = content_of(fields, most_chars, is_needed=role != "assistant", ignored=repeats)
+    unread = ("image_url", "file") if role == "tool" else ()
+    content = content_of(fields, most_chars, is_needed=role != "assistant", ignored=repeats, unread=unread)
     fields.finish()
     return Turn(cast(Any, ROLES[role]), content, calls, call_id, reasoning)
 
@@ -110,6 +113,7 @@ def content_of(
     kinds: tuple[str, ...] = ("text",),
     name: str = "content",
     ignored: tuple[str, ...] = (),
+    unread: tuple[str, ...] = (),  # kinds of parts for which a line says that they are not shown
 ) -> str:
     """Read a field: text, or a list of text parts, which become lines as in vLLM and llama.cpp."""
     value = fields.any_of(name)
@@ -121,6 +125,9 @@ def content_of(
     for index, item in enumerate(value):
         part = Fields(item, f"{fields.where}{name}[{index}].")
         kind = part.any_of("type")
+        if kind in unread:
+            texts.append(UNREAD.format("image" if "image" in kind else "file"))
+            continue
         if kind not in kinds:
             part.refuse("type", f'is {shown_value(kind)}, wanted "{kinds[0]}": only text is read here')
         texts.append(part.needed_text("text", most_chars))

@@ -149,12 +149,13 @@ def test_tools_tool_calls_and_tool_results_become_turns() -> None:
     turns = [
         {"role": "user", "content": "a"},
         {**CALLING, "tool_calls": [call_with(arguments='{"x": 1}')], "reasoning_content": "hm"},
-        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "2"}]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "2"}, {"type": "image_url"}]},
     ]
     ask = ask_of(chat(messages=turns, tools=[TOOL, tool_with()], parallel_tool_calls=False))
     assert ask.turns[1:] == (
-        Turn("assistant", "", (ToolCall("1", "f", {"x": 1}),), reasoning="hm"), Turn("tool", "2", call_id="1"),
-    )  # fmt: skip
+        Turn("assistant", "", (ToolCall("1", "f", {"x": 1}),), reasoning="hm"),
+        Turn("tool", "2\n[image: not shown, because this service reads only text]", call_id="1"),
+    )
     assert ask.tools[0] == Tool("look_up", {"type": "object"}, "d") and ask.tools[1].parameters["properties"] == {}
     assert (ask.must_call, ask.parallel_calls) == ((), False)
 
@@ -309,7 +310,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"prediction": {"type": "content", "content": [{"type": "image"}]}}, "prediction.content[0].type", "only text"),
     ({"prediction": {"type": "content", "content": "x", "more": 1}}, "prediction.more", "is not a field"),
     ({"tools": {}}, "tools", "is not a list"),
-    ({"tools": [TOOL] * 129}, "tools", "at most 128"),
+    ({"tools": [TOOL] * 513}, "tools", "at most 512"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "runs no tools of its own"),
     ({"tools": [tool_with(name="a.b")]}, "tools[0].function.name", "characters other than"),
@@ -397,7 +398,7 @@ def test_the_type_of_an_error_follows_its_status() -> None:
         {"keep": 1, "lookahead": 1},
         {"min_tokens": 0},
         {"logit_bias": {f"{n}": 100 - n % 201 for n in range(1024)}},
-        {"tools": [tool_with(name=f"f{n}") for n in range(128)]},
+        {"tools": [tool_with(name=f"f{n}") for n in range(512)]},
         {"chat_template_kwargs": {f"a{n}": n for n in range(16)}},
         {"chat_template_kwargs": {"a": "b" * (4096 - len('{"a": ""}'))}},
     ],

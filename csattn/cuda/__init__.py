@@ -198,6 +198,8 @@ def free_device_bytes(device: torch.device | str) -> int:
 def missing_for_kernels(device: int) -> str | None:
     """What kernels need and this device does not have, in words; None if they run on it."""
     of = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:  # its GPUs are devices of kind cuda, too, and have versions of their own
+        return f"CUDA, and {of.name} is an AMD GPU"
     if (of.major, of.minor) >= LEAST_CAPABILITY:
         return None
     least = ".".join(map(str, LEAST_CAPABILITY))

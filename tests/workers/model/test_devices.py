@@ -126,16 +126,18 @@ def test_a_second_start_with_several_gpus_in_one_process_is_refused(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("capability", "says"),
+    ("capability", "hip", "says"),
     [
-        ((7, 5), r"need compute capability 8.0 or more, and It has 7.5; .* to decode on the CPU"),
-        ((8, 0), None),
-        ((12, 0), None),
+        ((7, 5), None, r"need compute capability 8.0 or more, and It has 7.5; .* to decode on the CPU"),
+        ((9, 4), "7.0", "need CUDA, and It is an AMD GPU; decode on another GPU"),
+        ((8, 0), None, None),
+        ((12, 0), None, None),
     ],
 )
-def test_a_gpu_below_compute_capability_8_is_refused(
-    capability: tuple[int, int], says: str | None, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_below_compute_capability_8_or_without_cuda_is_refused(
+    capability: tuple[int, int], hip: str | None, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
     major, minor = capability
     it = SimpleNamespace(name="It", major=major, minor=minor)
     monkeypatch.setattr(devices, "find_spec", lambda name: "there is CuPy")

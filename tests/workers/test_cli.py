@@ -51,6 +51,19 @@ def csattn(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=120)
 
 
+def test_the_base_installation_suffices(artifact: Path) -> None:
+    """torch's builds for CPUs come without Triton, and this environment has it, like what the extras install."""
+    absent = "triton", "cupy", "ray", "fastapi", "llguidance", "prometheus_client", "uvicorn", "jsonschema", "openai"
+    start = (
+        f"import pkgutil, sys, importlib; sys.modules.update(dict.fromkeys({absent})); import workers.cli as cli\n"
+        "for module in pkgutil.iter_modules(cli.__path__): importlib.import_module(f'workers.cli.{module.name}')\n"
+        "cli.main()"
+    )
+    asked = "generate", str(artifact), "--prompt", "who?", "--max-new-tokens", "2", "--json"
+    command = [sys.executable, "-c", start, *asked]
+    assert last_line(subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=120))["token_ids"]
+
+
 def last_line(done: subprocess.CompletedProcess[str]) -> dict:
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])

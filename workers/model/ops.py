@@ -14,6 +14,10 @@ from csattn.models.latent import LatentQueries
 
 LEAST_SUM = 1e-20  # added to the sum by which experts' shares are divided: sigmoids may all be 0
 SQUARES_BLOCK = 32  # columns of the residual stream whose squares are summed in one part
+ALIKE_ROWS = 16  # on a GPU, a row's results have the same bits in steps of up to so many rows
+# Up to so many rows, CUDA C multiplies weights of 8 or 4 bits. Beyond, inputs are as many bytes as weights, and larger
+# tiles of Triton's read them less often.
+QUANTIZED_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,8 @@ from tests.workers.model.step_ops import (
     readers,
     tolerance,
 )
-from workers.model.gpu.quantized_ops import MAX_ROWS
 from workers.model.gpu.triton_ops import TritonOps
-from workers.model.ops import Normed
+from workers.model.ops import QUANTIZED_ROWS, Normed
 from workers.model.torch_ops import TorchOps
 
 pytestmark = pytest.mark.usefixtures("two_multiprocessors")
@@ -73,9 +72,9 @@ def test_a_packed_weight_decodes_to_codes_times_scales(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
-@pytest.mark.parametrize("num_rows", [1, MAX_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, QUANTIZED_ROWS + 1])
 def test_grouped_products_equal_those_of_decoded_weights(kind, num_rows: int) -> None:
-    dtype = torch.bfloat16 if kind is not None and num_rows <= MAX_ROWS else torch.float32
+    dtype = torch.bfloat16 if kind is not None and num_rows <= QUANTIZED_ROWS else torch.float32
     linear = make_linear(64, 128, kind) if kind is not None else Linear(randn(64, 128))
     x = randn(2, num_rows, 128, dtype=dtype)
     got, want = (torch.full((num_rows, 64), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
@@ -95,7 +94,7 @@ def test_a_decoded_weight_is_contiguous(kind, num_in: int, dtype: torch.dtype) -
 
 
 def dtype_of(num_rows: int) -> torch.dtype:
-    return torch.bfloat16 if num_rows <= MAX_ROWS or DEVICE.type == "cuda" else torch.float32
+    return torch.bfloat16 if num_rows <= QUANTIZED_ROWS or DEVICE.type == "cuda" else torch.float32
 
 
 SIZES = [
@@ -132,7 +131,7 @@ def compare_with_decoding_first(kind, sizes: list[tuple[int, int, int]]) -> None
         want = got.clone()
         TritonOps(DEVICE).linear(x, [linear], got)
         TorchOps().linear(replace(x, x=x.x.float()), [linear], want)
-        torch.testing.assert_close(got, want, **(CLOSE if batch_size <= MAX_ROWS else tolerance(torch.float32)))
+        torch.testing.assert_close(got, want, **(CLOSE if batch_size <= QUANTIZED_ROWS else tolerance(torch.float32)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,7 +155,7 @@ def test_codes_beyond_a_shares_last_input_are_ignored(kind, batch_size: int) -> 
     got = torch.full((batch_size, 40), NAN, device=DEVICE)
     TritonOps(DEVICE).linear(Normed(x), [of], got)
     want = x.float() @ share.decoded(torch.float32).T
-    torch.testing.assert_close(got, want, **(CLOSE if batch_size <= MAX_ROWS else tolerance(torch.float32)))
+    torch.testing.assert_close(got, want, **(CLOSE if batch_size <= QUANTIZED_ROWS else tolerance(torch.float32)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -192,7 +191,9 @@ def test_quantized_mlp_and_linear_add_equal_those_with_decoded_weights(batch_siz
     for activation in activations if kind == KINDS[1] else activations[:1]:
         TritonOps(DEVICE).mlp(x, [gate_up], True, activation, gated)
         TorchOps().mlp(replace(x, x=x.x.float()), [gate_up], True, activation, want_gated)
-        torch.testing.assert_close(gated, want_gated, **(CLOSE if batch_size <= MAX_ROWS else tolerance(torch.float32)))
+        torch.testing.assert_close(
+            gated, want_gated, **(CLOSE if batch_size <= QUANTIZED_ROWS else tolerance(torch.float32))
+        )
     for kind_of_readers in READERS:
         got, read = make_stream(batch_size, hidden_size, dtype), readers(kind_of_readers, hidden_size)
         want = copy_of(got)

@@ -62,8 +62,7 @@ from workers.engine.own_choice import (
 )
 from workers.engine.own_segments import OwnSegments, grows_without_context
 from workers.model.devices import require_device
-from workers.model.gpu.quantized_ops import MAX_ROWS as QUANTIZED_ROWS
-from workers.model.gpu.triton_ops import ALIKE_ROWS
+from workers.model.ops import ALIKE_ROWS, QUANTIZED_ROWS
 from workers.model.rows import require_tokens
 from workers.model.runner import StepOutput
 from workers.searchers.step_searches import StepSearches

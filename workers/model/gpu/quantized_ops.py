@@ -14,14 +14,13 @@ from csattn.models.spec import Activation
 from csattn.models.weights import Linear
 from workers.model.gpu.stream_ops import Launches
 from workers.model.gpu.tiles import MAX_BATCH_SIZE
-from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Stream
+from workers.model.ops import QUANTIZED_ROWS, SQUARES_BLOCK, Normed, Readers, Stream
 
 _OF_STEPS, _OF_EXPERTS = (Path(__file__).with_name(name) for name in ("quantized.cu", "experts.cu"))
 _TILE = SQUARES_BLOCK  # outputs of a tile, whose squares are summed in one part
 _MAX_MULTIPLIERS, _FINISHERS = 8, 2  # warps of a block
 _MAX_STAGES, _BARRIER_BYTES = 3, 1 << 10
-_ROWS = 1, 2, 4, 8  # numbers of rows of a block for which kernels are compiled
-MAX_ROWS = _ROWS[-1]  # beyond, inputs are as many bytes as weights, and Triton's larger tiles read them less often
+_ROWS = 1, 2, 4, QUANTIZED_ROWS  # numbers of rows of a block for which kernels are compiled
 _FORMATS = get_args(WeightFormat)
 _ACTIVATIONS = "none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited"
 assert set(_ACTIVATIONS) == {"none", *get_args(Activation)}
@@ -89,7 +88,7 @@ class QuantizedOps(Launches):
         gated: bool,
         activation: str,
     ) -> None:
-        num_pairs, num_out, rows = chosen.numel(), out.shape[2], min(MAX_ROWS, len(chosen))
+        num_pairs, num_out, rows = chosen.numel(), out.shape[2], min(QUANTIZED_ROWS, len(chosen))
         assert num_pairs <= _MAX_PAIRS, f"{num_pairs} pairs of a row and an expert, a kernel sorts {_MAX_PAIRS}"
         self._launch_product(
             _OF_EXPERTS,

@@ -17,7 +17,6 @@ from workers.model.gpu.head_kernels import copy_rows_kernel, predict_query_kerne
 from workers.model.gpu.input_kernels import gate_input_kernel, make_inputs_kernel
 from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
-from workers.model.gpu.quantized_ops import MAX_ROWS
 from workers.model.gpu.remix_ops import TritonRemixOps
 from workers.model.gpu.stream_ops import exchange_arguments, stream_arguments
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, tiles
@@ -27,12 +26,11 @@ from workers.model.gpu.token_kernels import (
     compute_rotation_kernel,
     finish_logits_kernel,
 )
-from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
+from workers.model.ops import QUANTIZED_ROWS, SQUARES_BLOCK, Normed, Readers, Rotation, Stream
 
 _GATE_BLOCK = 1024
 # Pairs of a predicted query that a program computes: all, or some of a wide head, whose matrix does not fit registers.
 _PREDICTED_PAIRS, _WIDE_PREDICTED_PAIRS = 128, 32
-ALIKE_ROWS = 16
 _LOGITS_BLOCK = 4096  # logits of a program
 
 
@@ -102,7 +100,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
 
     def _linear(self, x: Normed, linears: Sequence[Linear], out: Tensor, gated: bool, activation: str) -> None:
         (linear,) = linears  # as `take_weights` joins them
-        if linear.quantized is not None and len(x.x) <= MAX_ROWS:
+        if linear.quantized is not None and len(x.x) <= QUANTIZED_ROWS:
             return self._multiply(x, linear, linear.quantized, out, gated, activation)
         weight, squares, (programs, constants) = linear.weight, x.squares, tiles(linear, x.x)
         num_squares = 1 if squares is None else len(squares)
@@ -132,7 +130,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps
         )
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
-        if linear.quantized is not None and len(x) <= MAX_ROWS:
+        if linear.quantized is not None and len(x) <= QUANTIZED_ROWS:
             return self._multiply_and_add(x, linear, linear.quantized, multiplier, stream, readers)
         weight, (programs, constants) = linear.weight, tiles(linear, x)
         memory, exchange_constants = exchange_arguments(stream.tile_sums, x)

@@ -106,8 +106,8 @@ class CpuEngine(StepEngine):
         self.tail_capacity = min(tail_capacity or _most_tokens(loaded, max_requests), self.max_positions)
         self._kv_format, self._host_budget = kv_format, host_budget
         self._model = CpuModel(loaded.model, max_rows, max_requests, self.tail_capacity, threads)
-        self._scale = self._model.shape.softmax_scale
-        indexed = [self._model.shape.layers[layer_idx] for layer_idx in self._model.shape.indexed_layers]
+        self._scale = self._model.spec.softmax_scale
+        indexed = [self._model.spec.layers[layer_idx] for layer_idx in self._model.spec.indexed_layers]
         self._cap = indexed[0].attention.logit_cap if indexed else None
         self._attention = AttendOnCpu(self._model, self._scale)
         self._compile()
@@ -127,7 +127,7 @@ class CpuEngine(StepEngine):
     def _compile(self) -> None:
         """Compile what steps run, unless a cache has it."""
         tapes = [*self._model.tapes, *(tape for tape in self._attention.layers if tape is not None)]
-        searches = () if model_selects_rows(self._model.shape) else (*SKETCH_STAGES, *REST_STAGE, help_search)
+        searches = () if model_selects_rows(self._model.spec) else (*SKETCH_STAGES, *REST_STAGE, help_search)
         compile_together(
             [*(stage for tape in tapes for stage in tape.functions), help_run, *searches], available_cpus()
         )
@@ -202,7 +202,7 @@ class CpuEngine(StepEngine):
     def observe(self, request_slot: int, observer: Observer) -> None:
         """Call the observer after each layer of every later step of the request."""
         request = self.request(request_slot)
-        require_plain_rows(self._model.shape, "a record of what is attended to")
+        require_plain_rows(self._model.spec, "a record of what is attended to")
         request.observer = observer
 
     def close_request(self, request_slot: int) -> None:
@@ -276,9 +276,9 @@ class CpuEngine(StepEngine):
         return open_request(request_slot, self._requests)
 
     def reading(self, request_slot: int) -> Reading:
-        request, shape = self.request(request_slot), self._model.shape
-        if model_selects_rows(shape):
-            return Reading(SELECTOR, rows_read(shape, request.view.context_len, request.tail_len))
+        request, spec = self.request(request_slot), self._model.spec
+        if model_selects_rows(spec):
+            return Reading(SELECTOR, rows_read(spec, request.view.context_len, request.tail_len))
         read = request.count.far_rows + request.count.near_rows
         return Reading(request.selector, read / max(1, request.count.tokens * self.num_layers))
 
@@ -373,7 +373,7 @@ class CpuEngine(StepEngine):
         """Return what such a request needs. Raises ConfigError for what this engine cannot do."""
         context = self.context(context_id)
         view = ContextView(context.context_len, self._scale, config, self._cap)
-        require_own_choice(self._model.shape, config, selector)
+        require_own_choice(self._model.spec, config, selector)
         if context.artifact is None or not context.kv:  # there are no rows to choose from, or the model itself chooses
             may_grow = bool(context.kv) and selector == "csattn" and config.keep < 1 and self._cap is None
             of_own = OF_OWN if may_grow and grows_without_context(config) else None

@@ -76,7 +76,7 @@ class LatentRows:
         self.layer_idx, self._spec, self._choice, room = layer_idx, spec, choice, model.latents[layer_idx]
         assert room is not None
         self._contexts, self._context_lens = (np.zeros(model.max_rows, np.int64) for _ in range(2))
-        self._scale, tails, indexer = np.array([model.shape.softmax_scale]), model.tails[layer_idx], spec.indexer
+        self._scale, tails, indexer = np.array([model.spec.softmax_scale]), model.tails[layer_idx], spec.indexer
         values = {
             "contexts": self._contexts,
             "context_lens": self._context_lens,

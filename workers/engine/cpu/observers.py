@@ -49,5 +49,5 @@ class Observers:
             own.num_rows if own is not None else request.num_outside_window(tail_len),
             chosen,
             torch.from_numpy(self._model.attended[row]).view_as(q),
-            self._model.sinks[self._model.shape.indexed_layers[layer_idx]],
+            self._model.sinks[self._model.spec.indexed_layers[layer_idx]],
         )

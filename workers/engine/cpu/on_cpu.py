@@ -26,44 +26,44 @@ class AttendOnCpu:
     """Owns the arguments of the attention kernels, and a tape for each layer."""
 
     def __init__(self, model: CpuModel, softmax_scale: float) -> None:
-        self._model, shape, max_rows = model, model.shape, model.max_rows
+        self._model, spec, max_rows = model, model.spec, model.max_rows
         self._scale = np.array([softmax_scale])
         places = 2 * max_rows  # first the rows, then their own segments
         self._by_row = {name: np.zeros(places, np.int64) for name in (*_BY_ROW, *_LAYOUT)}
-        self._num_indexed = len(shape.indexed_layers)
+        self._num_indexed = len(spec.indexed_layers)
         self._kv = np.zeros((self._num_indexed, max_rows), np.int64)
         self._moments = np.zeros((self._num_indexed, max_rows), np.int64)
         self._chosen = np.zeros((self._num_indexed, 3, places), np.int64)  # addresses: kv_indices, valid_lens, rest
         self._sketches = np.zeros((self._num_indexed, places), np.int64)
         self._nothing = np.zeros(places, np.int64)
-        self._caps = {cap: np.array([cap]) for cap in (layer.attention.logit_cap for layer in shape.layers) if cap}
+        self._caps = {cap: np.array([cap]) for cap in (layer.attention.logit_cap for layer in spec.layers) if cap}
         self._local = [
             _LocalRows(layer_idx, layer.attention.reach, model)
-            for layer_idx, layer in enumerate(shape.layers)
+            for layer_idx, layer in enumerate(spec.layers)
             if layer.attention.reach is not None and layer.delta is None
         ]
-        latents = {i: layer.latent for i, layer in enumerate(shape.layers) if layer.latent is not None}
+        latents = {i: layer.latent for i, layer in enumerate(spec.layers) if layer.latent is not None}
         choice = LatentChoice(max_rows, max((latent.top_k or 0 for latent in latents.values()), default=0))
         self._latent = [LatentRows(layer_idx, latent, model, choice) for layer_idx, latent in latents.items()]
         # instead of tapes, if the model's layers are of compressed attention
-        self.compressed = CompressedOnCpu(model) if shape.compressed else None
+        self.compressed = CompressedOnCpu(model) if spec.compressed else None
         # both kinds are given contexts and lengths in the same way; a model has one kind at most
         self._indexless: list[_LocalRows | LatentRows] = [*self._local, *self._latent]
         self._records: list[NDArray[Any]] = []  # kept alive: `_sketches` has their addresses
-        self._queries = np.zeros((places, shape.num_kv_heads, 0), np.uint8)
-        widest = max(shape.heads_of(layer_idx).head_dim for layer_idx in range(shape.num_layers))
-        self._parts = np.zeros((max_rows, shape.num_q_heads, MAX_PARTS, widest + 2), np.float32)
+        self._queries = np.zeros((places, spec.num_kv_heads, 0), np.uint8)
+        widest = max(spec.heads_of(layer_idx).head_dim for layer_idx in range(spec.num_layers))
+        self._parts = np.zeros((max_rows, spec.num_q_heads, MAX_PARTS, widest + 2), np.float32)
         of_local = {local.layer_idx: self._describe(local.layer_idx, local.of_rows) for local in self._local}
         self._arguments = [
-            self._describe(layer_idx, self._of_indexed(number)) for number, layer_idx in enumerate(shape.indexed_layers)
+            self._describe(layer_idx, self._of_indexed(number)) for number, layer_idx in enumerate(spec.indexed_layers)
         ]
         tapes = {i: self._tape(arguments) for i, arguments in of_local.items()}
         for local in self._local:
             local.take(of_local[local.layer_idx], tapes[local.layer_idx])
         self._tapes = [self._tape(arguments) for arguments in self._arguments]
         tapes |= {latent.layer_idx: latent.tape for latent in self._latent}
-        tapes |= dict(zip(shape.indexed_layers, self._tapes, strict=True))
-        self.layers = [tapes.get(layer_idx) for layer_idx in range(shape.num_layers)]  # None: no tape
+        tapes |= dict(zip(spec.indexed_layers, self._tapes, strict=True))
+        self.layers = [tapes.get(layer_idx) for layer_idx in range(spec.num_layers)]  # None: no tape
         self._pieces = (0, 0, 0, 0)
 
     def set_plan(self, plan: RowPlan) -> None:
@@ -135,9 +135,9 @@ class AttendOnCpu:
             return
         self._pieces = len(tail_lens), heads, ranges, rest_ranges
         sizes = {"max_index_heads": heads, "max_ranges": ranges, "max_rest_ranges": rest_ranges}
-        num_rows, shape = len(tail_lens), self._model.shape
-        of_rests = 2 * num_rows * shape.num_kv_heads
-        pieces = of_rests * bool(rests), of_rests * rest_ranges, num_rows * heads * ranges, num_rows * shape.num_q_heads
+        num_rows, spec = len(tail_lens), self._model.spec
+        of_rests = 2 * num_rows * spec.num_kv_heads
+        pieces = of_rests * bool(rests), of_rests * rest_ranges, num_rows * heads * ranges, num_rows * spec.num_q_heads
         for arguments, tape in zip(self._arguments, self._tapes, strict=True):
             for name, size in sizes.items():
                 arguments[ARGUMENTS.index(name)] = size
@@ -145,7 +145,7 @@ class AttendOnCpu:
 
     def _set_sketches(self, plan: RowPlan) -> None:
         """Fill in the addresses of the rows' sketches, and make room for the rows' transformed queries."""
-        group_size = self._model.shape.num_q_heads // self._model.shape.num_kv_heads
+        group_size = self._model.spec.num_q_heads // self._model.spec.num_kv_heads
         described: dict[int, NDArray[np.int64]] = {}
         self._sketches[:], self._records = 0, []
         most = 0
@@ -180,8 +180,8 @@ class AttendOnCpu:
         }
 
     def _describe(self, layer_idx: int, of_rows: dict[str, Any]) -> NDArray[np.int64]:
-        model, shape, cap = self._model, self._model.shape, self._model.shape.layers[layer_idx].attention.logit_cap
-        heads = shape.heads_of(layer_idx)
+        model, spec, cap = self._model, self._model.spec, self._model.spec.layers[layer_idx].attention.logit_cap
+        heads = spec.heads_of(layer_idx)
         nothing = ("kv_indices", "valid_lens", "moments", "sketches", "rests")
         values = {
             "num_rows": model.num_rows,
@@ -223,7 +223,7 @@ class _LocalRows:
 
     def __init__(self, layer_idx: int, reach: Reach, model: CpuModel) -> None:
         self.layer_idx, self._reach, self._model = layer_idx, reach, model
-        self._heads = model.shape.heads_of(layer_idx)
+        self._heads = model.spec.heads_of(layer_idx)
         # the second half is for own segments, which these layers do not have: there, window_starts is the first row
         # of the tail that is seen
         self.of_rows = {name: np.zeros(2 * model.max_rows, np.int64) for name in ("kv", *_BY_ROW, *_LAYOUT)}

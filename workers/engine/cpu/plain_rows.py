@@ -100,7 +100,7 @@ class PlainRows:
             far = streamed[row] if isinstance(chosen, slice) else None
             own, of_own = self._plan.owns[row], self._plan.own_selection(row)
             read = None if own is None or of_own is None else OwnRead(own.sketches[layer_idx], of_own)
-            sinks = self._model.sinks[self._model.shape.indexed_layers[layer_idx]]
+            sinks = self._model.sinks[self._model.spec.indexed_layers[layer_idx]]
             out = attend_row(q, request, layer_idx, tail, chosen, self._scale, far, read, sinks)
             self._model.attended[row] = out.flatten().numpy()
             count.far_rows += num_far(chosen) + (num_far(of_own) if of_own is not None else 0)

@@ -225,15 +225,15 @@ def _sources(requests: Sequence[CpuRequest], rows: Sequence[RowKind], order: Seq
 def _own_search(
     model: CpuModel, rows: slice, request: CpuRequest, num_segments: int, softmax_scale: float
 ) -> OwnSearch:
-    own, shape = request.own, model.shape
+    own, spec = request.own, model.spec
     assert own is not None
     num_rows, num_tokens = own.num_rows(num_segments), rows.stop - rows.start
-    out = empty_token_selections(num_tokens, shape.num_kv_heads, own_top_k(own.config, num_rows))
+    out = empty_token_selections(num_tokens, spec.num_kv_heads, own_top_k(own.config, num_rows))
     q_ahead: tuple[NDArray[np.float32], ...] = ()
     if request.looks_ahead:
         q_ahead = tuple(q[rows] for q in model.q_ahead)
     else:
-        out = replace(out, rest=np.zeros((num_tokens, shape.num_q_heads, shape.head_dim + 2), np.float32))
+        out = replace(out, rest=np.zeros((num_tokens, spec.num_q_heads, spec.head_dim + 2), np.float32))
     return OwnSearch(rows, own.sketches(num_segments), model.q[rows], q_ahead, softmax_scale, out, {})
 
 
@@ -241,7 +241,7 @@ def _group(model: CpuModel, first: int, requests: list[CpuRequest], softmax_scal
     request, rows = requests[0], slice(first, first + len(requests))
     one, two = (empty_token_selections(len(requests), request.num_index_heads, request.top_k) for _ in range(2))
     if request.searches_attend:
-        sizes = len(requests), model.shape.num_q_heads, model.shape.head_dim + 2
+        sizes = len(requests), model.spec.num_q_heads, model.spec.head_dim + 2
         one, two = (replace(selections, rest=np.zeros(sizes, np.float32)) for selections in (one, two))
 
     def search(q: NDArray[np.float32], out: TokenSelections) -> RowSearch:

@@ -44,31 +44,31 @@ class CpuModel:
                 f"a step on the CPU needs weights in {', '.join(DTYPES)} on the CPU, got {model.dtype} on "
                 f"{model.device}"
             )
-        self.max_rows, self.shape = max_rows, self._weights.spec
-        shape = self.shape
+        self.max_rows, self.spec = max_rows, self._weights.spec
+        spec = self.spec
         self.num_rows, self.token_ids, self.tail_ids, self.tail_lens = (
             np.zeros(n, np.int64) for n in (1, *3 * [max_rows])
         )
         # addresses of each row's maps, which predict the layer's queries; 0: no prediction
-        self.maps = np.zeros((shape.num_layers, max_rows), np.int64)
+        self.maps = np.zeros((spec.num_layers, max_rows), np.int64)
         # each layer's number among the indexed layers; None: it has no index
-        indexed = shape.indexed_layers
-        others = [i for i in range(shape.num_layers) if i not in indexed]
-        self.numbers = [indexed.index(i) if i in indexed else None for i in range(shape.num_layers)]
+        indexed = spec.indexed_layers
+        others = [i for i in range(spec.num_layers) if i not in indexed]
+        self.numbers = [indexed.index(i) if i in indexed else None for i in range(spec.num_layers)]
         sizes = num_tails, tail_capacity, model.dtype
-        self.indexed_tails = _make_tails(len(indexed), shape.heads, *sizes)
-        heads = shape.heads_of(others[0]) if others else shape.heads
+        self.indexed_tails = _make_tails(len(indexed), spec.heads, *sizes)
+        heads = spec.heads_of(others[0]) if others else spec.heads
         other_tails = _make_tails(len(others), heads, *sizes)
         # for each layer [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
         of_layers = dict(zip([*indexed, *others], [*self.indexed_tails, *other_tails], strict=True))
-        self.tails = [of_layers[layer_idx] for layer_idx in range(shape.num_layers)]
+        self.tails = [of_layers[layer_idx] for layer_idx in range(spec.num_layers)]
         # tails of the layers that attend to all rows: a request can continue from these alone
         self.whole_tails = self.indexed_tails if indexed else other_tails
         self.sinks = [layer.sinks for layer in self._weights.layers]
         self._ops = TapeOps(self.kind, self.num_rows, num_threads)
         # for each request, the version of its recurrent states that a step reads
         self._versions = np.zeros(num_tails, np.int64)
-        self.states = [None if x.delta is None else _make_state(x.delta, self._versions) for x in shape.layers]
+        self.states = [None if x.delta is None else _make_state(x.delta, self._versions) for x in spec.layers]
         cutter = _TapeCutter(self.tails, self.states, self._ops)
         token_ids, tail_ids, tail_lens = map(torch.from_numpy, (self.token_ids, self.tail_ids, self.tail_lens))
         rows = make_step_rows(max_rows, model.device)  # tapes do not read its positions and contexts
@@ -76,10 +76,10 @@ class CpuModel:
         layers = StepLayers(self._weights, cutter, list(self.maps), self._ops, rows, torch.float32)
         self._rotations = layers.rotations
         # for each layer, the buffers that its attention reads and writes instead of q and attended; None: it uses those
-        self.latents: list[LatentBuffers | None] = [layers.latents(layer_idx) for layer_idx in range(shape.num_layers)]
-        self._compressed = [layers.compressed(layer_idx) for layer_idx in range(shape.num_layers)]
+        self.latents: list[LatentBuffers | None] = [layers.latents(layer_idx) for layer_idx in range(spec.num_layers)]
+        self._compressed = [layers.compressed(layer_idx) for layer_idx in range(spec.num_layers)]
         # for each layer, q [max_rows, num_q_heads, head_dim] and attended [max_rows, q_width]
-        head_buffers = [layers.heads(layer_idx) for layer_idx in range(shape.num_layers)]
+        head_buffers = [layers.heads(layer_idx) for layer_idx in range(spec.num_layers)]
         self.queries, self.outputs = (
             [x.q.numpy() for x in head_buffers],
             [x.attended.flatten(1).numpy() for x in head_buffers],
@@ -119,7 +119,7 @@ class CpuModel:
 
     def compressed(self, layer_idx: int) -> tuple[CompressedSpec, CompressedBuffers, CompressedStepWeights]:
         """Return the spec, buffers and weights of a layer of compressed attention."""
-        spec, buffers = self.shape.layers[layer_idx].compressed, self._compressed[layer_idx]
+        spec, buffers = self.spec.layers[layer_idx].compressed, self._compressed[layer_idx]
         weights = self._weights.layers[layer_idx].compressed
         assert spec is not None and buffers is not None and weights is not None
         return spec, buffers, weights
@@ -134,7 +134,7 @@ class CpuModel:
         self.num_rows[0] = num_rows = len(token_ids)
         for place, values in ((self.token_ids, token_ids), (self.tail_ids, tail_ids), (self.tail_lens, tail_lens)):
             place[:num_rows] = values
-        for rope, frequencies, rotation in zip(self.shape.ropes, self._weights.ropes, self._rotations, strict=True):
+        for rope, frequencies, rotation in zip(self.spec.ropes, self._weights.ropes, self._rotations, strict=True):
             _compute_rotation(positions, frequencies, rope.temper, rotation)
         if num_rows != self._num_taped:
             self._num_taped = num_rows

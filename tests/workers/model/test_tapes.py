@@ -117,9 +117,9 @@ def run_tapes(
                 continue
             q.append(model.queries[layer_idx][:num_rows].copy())
             if ahead and model.spec.is_predicted(layer_idx):
-                number = model.numbers[layer_idx]
-                assert number is not None
-                predicted.append(model.q_ahead[number % 2][:num_rows].copy())
+                indexed_idx = model.indexed_idx[layer_idx]
+                assert indexed_idx is not None
+                predicted.append(model.q_ahead[indexed_idx % 2][:num_rows].copy())
             model.outputs[layer_idx][:num_rows] = attended(torch.from_numpy(q[-1])).reshape(num_rows, -1)
             team.run(after)
         team.run(model.logits_tape(range(num_rows)))

@@ -308,37 +308,37 @@ class CpuEngine(StepEngine):
         """Run all layers. With lookahead, a layer's searches run while the layer before it is computed."""
         model = self._model
         self._team.run(model.begin[plan.ahead])
-        under_way, numbers = False, model.numbers
+        under_way, indexed = False, model.indexed_idx
         try:
-            for layer_idx, (number, following) in enumerate(zip(numbers, [*numbers[1:], None], strict=True)):
+            for layer_idx, (indexed_idx, following) in enumerate(zip(indexed, [*indexed[1:], None], strict=True)):
                 started = time.perf_counter()
-                if number is not None and under_way:
+                if indexed_idx is not None and under_way:
                     under_way = False
                     self._searcher.finish()
-                if number is not None and (late := plan.late(number)):
-                    self._searcher.start(number, late)
+                if indexed_idx is not None and (late := plan.late(indexed_idx)):
+                    self._searcher.start(indexed_idx, late)
                     self._searcher.finish()
                 if following is not None and (early := plan.early(following)):
                     under_way = True
                     self._searcher.start(following, early)
-                own_searches = [] if number is None else plan.own_searches(number)
+                own_searches = [] if indexed_idx is None else plan.own_searches(indexed_idx)
                 if own_searches:
                     self._own_pool().search_layers(own_searches)
-                if number is not None:
-                    plain.choose(number)
+                if indexed_idx is not None:
+                    plain.choose(indexed_idx)
                 attending = time.perf_counter()
                 if (attend := self._attention.layers[layer_idx]) is not None:
                     self._team.run(attend)
                 if self._attention.compressed is not None:
                     self._attention.compressed.attend(layer_idx)
-                if number is not None:
-                    plan.keep(number)
-                    plain.attend(number)
+                if indexed_idx is not None:
+                    plan.keep(indexed_idx)
+                    plain.attend(indexed_idx)
                 if plan.groups or own_searches or plain.num_choosing:
                     self._search_s += attending - started
                 self._attend_s += time.perf_counter() - attending
-                if number is not None:
-                    observers.show(number)
+                if indexed_idx is not None:
+                    observers.show(indexed_idx)
                 if under_way and len(plain):  # so that rows to gather are read while the rest of the layer is computed
                     under_way = False
                     self._searcher.finish()

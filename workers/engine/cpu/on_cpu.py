@@ -55,7 +55,7 @@ class AttendOnCpu:
         self._parts = np.zeros((max_rows, spec.num_q_heads, MAX_PARTS, widest + 2), np.float32)
         of_local = {local.layer_idx: self._describe(local.layer_idx, local.of_rows) for local in self._local}
         self._arguments = [
-            self._describe(layer_idx, self._of_indexed(number)) for number, layer_idx in enumerate(spec.indexed_layers)
+            self._describe(layer_idx, self._of_indexed(i)) for i, layer_idx in enumerate(spec.indexed_layers)
         ]
         tapes = {i: self._tape(arguments) for i, arguments in of_local.items()}
         for local in self._local:
@@ -94,9 +94,9 @@ class AttendOnCpu:
         self._chosen[:] = 0
         for row, source in enumerate(plan.sources):
             num_places = self._num_indexed if source == KEPT else 2  # two, which layers use in turn
-            for layer_idx in range(num_places):
-                if (chosen := plan.selection(row, layer_idx)) is not None:
-                    self._chosen[layer_idx::num_places, :2, row] = [word(part) for part in chosen]
+            for indexed_idx in range(num_places):
+                if (chosen := plan.selection(row, indexed_idx)) is not None:
+                    self._chosen[indexed_idx::num_places, :2, row] = [word(part) for part in chosen]
         for row, own in enumerate(plan.owns):
             at = self._model.max_rows + row
             self._by_row["window_starts"][at] = own.num_rows if own is not None else 0
@@ -166,15 +166,15 @@ class AttendOnCpu:
                 arguments[ARGUMENTS.index("queries")] = word(self._queries)
                 arguments[ARGUMENTS.index("query_bytes")] = most
 
-    def _of_indexed(self, number: int) -> dict[str, Any]:
-        """Return the arguments that are arrays by row. number: of the layer among those that have an index."""
-        kv_indices, valid_lens, rests = self._chosen[number]
+    def _of_indexed(self, indexed_idx: int) -> dict[str, Any]:
+        """Return the arguments of a layer with an index that are arrays by row."""
+        kv_indices, valid_lens, rests = self._chosen[indexed_idx]
         return {
-            "kv": self._kv[number],
+            "kv": self._kv[indexed_idx],
             "kv_indices": kv_indices,
             "valid_lens": valid_lens,
-            "moments": self._moments[number],
-            "sketches": self._sketches[number],
+            "moments": self._moments[indexed_idx],
+            "sketches": self._sketches[indexed_idx],
             "rests": rests,
             **self._by_row,
         }

@@ -75,22 +75,22 @@ class RowPlan:
         """Whether the row attends to what another token's query has chosen."""
         return self.sources[row] != row
 
-    def selection(self, row: int, layer_idx: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+    def selection(self, row: int, indexed_idx: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
         """Return kv_indices [num_index_heads, top_k] and valid_len that the row reads; None without a search."""
         source, kept = self.sources[row], self.requests[row].kept
         if source == KEPT:
             assert kept is not None
-            return kept.kv_indices[layer_idx], kept.valid_len[layer_idx]
+            return kept.kv_indices[indexed_idx], kept.valid_len[indexed_idx]
         for group in self.groups:
             if group.rows.start <= source < group.rows.stop:
-                selections = group.selections[layer_idx % 2]
+                selections = group.selections[indexed_idx % 2]
                 return selections.kv_indices[source - group.rows.start], selections.valid_len[source - group.rows.start]
         return None
 
-    def own_searches(self, layer_idx: int) -> list[LayerSearch]:
+    def own_searches(self, indexed_idx: int) -> list[LayerSearch]:
         """Return that layer's searches in own segments, to be run once the layer's queries are computed."""
         unique = {id(own): own for own in self.owns if own is not None}
-        return [own.search(layer_idx) for own in unique.values()]
+        return [own.search(indexed_idx) for own in unique.values()]
 
     def own_selection(self, row: int) -> Selection | None:
         """Return what the row has chosen of its own segments in the current layer."""
@@ -116,12 +116,12 @@ class RowPlan:
             counts.append(more)
         return counts
 
-    def keep(self, layer_idx: int) -> None:
+    def keep(self, indexed_idx: int) -> None:
         """Store what tokens of later steps will read in that layer; it takes effect with `commit`."""
         for row in self.last_searches:
-            kept, chosen = self.requests[row].kept, self.selection(row, layer_idx)
+            kept, chosen = self.requests[row].kept, self.selection(row, indexed_idx)
             assert kept is not None and chosen is not None
-            kept.find(layer_idx, *chosen)
+            kept.find(indexed_idx, *chosen)
 
     def commit(self) -> None:
         """Put the stored choices to use, once the step has succeeded."""
@@ -130,15 +130,15 @@ class RowPlan:
             assert kept is not None
             kept.commit()
 
-    def early(self, layer_idx: int) -> list[RowSearch]:
+    def early(self, indexed_idx: int) -> list[RowSearch]:
         """Return the searches with predicted queries, which may start before the layer's own queries are computed."""
-        if layer_idx == 0:
+        if indexed_idx == 0:
             return []
-        return [group.early[layer_idx % 2] for group in self.groups if group.early is not None]
+        return [group.early[indexed_idx % 2] for group in self.groups if group.early is not None]
 
-    def late(self, layer_idx: int) -> list[RowSearch]:
-        groups = [group for group in self.groups if layer_idx == 0 or group.early is None]
-        return [group.late[layer_idx % 2] for group in groups]
+    def late(self, indexed_idx: int) -> list[RowSearch]:
+        groups = [group for group in self.groups if indexed_idx == 0 or group.early is None]
+        return [group.late[indexed_idx % 2] for group in groups]
 
 
 class RowPlans:

@@ -32,8 +32,8 @@ class CpuModel:
 
     A step is `begin`; then, for each layer, the caller's attention from `q` to `attended` and `after[layer_idx]`; then
     the `logits_tape` of the rows whose logits are needed. `begin` and `after` are keyed by `ahead`, whether queries are
-    predicted. If so, `q_ahead[number % 2]` holds the predicted queries of indexed layer `number` once the tape after
-    the layer two before it has run.
+    predicted. If so, `q_ahead[i % 2]` holds the predicted queries of indexed layer i once the tape after the layer two
+    before it has run.
     """
 
     def __init__(self, model: Any, max_rows: int, num_tails: int, tail_capacity: int, num_threads: int = 1) -> None:
@@ -51,10 +51,10 @@ class CpuModel:
         )
         # addresses of each row's maps, which predict the layer's queries; 0: no prediction
         self.maps = np.zeros((spec.num_layers, max_rows), np.int64)
-        # each layer's number among the indexed layers; None: it has no index
+        # each layer's place among the indexed layers; None: it has no index
         indexed = spec.indexed_layers
         others = [i for i in range(spec.num_layers) if i not in indexed]
-        self.numbers = [indexed.index(i) if i in indexed else None for i in range(spec.num_layers)]
+        self.indexed_idx = [indexed.index(i) if i in indexed else None for i in range(spec.num_layers)]
         sizes = num_tails, tail_capacity, model.dtype
         self.indexed_tails = _make_tails(len(indexed), spec.heads, *sizes)
         heads = spec.heads_of(others[0]) if others else spec.heads

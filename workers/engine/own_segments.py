@@ -22,7 +22,7 @@ from csattn.sketch import SketchIndex
 from csattn.sketch.own import Growth, join_segments, make_segments
 from csattn.torch_threads import Map
 
-OF_OWN = SketchConfig()  # how own rows of requests without a context are coded
+OWN_SKETCH = SketchConfig()  # how own rows of requests without a context are coded
 
 Sketches = list[SketchIndex]  # per layer
 Placed = list[Any]  # per layer, as steps read them

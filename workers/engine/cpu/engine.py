@@ -51,7 +51,7 @@ from workers.engine.cpu.preparation import Preparation
 from workers.engine.cpu.row_plan import RowPlan, RowPlans
 from workers.engine.fidelity import Observer
 from workers.engine.own_choice import SELECTOR, model_selects_rows, require_own_choice, require_plain_rows, rows_read
-from workers.engine.own_segments import OF_OWN, OwnSegments, grows_without_context
+from workers.engine.own_segments import OWN_SKETCH, OwnSegments, grows_without_context
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.rows import require_tokens
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -174,16 +174,8 @@ class CpuEngine(StepEngine):
         if self._attention.compressed is not None:
             context = wanted.context
             self._attention.compressed.begin_request(request_slot, context.compressed, context.context_len)
-        tails = self._model.indexed_tails[:, request_slot]
-
-        def own_segments(of_own: SketchConfig) -> OwnSegments:
-            def rows(start: int, stop: int) -> Iterator[Tensor]:
-                return (tail[:, start:stop] for tail in tails)
-
-            return OwnSegments(request_slot, len(tails), rows, config, of_own, self._growth, self._segment_executor)
-
-        num_q_heads = self.loaded.geometry.num_q_heads
-        self._requests[request_slot] = wanted.begin(request_slot, num_q_heads, self._own_pool, own_segments)
+        own, num_q_heads = self._own_segments(request_slot, config, wanted.own_sketch), self.loaded.geometry.num_q_heads
+        self._requests[request_slot] = wanted.begin(request_slot, num_q_heads, self._own_pool, own)
         self._forget_plans()
 
     def write_rows(self, request_slot: int, rows: Tensor) -> None:
@@ -376,21 +368,32 @@ class CpuEngine(StepEngine):
         require_own_choice(self._model.spec, config, selector)
         if context.artifact is None or not context.kv:  # there are no rows to choose from, or the model itself chooses
             may_grow = bool(context.kv) and selector == "csattn" and config.keep < 1 and self._cap is None
-            of_own = OF_OWN if may_grow and grows_without_context(config) else None
-            return Preparation(context_id, context, view, "full", "none", of_own)
+            own_sketch = OWN_SKETCH if may_grow and grows_without_context(config) else None
+            return Preparation(context_id, context, view, "full", "none", own_sketch)
         name = selector_for(selector, view)
         if self._host_budget is not None:
             self._host_budget.require_alike(name, view)
         index_config = context.artifact.spec.index_config
         rest = resolve_rest(config, name, index_config.layout, self._cap is not None)
-        of_own = index_config if isinstance(index_config, SketchConfig) and rest == "sketch" else None
-        return Preparation(context_id, context, view, name, rest, of_own if name == "csattn" else None)
+        own_sketch = index_config if isinstance(index_config, SketchConfig) and rest == "sketch" else None
+        return Preparation(context_id, context, view, name, rest, own_sketch if name == "csattn" else None)
 
     def _make(self, wanted: Preparation) -> None:
         """Make it unless it is made: the check is outside the lock, so as not to wait for another context's."""
         if not wanted.is_made:
             with self._preparing:
                 wanted.make(self.loaded)
+
+    def _own_segments(self, request_slot: int, config: SearchConfig, sketch: SketchConfig | None) -> OwnSegments | None:
+        """Return the segments of a new request; None if its own rows are not coded."""
+        if sketch is None:
+            return None
+        tails = self._model.indexed_tails[:, request_slot]
+
+        def rows(start: int, stop: int) -> Iterator[Tensor]:
+            return (tail[:, start:stop] for tail in tails)
+
+        return OwnSegments(request_slot, len(tails), rows, config, sketch, self._growth, self._segment_executor)
 
     def _result(self, token_rows: list[int], num_rows: int, want_logits: bool, seen: Fidelity | None) -> StepResult:
         """Move logits to the places of their rows. token_rows: those whose logits the model has computed, in order."""

@@ -98,12 +98,12 @@ class PlainRows:
             tail = self._model.indexed_tails[indexed_idx][request.request_slot, :, :tail_len]
             chosen, count = self.chosen(row, indexed_idx), self.counts[row]
             far = streamed[row] if isinstance(chosen, slice) else None
-            own, of_own = self._plan.owns[row], self._plan.own_selection(row)
-            read = None if own is None or of_own is None else OwnRead(own.sketches[indexed_idx], of_own)
+            own, own_chosen = self._plan.owns[row], self._plan.own_selection(row)
+            read = None if own is None or own_chosen is None else OwnRead(own.sketches[indexed_idx], own_chosen)
             sinks = self._model.sinks[self._model.spec.indexed_layers[indexed_idx]]
             out = attend_row(q, request, indexed_idx, tail, chosen, self._scale, far, read, sinks)
             self._model.attended[row] = out.flatten().numpy()
-            count.far_rows += num_far(chosen) + (num_far(of_own) if of_own is not None else 0)
+            count.far_rows += num_far(chosen) + (num_far(own_chosen) if own_chosen is not None else 0)
             count.near_rows += request.near[0] + request.view.context_len - request.near[1]
             count.near_rows += (
                 tail_len - request.num_outside_window(tail_len) - (own.num_rows if own is not None else 0)

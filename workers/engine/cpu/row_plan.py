@@ -28,7 +28,7 @@ class RowKind:
     token: int  # number of the token in its request, modulo the search period
     selects_per_row: bool
     attends_per_row: bool
-    own_segments: int  # that it reads
+    num_own_segments: int  # that it reads
 
     @classmethod
     def of(cls, request: CpuRequest, tail_len: int) -> "RowKind":
@@ -166,11 +166,11 @@ class RowPlans:
         """Drop plans with fewer own segments: they do not recur, and keep old sketches in memory."""
         fewest: dict[int, int] = {}
         for request_slot, row in key:
-            fewest[request_slot] = min(row.own_segments, fewest.get(request_slot, row.own_segments))
+            fewest[request_slot] = min(row.num_own_segments, fewest.get(request_slot, row.num_own_segments))
         self._plans = {
             rows: plan
             for rows, plan in self._plans.items()
-            if all(row.own_segments >= fewest.get(request_slot, 0) for request_slot, row in rows)
+            if all(row.num_own_segments >= fewest.get(request_slot, 0) for request_slot, row in rows)
         }
 
 
@@ -182,8 +182,8 @@ def plan_rows(
     def key(row: int) -> tuple[object, ...]:
         return *map(str, requests[row].together), not rows[row].is_searched, requests[row].request_slot
 
-    def of_own(row: int) -> tuple[int, int]:
-        return requests[row].request_slot, rows[row].own_segments
+    def own_key(row: int) -> tuple[int, int]:
+        return requests[row].request_slot, rows[row].num_own_segments
 
     order = sorted(range(len(requests)), key=key)  # a stable sort: a request's rows of one kind stay in order
     ordered = [requests[row] for row in order]
@@ -194,14 +194,14 @@ def plan_rows(
             groups.append(_group(model, first, members, softmax_scale))
         first += len(members)
     ahead = any(
-        request.looks_ahead and (row.is_searched or row.selects_per_row or row.own_segments > 0)
+        request.looks_ahead and (row.is_searched or row.selects_per_row or row.num_own_segments > 0)
         for request, row in zip(requests, rows, strict=True)
     )
     searched = {requests[row].request_slot: i for i, row in enumerate(order) if rows[row].is_searched}
     keeping = [row for row in searched.values() if ordered[row].kept is not None]
     attends_per_row = [rows[row].attends_per_row for row in order]
     owns: list[OwnSearch | None] = []
-    for (_, num_segments), alike in groupby(order, key=of_own):
+    for (_, num_segments), alike in groupby(order, key=own_key):
         num_alike, request = len(list(alike)), ordered[len(owns)]
         at = slice(len(owns), len(owns) + num_alike)
         owns += [_own_search(model, at, request, num_segments, softmax_scale) if num_segments else None] * num_alike

@@ -24,7 +24,7 @@ from offload.kv_store import STREAM_ROWS
 from offload.tiered_store import TieredStore
 from tests.offload.soundness import check
 from tests.tiny import loaded, token_ids
-from workers.engine.cpu import plain_rows
+from workers.engine.cpu import row_by_row
 from workers.engine.cpu.context import HostBudget, open_context
 from workers.session import csattn_session
 
@@ -151,7 +151,7 @@ def test_a_step_that_fails_within_a_piece_does_not_block_the_next_one(artifact, 
     with csattn_session(loaded(), artifact, SearchConfig(), "full", host_budget_bytes=4_000_000) as session:
         want, store = logits(session), session.engine.context(0).store
         with monkeypatch.context() as patch:
-            patch.setattr(plain_rows, "_attend", fail)
+            patch.setattr(row_by_row, "_attend", fail)
             with pytest.raises(MemoryError, match="no memory for a piece") as kept:
                 logits(session)
         assert store._buffers.qsize() == 1, f"{kept.value} keeps the buffers that the next stream waits for"

@@ -334,7 +334,7 @@ class CpuRequest:
         return self.has_selector or (self.selector == "csattn" and self.num_outside_window(tail_len) > 0)
 
     def attends_per_row(self, tail_len: int) -> bool:
-        """Whether `PlainRows` attends for a token that sees tail_len own rows."""
+        """Whether `RowByRow` attends for a token that sees tail_len own rows."""
         return not self.context.in_place or self.has_selector or self.num_outside_window(tail_len) > 0
 
     @property

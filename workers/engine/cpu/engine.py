@@ -42,12 +42,12 @@ from workers.engine.checks import (
     require_watch,
     seen_lens,
 )
+from workers.engine.cpu.attend_in_place import AttendInPlace
 from workers.engine.cpu.context import CpuContext, CpuRequest, HostBudget, no_context, open_context
 from workers.engine.cpu.observers import Observers
-from workers.engine.cpu.on_cpu import AttendOnCpu
-from workers.engine.cpu.plain_rows import PlainRows
 from workers.engine.cpu.pool_searcher import PoolSearcher
 from workers.engine.cpu.preparation import Preparation
+from workers.engine.cpu.row_by_row import RowByRow
 from workers.engine.cpu.row_plan import RowPlan, RowPlans
 from workers.engine.fidelity import Observer
 from workers.engine.own_choice import SELECTOR, model_selects_rows, require_own_choice, require_plain_rows, rows_read
@@ -109,7 +109,7 @@ class CpuEngine(StepEngine):
         self._scale = self._model.spec.softmax_scale
         indexed = [self._model.spec.layers[layer_idx] for layer_idx in self._model.spec.indexed_layers]
         self._cap = indexed[0].attention.logit_cap if indexed else None
-        self._attention = AttendOnCpu(self._model, self._scale)
+        self._attention = AttendInPlace(self._model, self._scale)
         self._compile()
         self._team = Team(threads)
         self._searcher: PoolSearcher | WorkerSearcher = searcher if searcher is not None else PoolSearcher(self._team)
@@ -230,20 +230,20 @@ class CpuEngine(StepEngine):
             [rows[i].token_id for i in order], positions, [r.request_slot for r in plan.requests], tail_lens.tolist()
         )
         self._attention.set_lens(plan, tail_lens)
-        plain = PlainRows(model, plan, tail_lens, self._scale)
-        observers = Observers(model, plan, plain, tail_lens, watch)
+        row_by_row = RowByRow(model, plan, tail_lens, self._scale)
+        observers = Observers(model, plan, row_by_row, tail_lens, watch)
         token_rows = [row for row, of_row in enumerate(rows) if of_row.wants_token]
         try:
-            self._run(plan, plain, observers)
+            self._run(plan, row_by_row, observers)
             if token_rows:
                 self._team.run(model.logits_tape(np.argsort(order)[token_rows].tolist()))
         except BaseException:
-            plain.abandon()
+            row_by_row.abandon()
             raise
         plan.commit()
-        plain.commit()
+        row_by_row.commit()
         model.commit(request_slots)
-        self._count(plan, plain, tail_lens, [rows[i].is_draft for i in order])
+        self._count(plan, row_by_row, tail_lens, [rows[i].is_draft for i in order])
         for request_slot, length in zip(request_slots, lens.tolist(), strict=True):
             self._requests[request_slot].tail_len = length
         return self._result(token_rows, len(rows), want_logits, observers.fidelity)
@@ -296,7 +296,7 @@ class CpuEngine(StepEngine):
         self._contexts.clear()  # their files stay mapped while anything references them
         self._forget_plans()
 
-    def _run(self, plan: RowPlan, plain: PlainRows, observers: Observers) -> None:
+    def _run(self, plan: RowPlan, row_by_row: RowByRow, observers: Observers) -> None:
         """Run all layers. With lookahead, a layer's searches run while the layer before it is computed."""
         model = self._model
         self._team.run(model.begin[plan.ahead])
@@ -317,7 +317,7 @@ class CpuEngine(StepEngine):
                 if own_searches:
                     self._own_pool().search_layers(own_searches)
                 if indexed_idx is not None:
-                    plain.choose(indexed_idx)
+                    row_by_row.choose(indexed_idx)
                 attending = time.perf_counter()
                 if (attend := self._attention.layers[layer_idx]) is not None:
                     self._team.run(attend)
@@ -325,17 +325,17 @@ class CpuEngine(StepEngine):
                     self._attention.compressed.attend(layer_idx)
                 if indexed_idx is not None:
                     plan.keep(indexed_idx)
-                    plain.attend(indexed_idx)
-                if plan.groups or own_searches or plain.num_choosing:
+                    row_by_row.attend(indexed_idx)
+                if plan.groups or own_searches or row_by_row.num_choosing:
                     self._search_s += attending - started
                 self._attend_s += time.perf_counter() - attending
                 if indexed_idx is not None:
                     observers.show(indexed_idx)
-                if under_way and len(plain):  # so that rows to gather are read while the rest of the layer is computed
+                if under_way and len(row_by_row):  # rows to gather are read while the rest of the layer is computed
                     under_way = False
                     self._searcher.finish()
                     assert following is not None
-                    plain.prefetch(following)
+                    row_by_row.prefetch(following)
                 self._team.run(model.after[plan.ahead][layer_idx])
         except BaseException:
             if under_way:
@@ -343,10 +343,10 @@ class CpuEngine(StepEngine):
                     self._searcher.finish()
             raise
 
-    def _count(self, plan: RowPlan, plain: PlainRows, tail_lens: NDArray[np.int64], is_draft: list[bool]) -> None:
+    def _count(self, plan: RowPlan, row_by_row: RowByRow, tail_lens: NDArray[np.int64], is_draft: list[bool]) -> None:
         """Add what each row has read to its request's count. tail_lens, is_draft: of the rows in the plan's order."""
         counts = plan.counts(tail_lens, self.num_layers)
-        for row, more in plain.counts.items():
+        for row, more in row_by_row.counts.items():
             counts[row].add(more)
         for request in plan.requests:
             request.drafted.clear()

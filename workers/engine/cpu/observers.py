@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.selection import Selection, join_choices
-from workers.engine.cpu.plain_rows import PlainRows
+from workers.engine.cpu.row_by_row import RowByRow
 from workers.engine.cpu.row_plan import RowPlan
 from workers.engine.fidelity import Seen, fidelity
 from workers.model.cpu.cpu_model import CpuModel
@@ -19,11 +19,11 @@ class Observers:
         self,
         model: CpuModel,
         plan: RowPlan,
-        plain: PlainRows,
+        row_by_row: RowByRow,
         tail_lens: NDArray[np.int64],  # [num_rows]: rows of its tail that each row sees
         watch: tuple[int, int] | None,  # a row of the step, and a layer
     ) -> None:
-        self._model, self._plan, self._plain, self._tail_lens = model, plan, plain, tail_lens
+        self._model, self._plan, self._row_by_row, self._tail_lens = model, plan, row_by_row, tail_lens
         self._watched = None if watch is None else (int(np.flatnonzero(plan.order == watch[0])[0]), watch[1])
         self.fidelity: Fidelity | None = None  # of the row and layer that are watched
 
@@ -41,7 +41,7 @@ class Observers:
         q, own, chosen = (
             torch.from_numpy(self._model.q[row]),
             self._plan.owns[row],
-            self._plain.chosen(row, indexed_idx),
+            self._row_by_row.chosen(row, indexed_idx),
         )
         if own is not None and isinstance(chosen, Selection):
             chosen = join_choices(chosen, own.selection(row), request.view.context_len)

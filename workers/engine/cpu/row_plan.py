@@ -66,7 +66,7 @@ class RowPlan:
     # the row whose choice each row reads, itself if it is searched; KEPT: the choice that its request keeps
     sources: list[int]
     last_searches: list[int]  # of each request that keeps its choice, the last row that is searched
-    attends_per_row: list[bool]  # whether `PlainRows` attends for the row
+    attends_per_row: list[bool]  # whether `RowByRow` attends for the row
     groups: list[Group]
     owns: list[OwnSearch | None]  # the search of the own segments that the row reads
     ahead: bool  # whether any row needs predicted queries
@@ -98,7 +98,7 @@ class RowPlan:
         return None if own is None else own.selection(row)
 
     def counts(self, tail_lens: NDArray[np.int64], num_layers: int) -> list[StepCount]:
-        """Return what each row has read, except what `PlainRows` counts."""
+        """Return what each row has read, except what `RowByRow` counts."""
         counts = []
         for row, (request, tail_len) in enumerate(zip(self.requests, tail_lens.tolist(), strict=True)):
             more, (first, second) = StepCount(tokens=1, rest_bytes=request.rest_bytes), request.near

@@ -37,7 +37,7 @@ class OwnRead:
     chosen: Selection  # rows of the tail
 
 
-class PlainRows:
+class RowByRow:
     """Those rows of one step. A step that fails can be run again: requests change at `commit`, lists see `abandon`."""
 
     def __init__(self, model: CpuModel, plan: RowPlan, tail_lens: NDArray[np.int64], softmax_scale: float) -> None:

@@ -22,7 +22,7 @@ _BY_ROW = ("context_lens", "sink_ends", "window_starts", "num_index_heads", "top
 _LAYOUT = ("row_bytes", "v_offsets", "k_readers", "v_readers")
 
 
-class AttendOnCpu:
+class AttendInPlace:
     """Owns the arguments of the attention kernels, and a tape for each layer."""
 
     def __init__(self, model: CpuModel, softmax_scale: float) -> None:

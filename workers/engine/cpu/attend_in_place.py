@@ -73,19 +73,20 @@ class AttendInPlace:
             self._kv[:, row] = request.context.kv_words
             self._moments[:, row] = [word(moments.table) for moments in request.moments] or 0
             self._model.maps[:, row] = request.context.map_words if request.looks_ahead else 0
-        values = (
-            [request.view.context_len for request in requests],
-            [request.near[0] for request in requests],
-            [request.near[1] for request in requests],
-            [
-                0 if attends_per_row else request.num_index_heads
-                for request, attends_per_row in zip(requests, plan.attends_per_row, strict=True)
-            ],
-            [request.top_k for request in requests],
-            *zip(*(request.context.row_layout for request in requests), strict=True),
-        )
-        for place, of_rows in zip(self._by_row.values(), values, strict=True):
-            place[: len(requests)] = of_rows
+        heads = [
+            0 if attends_per_row else request.num_index_heads
+            for request, attends_per_row in zip(requests, plan.attends_per_row, strict=True)
+        ]
+        values = {
+            "context_lens": [request.view.context_len for request in requests],
+            "sink_ends": [request.near[0] for request in requests],
+            "window_starts": [request.near[1] for request in requests],
+            "num_index_heads": heads,
+            "top_ks": [request.top_k for request in requests],
+            **dict(zip(_LAYOUT, zip(*(request.context.row_layout for request in requests), strict=True), strict=True)),
+        }
+        for name, of_rows in values.items():
+            self._by_row[name][: len(requests)] = of_rows
         for number, local in enumerate(self._indexless):
             local.set_contexts([request.context.local_kv[number] for request in requests])
         if self.compressed is not None:

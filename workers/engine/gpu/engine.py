@@ -229,7 +229,7 @@ class GpuEngine(StepEngine):
                 f"keep is {config.keep}, but over lists this engine was started to keep all rows, which is full "
                 "attention; leave it out, or start another engine"
             )
-        placed.rows.open(request_slot)
+        placed.own_rows.open(request_slot)
         placed.begin_request(request_slot, place)
         self._requests[request_slot] = _Request(
             context_id, config, self._own_segments(request_slot, context_id, config)
@@ -238,13 +238,13 @@ class GpuEngine(StepEngine):
     def write_rows(self, request_slot: int, rows: Tensor) -> None:
         request = self._request(request_slot)
         self._require_room(request_slot, rows.shape[2])
-        self._placing.ready().rows.write(request_slot, request.tail_len, rows)
+        self._placing.ready().own_rows.write(request_slot, request.tail_len, rows)
         request.tail_len += rows.shape[2]
         request.is_written = True
 
     def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
         assert 0 <= start < stop <= self._request(request_slot).tail_len, f"rows {start} to {stop} are not all there"
-        return self._placing.ready().rows.read(request_slot, start, stop)
+        return self._placing.ready().own_rows.read(request_slot, start, stop)
 
     def close_request(self, request_slot: int) -> None:
         request, own = self._request(request_slot), self._placing.ready().own
@@ -275,7 +275,7 @@ class GpuEngine(StepEngine):
             self._settle_rows(request_slot)
             at = next(i for i, row in enumerate(rows) if row.request_slot == request_slot)
             self._grow(request_slot, lens[at], may_move=not rows[at].is_draft)
-        if stop := self._end_of_step(rows, lens):
+        if stop := self._split_at(rows, lens):
             first = kept(self.step(rows[:stop], want_logits, watch if watch and watch[0] < stop else None))
             late = (watch[0] - stop, watch[1]) if watch and watch[0] >= stop else None
             return joined(first, self.step(rows[stop:], want_logits, late))
@@ -288,11 +288,22 @@ class GpuEngine(StepEngine):
         request_slots = [row.request_slot for row in rows]
         top_ks = [request.config.top_k(n) for request, n in zip(requests, context_lens, strict=True)]
         own_lens = [self._segments_in_use(request_slot) * self._growth.segment_len for request_slot in request_slots]
-        starts, token_ids = list(map(self._placing.ready().rows.start, request_slots)), [row.token_id for row in rows]
+        starts, token_ids = [*map(self._placing.ready().own_rows.start, request_slots)], [row.token_id for row in rows]
         reads_all = self._all_are_faster(places, context_lens, own_lens)
         if reads_all:
             watch = None  # there is no selection to compare
-        runner.fill(batch_size, token_ids, positions, places, request_slots, lens, top_ks, own_lens, starts, reads_all)
+        runner.fill(
+            batch_size,
+            token_ids=token_ids,
+            positions=positions,
+            context_ids=places,
+            tail_ids=request_slots,
+            tail_lens=lens,
+            top_ks=top_ks,
+            own_lens=own_lens,
+            tail_starts=starts,
+            reads_all=reads_all,
+        )
         seen = None
         if watch is None:
             output = runner.step(batch_size)
@@ -311,7 +322,7 @@ class GpuEngine(StepEngine):
                 request.own.grow(request.tail_len - len(request.drafted))
         return StepResult(next_ids, logits, seen, self._draws.likelihoods(rows, next_ids))
 
-    def _end_of_step(self, rows: Sequence[StepRow], lens: Sequence[int]) -> int:
+    def _split_at(self, rows: Sequence[StepRow], lens: Sequence[int]) -> int:
         """Return how many of the first rows have to be a step of their own; 0: all rows can run together."""
         far, of_context = self._placing.ready().far, Counter[int]()
         most = far.rows_at_once if isinstance(far, CachedLatents) else len(rows)
@@ -405,7 +416,10 @@ class GpuEngine(StepEngine):
         chosen: Selection | slice = choices[0] if choices else view.middle
         if own_len and choices:
             chosen = join_choices(choices[0], choices[1], view.context_len)
-        tail, kv = placed.rows.layer(number, request_slot, tail_len), artifact.indexed_kv()[number].to(placed.device)
+        tail, kv = (
+            placed.own_rows.layer(number, request_slot, tail_len),
+            artifact.indexed_kv()[number].to(placed.device),
+        )
         return output, fidelity(Seen(number, view, queries[0], tail, own_len, chosen), kv)
 
     def _own_segments(self, request_slot: int, context_id: int, config: SearchConfig) -> OwnSegments | None:
@@ -416,7 +430,7 @@ class GpuEngine(StepEngine):
         return OwnSegments(
             request_slot,
             placed.shape.num_layers,
-            partial(placed.rows.segment, request_slot),
+            partial(placed.own_rows.segment, request_slot),
             config,
             placed.index_config,
             self._growth,
@@ -438,7 +452,7 @@ class GpuEngine(StepEngine):
         """Wait until the rows from `write_rows` are in the tail; from then on they are like rows of steps."""
         request = self._requests[request_slot]
         if request.is_written:
-            self._placing.ready().rows.settle(request_slot, request.tail_len)
+            self._placing.ready().own_rows.settle(request_slot, request.tail_len)
             request.is_written = False
             if request.own is not None:
                 request.own.grow(request.tail_len)
@@ -459,10 +473,10 @@ class GpuEngine(StepEngine):
             else:  # a draft that was dropped read the first one
                 placed.own.unload(request_slot)
             request.num_segments = num_segments
-        if may_move and placed.rows.must_move(request_slot, tail_len):
+        if may_move and placed.own_rows.must_move(request_slot, tail_len):
             assert request.own is not None, "requests that do not grow have tails for all of their rows"
             request.own.finish()
-            placed.rows.move(request_slot, tail_len)
+            placed.own_rows.move(request_slot, tail_len)
 
     def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
         """Return how many rows of its tail each row sees, its own included. Raises before anything changes."""

@@ -54,7 +54,7 @@ def layer_files(spec: ArtifactSpec, layer_idx: int) -> Iterator[str]:
         yield index_file(layer_idx)
 
 
-def plan(spec: ArtifactSpec, name: str) -> FileLayout:
+def file_layout(spec: ArtifactSpec, name: str) -> FileLayout:
     """Return the layout of one file. Its header names artifact and file: files of equal shapes cannot be confused."""
     if name == TOKENS_FILE:
         tensors = [TensorSpec("token_ids", "I32", (spec.context_len,))]
@@ -73,7 +73,7 @@ def plan(spec: ArtifactSpec, name: str) -> FileLayout:
 
 def artifact_bytes(spec: ArtifactSpec) -> int:
     """Return how many bytes all tensor files together take on disk."""
-    return sum(plan(spec, name).size_bytes for name in file_names(spec))
+    return sum(file_layout(spec, name).size_bytes for name in file_names(spec))
 
 
 def _layer_of(name: str) -> int:

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from csattn.artifact.durable import FileRecord, store_errors, write_bytes
 from csattn.artifact.layout import (
     KV_DTYPES,
+    file_layout,
     index_arrays,
     index_fault,
     index_file,
     layer_files,
     next_query_arrays,
-    plan,
 )
 from csattn.artifact.manifest import ArtifactSpec, canonical_json
 from csattn.artifact.reader import NO_ROOM, ROOM_ADVICE, as_tensor, hash_file
@@ -56,7 +56,7 @@ class WorkDir:
 
     def write_part(self, name: str, arrays: Mapping[str, NDArray[Any] | torch.Tensor]) -> FileRecord:
         """Write a file of the artifact, by its planned layout."""
-        return write_file(self.parts / name, plan(self.spec, name), arrays)
+        return write_file(self.parts / name, file_layout(self.spec, name), arrays)
 
     def finish_layer(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex | SketchIndex | NoIndex) -> None:
         """Write the index of a layer whose KV or state is written already, then the layer's record."""
@@ -77,7 +77,7 @@ class WorkDir:
         """Like `finished_layer`, but None also if the hash of a file differs."""
         records = self.finished_layer(layer_idx)
         for name, record in (records or {}).items():
-            if not matches_record(self.parts / name, plan(self.spec, name), record):
+            if not matches_record(self.parts / name, file_layout(self.spec, name), record):
                 return None
         return records
 

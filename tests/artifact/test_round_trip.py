@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from csattn.artifact import Artifact, ArtifactSpec, ArtifactWriter, artifact_bytes, open_artifact, verify_artifact
-from csattn.artifact.layout import MANIFEST_HASH_FILE, index_arrays, index_file, kv_file, plan
+from csattn.artifact.layout import MANIFEST_HASH_FILE, file_layout, index_arrays, index_file, kv_file
 from csattn.artifact.tensor_file import PAGE_BYTES, TensorSpec, map_file, plan_file, write_file
 from csattn.errors import ArtifactError, ConfigError
 from csattn.sketch import SketchIndex
@@ -161,7 +161,7 @@ def test_large_arrays_are_aligned_to_pages_and_small_ones_to_cache_lines(tmp_pat
     spec = make_spec(3001, head_dim=64, kv_dtype="bfloat16")
     path = build(tmp_path, spec)
     for name in (kv_file(0), index_file(0)):
-        layout = plan(spec, name)
+        layout = file_layout(spec, name)
         for tensor, offset in layout.tensors:
             assert offset % (PAGE_BYTES if tensor.num_bytes >= PAGE_BYTES else 64) == 0
         for array in map_file(path / name, layout).values():

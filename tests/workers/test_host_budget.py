@@ -13,7 +13,7 @@ import torch
 
 from bench.process_memory import mapped_bytes
 from csattn.artifact import open_artifact
-from csattn.artifact.layout import index_file, plan
+from csattn.artifact.layout import file_layout, index_file
 from csattn.config import SearchConfig, preset
 from csattn.errors import ArtifactCorruptError, ConfigError
 from csattn.models.attending_cache import CACHE
@@ -110,7 +110,7 @@ def test_a_too_small_host_budget_is_refused_with_the_least_sufficient_one(artifa
 def test_a_damaged_index_leaves_no_file_open(artifact, tmp_path) -> None:
     own = shutil.copytree(artifact, tmp_path / artifact.name)
     with open_artifact(own) as opened:
-        _, start = next(iter(plan(opened.spec, index_file(1)).tensors))
+        _, start = next(iter(file_layout(opened.spec, index_file(1)).tensors))
     with (own / index_file(1)).open("r+b") as file:
         num_bytes = file.seek(0, os.SEEK_END)
         file.seek(start)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from csattn.artifact import Artifact
 from csattn.errors import ArtifactMismatchError, CsattnError, ModelError
 from csattn.models.prompt import conversation_ids, question_ids, text_ids
+from workers.serving.chat_template import ChatTemplate, messages_of, tool_specs
 from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, Conversation, TokenizeAsk, Tokens, Turn
-from workers.serving.tools import ChatForm, messages_of, tool_specs
 
 _MAX_MESSAGE_CHARS = 200  # characters of a template's error message
 
@@ -63,12 +63,12 @@ def head_ids(tokenizer: Any, ask: Ask) -> NDArray[np.int32]:
     return np.zeros(0, np.int32)
 
 
-def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: int) -> Tokens:
+def tokenize(tokenizer: Any, template: ChatTemplate, ask: TokenizeAsk, max_positions: int) -> Tokens:
     """Tokenise a text or a conversation by itself, without any context."""
     text, adds_special = ask.text, ask.add_special_tokens
     if text is None:
-        ask = form.switched(ask)
-        form.require(ask)
+        ask = template.with_effort(ask)
+        template.require(ask)
         text = _written(tokenizer, ask, ask.add_generation_prompt)
         adds_special = False  # the template has added them
     ids = tokenizer(text, add_special_tokens=adds_special).input_ids

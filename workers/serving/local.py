@@ -89,7 +89,7 @@ class LocalBackend:
         self._prefixes = Prefixes(
             loaded, settings, engine, self._contexts, examiner, self._residency, self._builder, self._tokenisers
         )
-        self._measured.kept_counts = lambda: self._prefixes.kept.counts
+        self._measured.kept_counts = lambda: self._prefixes.cache.counts
         self._measured.context_counts = self.context_counts
         self._template, self._grammars = ChatTemplate(loaded.tokenizer), Grammars(loaded)
         self._steps: StepThread | None = None
@@ -248,13 +248,13 @@ class LocalBackend:
         return self._measured.collect()
 
     def context_counts(self) -> ContextCounts:
-        own = self._prefixes.own_contexts
+        prompt_contexts = self._prefixes.own_contexts
         return ContextCounts(
-            builds={"registered": self._contexts.counts, "prompt": own.counts},
+            builds={"registered": self._contexts.counts, "prompt": prompt_contexts.counts},
             loaded_bytes=self._residency.held_bytes,
             loaded_budget=self._settings.engine.context_bytes,
-            kept_bytes=own.num_bytes,
-            kept_budget=own.budget.num_bytes,
+            kept_bytes=prompt_contexts.num_bytes,
+            kept_budget=prompt_contexts.budget.num_bytes,
         )
 
     def _reserve(self) -> None:
@@ -300,7 +300,7 @@ class LocalBackend:
             context_id=prefix.resident.context_id,
             context_len=context_len,
             num_cached=prefix.num_cached,
-            own=prefix.own,
+            kept=prefix.kept,
             drafts=prefix.drafts,
             has_prediction=ask.prediction is not None,
             question_ids=ids,

@@ -191,10 +191,10 @@ class Scheduler:
     def _restore(self) -> None:
         """Write kept rows that were found for running requests into the engine, the oldest request's first."""
         room = RESTORED_BLOCKS
-        for request in [request for request in self._running.values() if request.own is not None]:
-            assert request.own is not None and request.request_slot is not None
-            while room and request.own.has_waiting:
-                rows = request.own.take()
+        for request in [request for request in self._running.values() if request.kept is not None]:
+            assert request.kept is not None and request.request_slot is not None
+            while room and request.kept.has_waiting:
+                rows = request.kept.take()
                 try:
                     self._engine.write_rows(request.request_slot, rows)
                 except Exception as error:
@@ -305,15 +305,15 @@ class Scheduler:
 
     def _keep(self, request: Request) -> None:
         """Keep the blocks of the request's rows that have become complete. A failure does not end the request."""
-        if request.own is None or not request.own.has_whole(request.num_rows):
+        if request.kept is None or not request.kept.has_whole(request.num_rows):
             return
         token_ids = [*request.question_ids, *request.token_ids][: request.num_rows]
         assert request.request_slot is not None
         try:
-            request.own.keep(token_ids, partial(self._engine.read_rows, request.request_slot))
+            request.kept.keep(token_ids, partial(self._engine.read_rows, request.request_slot))
         except Exception:
             _log.exception("rows could not be kept")
-            request.own.keeps = False
+            request.kept.keeps = False
 
     def _choose_watched(self, plan: list[tuple[Request, int]]) -> tuple[int, int] | None:
         """In every WATCH_EVERY-th step, choose a request of the plan and a layer, for `Fidelity`; both round-robin."""

@@ -186,7 +186,7 @@ class Prefixes:
         self, ask: Ask, config: SearchConfig, selector: SelectorName, resident: Resident, ids: list[int]
     ) -> Drafts | None:
         most, artifact = self._settings.engine.draft_tokens, resident.artifact
-        if not most or _scores_prompt(ask) or not self._engine.drops_rows(artifact, config, selector):
+        if not most or _scores_prompt(ask) or not self._engine.takes_drafts(artifact, config, selector):
             return None
         if resident.ngrams is None and artifact is not None:
             resident.ngrams = await self._in_thread(Ngrams, artifact.token_ids)

@@ -341,11 +341,11 @@ def test_rows_that_leave_more_behind_than_themselves_are_no_drafts(store) -> Non
         opened(store, "llama", 1, "lists") as lists,
         make_engine([sketch, lists]) as engine,
     ):
-        assert engine.drops_rows(sketch, CONFIG, "csattn") and engine.drops_rows(None, CONFIG, "csattn")
-        assert engine.drops_rows(lists, CONFIG, "full")
-        assert not engine.drops_rows(lists, CONFIG, "csattn")  # rows that leave the window join the lists
-        assert not engine.drops_rows(sketch, SearchConfig(search_period=4), "csattn")  # tokens share a choice
-        assert not any(engine.drops_rows(sketch, CONFIG, name) for name in SELECTOR_NAMES[1:-1])
+        assert engine.takes_drafts(sketch, CONFIG, "csattn") and engine.takes_drafts(None, CONFIG, "csattn")
+        assert engine.takes_drafts(lists, CONFIG, "full")
+        assert not engine.takes_drafts(lists, CONFIG, "csattn")  # rows that leave the window join the lists
+        assert not engine.takes_drafts(sketch, SearchConfig(search_period=4), "csattn")  # tokens share a choice
+        assert not any(engine.takes_drafts(sketch, CONFIG, name) for name in SELECTOR_NAMES[1:-1])
 
 
 @pytest.mark.parametrize("selector", SELECTOR_NAMES)

@@ -175,7 +175,7 @@ class SayingEngine(FullEngine):
                 result.logits[row, self._ids[at]] = 50.0
         return StepResult(result.logits.argmax(-1), result.logits, result.fidelity)
 
-    def drops_rows(self, *request: object) -> bool:
+    def takes_drafts(self, *request: object) -> bool:
         return False  # it has the next token of a step's last row only
 
 

@@ -248,7 +248,7 @@ class CpuEngine(StepEngine):
             self._requests[request_slot].tail_len = length
         return self._result(token_rows, len(rows), want_logits, observers.fidelity)
 
-    def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
+    def takes_drafts(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
         is_sketch = artifact is None or artifact.spec.index_config.layout == "sketch"
         chooses_alike = selector == "full" or (selector == "csattn" and is_sketch and config.search_period == 1)
         return chooses_alike and self.loaded.geometry.kinds.isdisjoint({"state", "compressed"})

@@ -340,7 +340,7 @@ class GpuEngine(StepEngine):
         contexts = [(place, length) for place, length in zip(places, context_lens, strict=True) if place >= 0]
         return shape.sparse_or_full and all_are_faster(shape, contexts, own_lens)
 
-    def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
+    def takes_drafts(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
         """Return False for latents, too, where a row's last bits depend on how many rows a step has, and with
         all_where_faster: what a row reads depends on the others then."""
         keeps_rows = "state" not in self.model.geometry.kinds and not model_selects_rows(self.model.spec)

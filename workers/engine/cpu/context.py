@@ -242,7 +242,7 @@ class StepCount:
     search_bytes: int = 0  # read by searches
     rest_bytes: int = 0  # read by attention to the rest
     far_rows: float = 0.0  # fetched rows per head (top_k with csattn), summed over layers and tokens
-    near_rows: float = 0.0  # resident rows per head, summed over layers and tokens
+    near_rows: float = 0.0  # near rows per head, summed likewise
 
     def add(self, more: "StepCount", times: int = 1) -> None:
         """Add another count; with times = -1, take it away."""

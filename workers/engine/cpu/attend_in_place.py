@@ -214,7 +214,7 @@ class AttendInPlace:
         tape = Tape()
         tape.add(in_place_rest.rest_queries_stage, arguments)
         tape.add(in_place_rest.rest_stage, arguments)
-        tape.add(KindStage(in_place.attend_stage, self._model.kind), arguments, waits=False)
+        tape.add(KindStage(in_place.attend_stage, self._model.dtype_name), arguments, waits=False)
         tape.add(in_place.merge_stage, arguments)
         return tape
 

@@ -139,9 +139,9 @@ class CpuEngine(StepEngine):
         artifact.require_model(self.loaded.fingerprint, self.loaded.geometry)
         artifact.require_tokenizer(self.loaded.tokenizer_hash)
         require_new_context(context_id, self._contexts, artifact, self.max_positions)
-        if artifact.spec.kv_dtype != self._model.kind:
+        if artifact.spec.kv_dtype != self._model.dtype_name:
             raise ConfigError(
-                f"the artifact's KV is {artifact.spec.kv_dtype}, the model is loaded in {self._model.kind}; "
+                f"the artifact's KV is {artifact.spec.kv_dtype}, the model is loaded in {self._model.dtype_name}; "
                 f"load it in {artifact.spec.kv_dtype}"
             )
         context = open_context(artifact, self._kv_format, self._host_budget)

@@ -105,9 +105,9 @@ class LatentRows:
         self._arguments = words_of(ARGUMENTS, values)
         self.tape = Tape()
         if indexer is not None:
-            self.tape.add(KindStage(score_stage, model.kind), self._arguments)
+            self.tape.add(KindStage(score_stage, model.dtype_name), self._arguments)
             self.tape.add(choose_stage, self._arguments)
-        self.tape.add(KindStage(attend_stage, model.kind), self._arguments)
+        self.tape.add(KindStage(attend_stage, model.dtype_name), self._arguments)
 
     def set_contexts(self, kv: list[Tensor]) -> None:
         """Set the contexts of the next steps' rows. kv: [1, context_len, 2, head_dim] each."""

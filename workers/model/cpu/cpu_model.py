@@ -38,8 +38,8 @@ class CpuModel:
 
     def __init__(self, model: Any, max_rows: int, num_tails: int, tail_capacity: int, num_threads: int = 1) -> None:
         self._weights = weights_of(model)
-        self.kind = str(model.dtype).removeprefix("torch.")
-        if self.kind not in DTYPES or model.device.type != "cpu":
+        self.dtype_name = str(model.dtype).removeprefix("torch.")
+        if self.dtype_name not in DTYPES or model.device.type != "cpu":
             raise ModelError(
                 f"a step on the CPU needs weights in {', '.join(DTYPES)} on the CPU, got {model.dtype} on "
                 f"{model.device}"
@@ -65,7 +65,7 @@ class CpuModel:
         # tails of the layers that attend to all rows: a request can continue from these alone
         self.whole_tails = self.indexed_tails if indexed else other_tails
         self.sinks = [layer.sinks for layer in self._weights.layers]
-        self._ops = TapeOps(self.kind, self.num_rows, num_threads)
+        self._ops = TapeOps(self.dtype_name, self.num_rows, num_threads)
         # for each request, the version of its recurrent states that a step reads
         self._versions = np.zeros(num_tails, np.int64)
         self.states = [None if x.delta is None else _make_state(x.delta, self._versions) for x in spec.layers]
@@ -110,12 +110,12 @@ class CpuModel:
         """All tapes of a step."""
         return [tape.tape for tape in (*self._tapes, self._head)]
 
-    def begin_request(self, slot: int, states: Sequence[Mapping[str, NDArray[np.float32]]]) -> None:
+    def begin_request(self, request_slot: int, states: Sequence[Mapping[str, NDArray[np.float32]]]) -> None:
         """Start a request from its context's recurrent states, one for each layer that keeps a state."""
-        self._versions[slot] = 0
+        self._versions[request_slot] = 0
         for place, of_context in zip([state for state in self.states if state is not None], states, strict=True):
-            place.conv[slot, 0] = torch.tensor(of_context["conv"])
-            place.memory[slot, 0] = torch.tensor(of_context["memory"])
+            place.conv[request_slot, 0] = torch.tensor(of_context["conv"])
+            place.memory[request_slot, 0] = torch.tensor(of_context["memory"])
 
     def compressed(self, layer_idx: int) -> tuple[CompressedSpec, CompressedBuffers, CompressedStepWeights]:
         """Return the spec, buffers and weights of a layer of compressed attention."""
@@ -124,10 +124,10 @@ class CpuModel:
         assert spec is not None and buffers is not None and weights is not None
         return spec, buffers, weights
 
-    def commit(self, slots: Collection[int]) -> None:
+    def commit(self, request_slots: Collection[int]) -> None:
         """Make the recurrent states that the last step wrote for these requests the ones that the next step reads."""
-        slots = list(set(slots))
-        self._versions[slots] = 1 - self._versions[slots]
+        request_slots = list(set(request_slots))
+        self._versions[request_slots] = 1 - self._versions[request_slots]
 
     def set_rows(self, token_ids: list[int], positions: list[int], tail_ids: list[int], tail_lens: list[int]) -> None:
         """Set the rows of the next step. tail_lens include the rows' own tokens."""

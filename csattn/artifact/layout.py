@@ -146,7 +146,7 @@ def take_next_query(arrays: dict[str, NDArray[Any]]) -> NDArray[np.float32] | No
     return rows
 
 
-def index_arrays(index: LayerIndex | SketchIndex | NoIndex) -> dict[str, NDArray[Any]]:
+def arrays_from_index(index: LayerIndex | SketchIndex | NoIndex) -> dict[str, NDArray[Any]]:
     """Return the arrays of a layer's index by their names in the file, without those of `next_query`."""
     if isinstance(index, NoIndex):
         return {}
@@ -161,7 +161,7 @@ def index_from_arrays(
     arrays: Mapping[str, NDArray[Any]],
     next_query: NDArray[np.float32] | None = None,
 ) -> LayerIndex | SketchIndex | NoIndex:
-    """Invert `index_arrays`."""
+    """Invert `arrays_from_index`."""
     if not arrays:
         return NoIndex(next_query)
     if isinstance(config, SketchConfig):
@@ -186,7 +186,7 @@ def index_fault(index: LayerIndex | SketchIndex | NoIndex) -> str | None:
     Kernels check no bounds: this is their only protection from a forged table.
     """
     lookahead = {} if index.next_query is None else {"next_query": index.next_query}
-    for name, array in {**index_arrays(index), **lookahead}.items():
+    for name, array in {**arrays_from_index(index), **lookahead}.items():
         limit = float(np.finfo(np.float32).max) if name == "next_query" else LARGEST_NUMBER
         if array.dtype.kind == "f" and not all(_greatest(x) <= limit for x in array):
             return f"{name} holds NaN, infinity or a number beyond {limit:.1e}"

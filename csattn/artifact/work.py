@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from csattn.artifact.durable import FileRecord, store_errors, write_bytes
 from csattn.artifact.layout import (
     KV_DTYPES,
+    arrays_from_index,
     file_layout,
-    index_arrays,
     index_fault,
     index_file,
     layer_files,
@@ -58,7 +58,7 @@ class WorkDir:
         if fault := index_fault(index):
             raise ArtifactError(f"the index of layer {layer_idx} cannot be stored: {fault}; nothing was published")
         records = {next(layer_files(self.spec, layer_idx)): kv_record}
-        arrays = index_arrays(index) | next_query_arrays(index.next_query)
+        arrays = arrays_from_index(index) | next_query_arrays(index.next_query)
         if arrays:
             records[index_file(layer_idx)] = self.write_part(index_file(layer_idx), arrays)
         write_record(self.layer_record(layer_idx), files_to_json(records))

@@ -20,7 +20,7 @@ class StepRows:
     token_ids: Tensor  # [batch_size] int64
     positions: Tensor  # [batch_size] int64, in the sequence
     context_ids: Tensor  # [batch_size] int32: which of the loaded contexts the row continues; -1: none
-    tail_ids: Tensor  # [batch_size] int32: the tail of the row's request
+    tail_ids: Tensor  # [batch_size] int32: the tail of the row's request, numbered by its request slot
     tail_lens: Tensor  # [batch_size] int32: rows of that tail that the row sees, its own included; 0: the row is idle
     # [batch_size] int32: the first so many rows of the tail are in the request's own segments: see `csattn.sketch.own`
     own_lens: Tensor

@@ -13,7 +13,10 @@ _LANES = 16
 
 @dataclass(frozen=True)
 class LayerIndex:
-    """All arrays that a search in one layer reads. They may be read-only memory maps; all requests share them."""
+    """The index of one layer by lists: what a search reads. Arrays may be read-only maps; all requests share them.
+
+    An index by a sketch, the default, is a `csattn.sketch.SketchIndex`.
+    """
 
     codebooks: NDArray[np.float32]  # [num_index_heads, num_subspaces, num_centroids, subspace_dim], unit rows
     key_mean: NDArray[np.float32]  # [num_index_heads, head_dim]; zero when keys are not centred

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from csattn.artifact import ArtifactSpec, WorkDir
-from csattn.artifact.layout import artifact_bytes, index_from_arrays, layer_files
-from csattn.artifact.layout import plan as plan_file
+from csattn.artifact.layout import artifact_bytes, file_layout, index_from_arrays, layer_files
 from csattn.config import IndexConfig
 from csattn.models import LoadedModel
 from csattn.models.layer_offload import layer_on_device
@@ -189,7 +188,7 @@ def _write(
 ) -> None:
     with times.timed("write"):
         name, *_ = layer_files(work.spec, layer_idx)
-        kept = [tensor.name for tensor, _ in plan_file(work.spec, name).tensors]
+        kept = [tensor.name for tensor, _ in file_layout(work.spec, name).tensors]
         record = work.write_part(name, {key: arrays[key] for key in kept})
         host = {key: array.numpy() for key, array in arrays.items() if key not in ("kv", *kept)}
         next_query = host.pop("next_query", None)

@@ -5,7 +5,7 @@ import mmap
 from typing import Any
 
 from csattn.artifact import ArtifactSpec, KvDtype, ModelGeometry
-from csattn.artifact.layout import file_names, kv_file, plan
+from csattn.artifact.layout import file_layout, file_names, kv_file
 from csattn.cache import cache_dir
 from csattn.config import preset
 from csattn.models.loader import DTYPES, are_copied, has_low_bit_weights, is_to_be_converted, read_config
@@ -50,9 +50,9 @@ def context_bytes(spec: ArtifactSpec, kv_format: KvFormat | None = None) -> tupl
             assert kv_format is not None
             kv += _in_pages(spec.model.num_kv_heads * spec.context_len * kv_format.row_bytes(spec.model.head_dim))
         elif ".kv." in name or ("compressed" in spec.model.kinds and ".state." in name):
-            kv += _in_pages(plan(spec, name).size_bytes)
+            kv += _in_pages(file_layout(spec, name).size_bytes)
         else:
-            others += _in_pages(plan(spec, name).size_bytes)
+            others += _in_pages(file_layout(spec, name).size_bytes)
     return kv, others
 
 

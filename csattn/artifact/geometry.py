@@ -43,7 +43,11 @@ class LayerGeometry:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are set."""
-        values = {of.name: getattr(self, of.name) for of in fields(self) if getattr(self, of.name) != of.default}
+        values = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        }
         return {"keeps": self.keeps} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @classmethod
@@ -101,8 +105,8 @@ class ModelGeometry:
                 )
 
     def _lends(self, layer_idx: int, to: LayerGeometry) -> bool:
-        of = self.layers[layer_idx]
-        return of.rows_of is None and (of.keeps, of.window) == (to.keeps, to.window)
+        layer = self.layers[layer_idx]
+        return layer.rows_of is None and (layer.keeps, layer.window) == (to.keeps, to.window)
 
     @property
     def kinds(self) -> set[Keeps]:
@@ -127,23 +131,23 @@ class ModelGeometry:
 
     def compressed_sizes(self, layer_idx: int, context_len: int) -> dict[str, tuple[int, int]]:
         """Return the shapes of what a layer of compressed rows keeps: see `csattn.lightning.CompressedState`."""
-        of, width = self.layer(layer_idx), 2 * self.head_dim
-        num_rows, num_left = divmod(context_len, of.ratio) if of.ratio else (0, 0)
-        if of.span > of.ratio and num_rows:  # overlap: the last row's tokens contribute to the next one as well
-            num_left += of.ratio
-        series = of.span // of.ratio if of.ratio else 0
+        layer, width = self.layer(layer_idx), 2 * self.head_dim
+        num_rows, num_left = divmod(context_len, layer.ratio) if layer.ratio else (0, 0)
+        if layer.span > layer.ratio and num_rows:  # overlap: the last row's tokens contribute to the next one as well
+            num_left += layer.ratio
+        series = layer.span // layer.ratio if layer.ratio else 0
         return {
-            "window": (min(of.window - 1, context_len), width),
+            "window": (min(layer.window - 1, context_len), width),
             "rows": (num_rows, width),
-            "keys": (num_rows if of.key_width else 0, of.key_width),
-            "pending": (num_left, 2 * series * (width + of.key_width)),
+            "keys": (num_rows if layer.key_width else 0, layer.key_width),
+            "pending": (num_left, 2 * series * (width + layer.key_width)),
         }
 
     def num_kept(self, layer_idx: int, context_len: int) -> int:
         """Return how many of a context's last rows that layer keeps; 0 if it has a state."""
-        of = self.layer(layer_idx)
-        if of.keeps == "window":
-            return min(context_len, of.window)
+        layer = self.layer(layer_idx)
+        if layer.keeps == "window":
+            return min(context_len, layer.window)
         return 0 if self.has_state(layer_idx) else context_len
 
     def kv_source(self, layer_idx: int) -> int:
@@ -174,4 +178,8 @@ class ModelGeometry:
 
     @property
     def _sizes(self) -> dict[str, Any]:
-        return {of.name: getattr(self, of.name) for of in fields(self) if of.name not in ("window_heads", "layers")}
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("window_heads", "layers")
+        }

@@ -54,7 +54,7 @@ def layer_files(spec: ArtifactSpec, layer_idx: int) -> Iterator[str]:
         yield index_file(layer_idx)
 
 
-def plan(spec: ArtifactSpec, name: str) -> FileLayout:
+def file_layout(spec: ArtifactSpec, name: str) -> FileLayout:
     """Return the layout of one file. Its header names artifact and file: files of equal shapes cannot be confused."""
     if name == TOKENS_FILE:
         tensors = [TensorSpec("token_ids", "I32", (spec.context_len,))]
@@ -73,7 +73,7 @@ def plan(spec: ArtifactSpec, name: str) -> FileLayout:
 
 def artifact_bytes(spec: ArtifactSpec) -> int:
     """Return how many bytes all tensor files together take on disk."""
-    return sum(plan(spec, name).size_bytes for name in file_names(spec))
+    return sum(file_layout(spec, name).size_bytes for name in file_names(spec))
 
 
 def _layer_of(name: str) -> int:
@@ -146,7 +146,7 @@ def take_next_query(arrays: dict[str, NDArray[Any]]) -> NDArray[np.float32] | No
     return rows
 
 
-def index_arrays(index: LayerIndex | SketchIndex | NoIndex) -> dict[str, NDArray[Any]]:
+def arrays_from_index(index: LayerIndex | SketchIndex | NoIndex) -> dict[str, NDArray[Any]]:
     """Return the arrays of a layer's index by their names in the file, without those of `next_query`."""
     if isinstance(index, NoIndex):
         return {}
@@ -161,7 +161,7 @@ def index_from_arrays(
     arrays: Mapping[str, NDArray[Any]],
     next_query: NDArray[np.float32] | None = None,
 ) -> LayerIndex | SketchIndex | NoIndex:
-    """Invert `index_arrays`."""
+    """Invert `arrays_from_index`."""
     if not arrays:
         return NoIndex(next_query)
     if isinstance(config, SketchConfig):
@@ -186,7 +186,7 @@ def index_fault(index: LayerIndex | SketchIndex | NoIndex) -> str | None:
     Kernels check no bounds: this is their only protection from a forged table.
     """
     lookahead = {} if index.next_query is None else {"next_query": index.next_query}
-    for name, array in {**index_arrays(index), **lookahead}.items():
+    for name, array in {**arrays_from_index(index), **lookahead}.items():
         limit = float(np.finfo(np.float32).max) if name == "next_query" else LARGEST_NUMBER
         if array.dtype.kind == "f" and not all(_greatest(x) <= limit for x in array):
             return f"{name} holds NaN, infinity or a number beyond {limit:.1e}"

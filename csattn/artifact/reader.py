@@ -22,13 +22,13 @@ from csattn.artifact.layout import (
     MANIFEST_HASH_FILE,
     MAX_LAYERS,
     TOKENS_FILE,
+    file_layout,
     file_names,
     index_fault,
     index_file,
     index_from_arrays,
     kv_file,
     layer_files,
-    plan,
     state_file,
     take_next_query,
 )
@@ -95,7 +95,7 @@ class Artifact:
         For readers that do not map the file. The checks at opening cover it as well.
         """
         self._file(name := kv_file(self.spec.model.kv_source(layer_idx)))
-        [(tensor, offset)] = plan(self.spec, name).tensors
+        [(tensor, offset)] = file_layout(self.spec, name).tensors
         return self.path / name, offset, tensor.num_bytes
 
     def layer_index(self, layer_idx: int) -> LayerIndex | SketchIndex:
@@ -243,7 +243,7 @@ def open_artifact(
         if verify == "full":
             _require_hashes(path, manifest, progress)
         artifact = Artifact(
-            path, manifest, {name: map_file(path / name, plan(manifest.spec, name)) for name in manifest.files}
+            path, manifest, {name: map_file(path / name, file_layout(manifest.spec, name)) for name in manifest.files}
         )
     except OSError as error:
         if error.errno in NO_ROOM:

@@ -16,6 +16,7 @@ from typing import Any
 
 import fsspec
 
+from csattn.artifact.directories import num_bytes_below, remove, remove_except, used_at
 from csattn.artifact.durable import FileRecord, NewFile, fsync_dir, new_file, require_space, store_errors, write_bytes
 from csattn.artifact.find import choose_artifact, is_artifact_id, store_entries
 from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE
@@ -23,15 +24,7 @@ from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import Manifest
 from csattn.artifact.reader import Progress, has_hash, is_whole, open_artifact, parse_manifest
 from csattn.artifact.tensor_file import repair_advice
-from csattn.artifact.work import (
-    BUILDING_PREFIX,
-    LOCK_SUFFIX,
-    num_bytes_below,
-    remove,
-    remove_except,
-    remove_published,
-    used_at,
-)
+from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, remove_published
 from csattn.cache import cache_dir
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from csattn.artifact.directories import remove
 from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id, store_entries
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import Manifest
 from csattn.artifact.places import is_url, local_path
 from csattn.artifact.reader import open_artifact
-from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, remove
+from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX
 from csattn.errors import ArtifactError, ConfigError
 
 _WORK = re.compile(rf"({re.escape(BUILDING_PREFIX)}[0-9a-f]{{16}})({re.escape(LOCK_SUFFIX)})?")

@@ -10,10 +10,7 @@ Every file is written under another name, flushed and renamed, by the holder of 
 import hashlib
 import json
 import os
-import shutil
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,15 +19,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from csattn.artifact.directories import remove
 from csattn.artifact.durable import FileRecord, store_errors, write_bytes
 from csattn.artifact.layout import (
     KV_DTYPES,
-    index_arrays,
+    arrays_from_index,
+    file_layout,
     index_fault,
     index_file,
     layer_files,
     next_query_arrays,
-    plan,
 )
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, canonical_json
@@ -43,7 +41,6 @@ from csattn.sketch import SketchIndex
 BUILDING_PREFIX = ".building-"
 LOCK_SUFFIX = ".lock"
 CHECKPOINT_FILE = "checkpoint.json"
-_AHEAD_S = 86400.0  # how far another machine's clock may be ahead
 
 
 class WorkDir:
@@ -57,14 +54,14 @@ class WorkDir:
 
     def write_part(self, name: str, arrays: Mapping[str, NDArray[Any] | torch.Tensor]) -> FileRecord:
         """Write a file of the artifact, by its planned layout."""
-        return write_file(self.parts / name, plan(self.spec, name), arrays)
+        return write_file(self.parts / name, file_layout(self.spec, name), arrays)
 
     def finish_layer(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex | SketchIndex | NoIndex) -> None:
         """Write the index of a layer whose KV or state is written already, then the layer's record."""
         if fault := index_fault(index):
             raise ArtifactError(f"the index of layer {layer_idx} cannot be stored: {fault}; nothing was published")
         records = {next(layer_files(self.spec, layer_idx)): kv_record}
-        arrays = index_arrays(index) | next_query_arrays(index.next_query)
+        arrays = arrays_from_index(index) | next_query_arrays(index.next_query)
         if arrays:
             records[index_file(layer_idx)] = self.write_part(index_file(layer_idx), arrays)
         write_record(self.layer_record(layer_idx), files_to_json(records))
@@ -78,7 +75,7 @@ class WorkDir:
         """Like `finished_layer`, but None also if the hash of a file differs."""
         records = self.finished_layer(layer_idx)
         for name, record in (records or {}).items():
-            if not matches_record(self.parts / name, plan(self.spec, name), record):
+            if not matches_record(self.parts / name, file_layout(self.spec, name), record):
                 return None
         return records
 
@@ -152,21 +149,6 @@ def files_from_json(record: dict[str, Any] | None) -> dict[str, FileRecord]:
         return {}
 
 
-def remove_except(directory: Path, kept: set[str]) -> None:
-    """Remove everything in a directory except these names."""
-    for entry in directory.iterdir():
-        if entry.name not in kept:
-            remove(entry)
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a whole directory, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def remove_published(path: Path) -> bool:
     """Remove a finished artifact, at once for all readers; return whether it was there and no other process held it.
 
@@ -184,28 +166,6 @@ def remove_published(path: Path) -> bool:
             return False
         remove(gone)
     return True
-
-
-def num_bytes_below(path: Path) -> int:
-    """Return the total size of the files below a directory; others may be removing them."""
-    total = 0
-    for directory, _, names in os.walk(path):  # a removed directory is skipped
-        for name in names:
-            with suppress(OSError):
-                total += os.stat(os.path.join(directory, name)).st_size
-    return total
-
-
-def used_at(path: Path) -> float:
-    """Return when an artifact was last used, in seconds since the epoch, or 0 if it is gone.
-
-    Also 0 for a time more than a day ahead: after the clock was set back, it would count as the last used for too long.
-    """
-    try:
-        when = path.stat().st_mtime
-    except OSError:
-        return 0.0
-    return when if when < time.time() + _AHEAD_S else 0.0
 
 
 def matches_record(path: Path, layout: FileLayout, record: FileRecord | None) -> bool:

@@ -148,7 +148,7 @@ def _addresses(
     tail = args.tails + (word_of(args.tail_ids, row) * args.num_kv_heads + kv_head) * capacity * tail_row_bytes
     sink_end, window_start = word_of(args.sink_ends, row), word_of(args.window_starts, row)
     own = row + args.own_rows
-    coded, ids, own_ids = word_of(args.window_starts, own), chosen_of(args, row, head), chosen_of(args, own, head)
+    recent, ids, own_ids = word_of(args.window_starts, own), chosen_of(args, row, head), chosen_of(args, own, head)
     window_at = sink_end + len(ids)
     tail_at = window_at + context_len - window_start
     recent_at = tail_at + len(own_ids)
@@ -163,7 +163,7 @@ def _addresses(
         elif at < recent_at:
             rows[i] = tail + np.int64(own_ids[at - tail_at]) * tail_row_bytes
         else:
-            rows[i] = tail + (coded + at - recent_at) * tail_row_bytes
+            rows[i] = tail + (recent + at - recent_at) * tail_row_bytes
     return min(max(tail_at - first, 0), count)
 
 

@@ -15,7 +15,7 @@ MAX_PARTS = 3 * MAX_RANGES
 # their own sketch and be chosen from like a context's. "By row and own": element row + own_rows describes these.
 ARGUMENTS = (
     "num_rows",  # address of the number of rows
-    "own_rows",
+    "own_rows",  # the most rows of a step: elements "by own" begin there
     "q",  # [num_rows, num_q_heads, head_dim] float32
     "num_q_heads",
     "num_kv_heads",

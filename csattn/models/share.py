@@ -51,7 +51,7 @@ def require_shares_of_quantized(weights: ModelWeights, num_devices: int) -> None
 
 def _shared_by_inputs(layer: LayerWeights) -> list[QuantizedWeight]:
     linears = [layer.out.quantized, None if layer.down is None else layer.down.quantized]
-    experts = [None if of.quantized is None else of.quantized.down for of in layer.experts]
+    experts = [None if x.quantized is None else x.quantized.down for x in layer.experts]
     return [matrix for matrix in (*linears, *experts) if matrix is not None]
 
 
@@ -133,22 +133,24 @@ def padding_bytes(weights: ModelWeights, num_devices: int) -> int:
     )
 
 
-def share_of_layer(layer: LayerWeights, heads: HeadsSpec, of: LayerSpec, share: Share) -> LayerWeights:
-    """Return a device's share of a layer's weights. heads, of: the whole layer's."""
+def share_of_layer(layer: LayerWeights, heads: HeadsSpec, spec: LayerSpec, share: Share) -> LayerWeights:
+    """Return a device's share of a layer's weights. heads, spec: the whole layer's."""
     layer = (
-        _share_of_attention(layer, heads, share) if of.compressed is None else _of_groups(layer, of.compressed, share)
+        _share_of_attention(layer, heads, share)
+        if spec.compressed is None
+        else _share_of_groups(layer, spec.compressed, share)
     )
     layer = replace(
         layer,
         experts=tuple(
             _share_of_experts(experts, of_experts, share)
-            for experts, of_experts in zip(layer.experts, of.experts, strict=True)
+            for experts, of_experts in zip(layer.experts, spec.experts, strict=True)
         ),
     )
-    if of.mlp is None or layer.down is None:
+    if spec.mlp is None or layer.down is None:
         return layer
-    middle = of.mlp.intermediate_size
-    gate_up = [share.of(middle, part * middle) for part in range(1 + of.mlp.gated)]
+    middle = spec.mlp.intermediate_size
+    gate_up = [share.of(middle, part * middle) for part in range(1 + spec.mlp.gated)]
     return replace(
         layer,
         gate_up=tuple(linear for part in gate_up for linear in _outputs(layer.gate_up, part)),
@@ -168,31 +170,33 @@ def _share_of_attention(layer: LayerWeights, heads: HeadsSpec, share: Share) -> 
     )
 
 
-def _of_groups(layer: LayerWeights, of: CompressedSpec, share: Share) -> LayerWeights:
+def _share_of_groups(layer: LayerWeights, spec: CompressedSpec, share: Share) -> LayerWeights:
     """Return a share of compressed attention: some groups of heads, and all that makes and chooses rows."""
     whole = layer.compressed
     assert whole is not None
-    part, index_part = share.of(of.q_width), slice(of.q_width, of.q_width + of.index_q_width)
-    groups = share.of(of.out_width)
+    part, index_part = share.of(spec.q_width), slice(spec.q_width, spec.q_width + spec.index_q_width)
+    groups = share.of(spec.out_width)
     compressed = replace(
         whole,
         queries=(*_outputs(whole.queries, part), *_outputs(whole.queries, index_part)),
         groups=whole.groups.outputs(groups.start, groups.stop),
-        sinks=whole.sinks[share.of(of.num_heads)],
+        sinks=whole.sinks[share.of(spec.num_heads)],
     )
     return replace(layer, compressed=compressed, out=_inputs(layer.out, groups, share.rank == 0))
 
 
-def _share_of_experts(experts: ExpertWeights, of: ExpertsSpec, share: Share) -> ExpertWeights:
+def _share_of_experts(experts: ExpertWeights, spec: ExpertsSpec, share: Share) -> ExpertWeights:
     """Return the same columns of every expert. All devices choose the same experts."""
-    columns, quantized = share.of(of.intermediate_size), experts.quantized
+    columns, quantized = share.of(spec.intermediate_size), experts.quantized
     if quantized is not None:
-        columns_of = torch.arange(of.intermediate_size)[columns]
-        firsts = of.intermediate_size * torch.arange(2 * of.num_experts)  # first rows of each expert's gates, then ups
+        columns_of = torch.arange(spec.intermediate_size)[columns]
+        firsts = spec.intermediate_size * torch.arange(
+            2 * spec.num_experts
+        )  # first rows of each expert's gates, then ups
         rows = (firsts[:, None] + columns_of).flatten().to(quantized.gate_up.words.device)
         quantized = QuantizedExperts(quantized.gate_up.outputs(rows), quantized.down.inputs(columns))
     if quantized is not None and not experts.gates.is_floating_point():
-        gates, ups, down = by_expert(quantized.gate_up.words, quantized.down.words, of.num_experts)
+        gates, ups, down = by_expert(quantized.gate_up.words, quantized.down.words, spec.num_experts)
     else:
         gates, ups, down = experts.gates[:, columns], experts.ups[:, columns], experts.down[..., columns]
     return replace(

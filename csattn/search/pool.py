@@ -92,10 +92,10 @@ class SearchPool:
         finally:
             self._release()
 
-    def search_layers(self, layers: Sequence[LayerSearch]) -> None:
-        """Run several searches, over different layers, requests or both; return when all are done."""
-        for layer in layers:
-            self.start(layer)
+    def search_layers(self, searches: Sequence[LayerSearch]) -> None:
+        """Run searches one after another, over different layers, requests or both; return when all are done."""
+        for search in searches:
+            self.start(search)
             self.finish()
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from csattn.artifact import ArtifactWriter, open_artifact, verify_artifact
 from csattn.artifact.find import find_artifact
-from csattn.artifact.layout import index_file, kv_file, plan
+from csattn.artifact.layout import file_layout, index_file, kv_file
 from csattn.artifact.tensor_file import NUMPY_DTYPES
 from csattn.config import SketchConfig
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
@@ -234,7 +234,7 @@ def test_a_malformed_manifest_is_refused(artifact_dir: Path, text: bytes) -> Non
 def forge_array(artifact_dir: Path, name: str, forge: Callable[[NDArray[Any]], object], layer_idx: int = 0) -> None:
     """Change an array of a layer's index in its file, and make all hashes agree with it."""
     with open_artifact(artifact_dir) as artifact:
-        layout = plan(artifact.spec, index_file(layer_idx))
+        layout = file_layout(artifact.spec, index_file(layer_idx))
     spec, offset = next((spec, offset) for spec, offset in layout.tensors if spec.name == name)
     array = np.memmap(artifact_dir / index_file(layer_idx), NUMPY_DTYPES[spec.dtype], "r+", offset, spec.shape)
     forge(array)

@@ -27,8 +27,8 @@ from csattn.artifact import (
     shrink_cache,
     verify_artifact,
 )
+from csattn.artifact.directories import used_at
 from csattn.artifact.layout import index_file, kv_file
-from csattn.artifact.work import used_at
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, StoreFullError
 from tests.artifact import synthetic
 from tests.artifact.faults import SYSTEM_CALLS, before_call, exit_status, fork, kill_self

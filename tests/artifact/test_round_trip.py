@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from csattn.artifact import Artifact, ArtifactSpec, ArtifactWriter, artifact_bytes, open_artifact, verify_artifact
-from csattn.artifact.layout import MANIFEST_HASH_FILE, index_arrays, index_file, kv_file, plan
+from csattn.artifact.layout import MANIFEST_HASH_FILE, arrays_from_index, file_layout, index_file, kv_file
 from csattn.artifact.tensor_file import PAGE_BYTES, TensorSpec, map_file, plan_file, write_file
 from csattn.errors import ArtifactError, ConfigError
 from csattn.sketch import SketchIndex
@@ -44,8 +44,8 @@ def assert_holds_what_was_built(artifact: Artifact, spec: ArtifactSpec) -> None:
         else:
             assert got_index.weigh_by_norm == index.weigh_by_norm
         assert_equal_up_to_rounding(got_index.next_query, index.next_query)
-        want = index_arrays(index)
-        for name, got in index_arrays(got_index).items():
+        want = arrays_from_index(index)
+        for name, got in arrays_from_index(got_index).items():
             assert got.dtype == want[name].dtype
             np.testing.assert_array_equal(got, want[name])
 
@@ -161,7 +161,7 @@ def test_large_arrays_are_aligned_to_pages_and_small_ones_to_cache_lines(tmp_pat
     spec = make_spec(3001, head_dim=64, kv_dtype="bfloat16")
     path = build(tmp_path, spec)
     for name in (kv_file(0), index_file(0)):
-        layout = plan(spec, name)
+        layout = file_layout(spec, name)
         for tensor, offset in layout.tensors:
             assert offset % (PAGE_BYTES if tensor.num_bytes >= PAGE_BYTES else 64) == 0
         for array in map_file(path / name, layout).values():

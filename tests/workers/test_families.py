@@ -175,7 +175,7 @@ def test_drafts_change_no_bit(family: Family, rng: np.random.Generator) -> None:
     config = SearchConfig(keep=0.1, window_len=16)
     with CpuEngine(family.loaded, num_threads=2, max_requests=1) as engine:
         engine.add_context(0, family.artifact)
-        if not engine.drops_rows(family.artifact, config, "csattn"):
+        if not engine.takes_drafts(family.artifact, config, "csattn"):
             assert family.loaded.geometry.kinds & {"state", "compressed"}
             return
         want = alone(engine, Talk(0, config, "csattn", QUESTION, NUM_TOKENS))

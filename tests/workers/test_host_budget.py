@@ -13,7 +13,7 @@ import torch
 
 from bench.process_memory import mapped_bytes
 from csattn.artifact import open_artifact
-from csattn.artifact.layout import index_file, plan
+from csattn.artifact.layout import file_layout, index_file
 from csattn.config import SearchConfig, preset
 from csattn.errors import ArtifactCorruptError, ConfigError
 from csattn.models.attending_cache import CACHE
@@ -24,7 +24,7 @@ from offload.kv_store import STREAM_ROWS
 from offload.tiered_store import TieredStore
 from tests.offload.soundness import check
 from tests.tiny import loaded, token_ids
-from workers.engine.cpu import plain_rows
+from workers.engine.cpu import row_by_row
 from workers.engine.cpu.context import HostBudget, open_context
 from workers.session import csattn_session
 
@@ -110,7 +110,7 @@ def test_a_too_small_host_budget_is_refused_with_the_least_sufficient_one(artifa
 def test_a_damaged_index_leaves_no_file_open(artifact, tmp_path) -> None:
     own = shutil.copytree(artifact, tmp_path / artifact.name)
     with open_artifact(own) as opened:
-        _, start = next(iter(plan(opened.spec, index_file(1)).tensors))
+        _, start = next(iter(file_layout(opened.spec, index_file(1)).tensors))
     with (own / index_file(1)).open("r+b") as file:
         num_bytes = file.seek(0, os.SEEK_END)
         file.seek(start)
@@ -151,7 +151,7 @@ def test_a_step_that_fails_within_a_piece_does_not_block_the_next_one(artifact, 
     with csattn_session(loaded(), artifact, SearchConfig(), "full", host_budget_bytes=4_000_000) as session:
         want, store = logits(session), session.engine.context(0).store
         with monkeypatch.context() as patch:
-            patch.setattr(plain_rows, "_attend", fail)
+            patch.setattr(row_by_row, "_attend", fail)
             with pytest.raises(MemoryError, match="no memory for a piece") as kept:
                 logits(session)
         assert store._buffers.qsize() == 1, f"{kept.value} keeps the buffers that the next stream waits for"

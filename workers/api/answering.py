@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from workers.api.answers import Form, used_by
+from workers.api.answers import CompletionForm, used_by
 from workers.api.anthropic import MessageForm
 from workers.api.body import ClientGone
 from workers.api.errors import error_body, failed, own_path
@@ -151,10 +151,10 @@ class Answering:
                     return
 
 
-def _form_of(parsed: ParsedRequest) -> Form | ResponseForm | MessageForm:
+def _form_of(parsed: ParsedRequest) -> CompletionForm | ResponseForm | MessageForm:
     if isinstance(parsed, ParsedResponse):
         return ResponseForm(parsed)
-    return MessageForm(parsed) if parsed.kind == "message" else Form(parsed)
+    return MessageForm(parsed) if parsed.kind == "message" else CompletionForm(parsed)
 
 
 class EventStream(Response):

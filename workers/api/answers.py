@@ -13,8 +13,8 @@ from workers.serving.messages import CallPart, Done, Event, Piece, TokenScore, U
 LOWEST_LOGPROB = -9999.0  # OpenAI's value for a token that cannot come; JSON has no infinity
 
 
-class Form:
-    """Makes the objects of one request's answers, which share an id, a time and a model."""
+class CompletionForm:
+    """Makes the objects of a chat or of text completions, whose answers share an id, a time and a model."""
 
     def __init__(self, parsed: ParsedRequest) -> None:
         self._parsed, self._is_chat = parsed, parsed.kind == "chat"

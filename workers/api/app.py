@@ -200,8 +200,8 @@ class Routes:
         return ServedModel(self._model, self._since, self._max_positions)
 
     async def _answer(self, request: Request, parsed: ParsedRequest) -> Response:
-        of_request = self._backend, parsed, self._measures, request.state.arrived_at, self._limits
-        answering = Answering(*of_request, is_logged=self._is_logged)
+        arrived_at, is_logged = request.state.arrived_at, self._is_logged
+        answering = Answering(self._backend, parsed, self._measures, arrived_at, self._limits, is_logged=is_logged)
         request.state.used = answering.used
         if parsed.stream:
             end = b"data: [DONE]\n\n" if parsed.kind in ("chat", "text") else b""

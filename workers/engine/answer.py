@@ -88,7 +88,7 @@ def answer(
         context_len, stream = artifact.spec.context_len, TextStream(loaded.tokenizer)
         room = min(engine.max_positions - context_len, engine.tail_capacity + 1)  # the last token is never fed back
         most, drafts = min(max_new_tokens, room - len(ids)), None
-        if draft_tokens and observer is None and engine.drops_rows(artifact, config, selector):
+        if draft_tokens and observer is None and engine.takes_drafts(artifact, config, selector):
             prompt = Ngrams(np.asarray(ids, np.int32)), Ngrams(artifact.token_ids)
             drafts = Drafts(prompt, draft_tokens, loaded.stop_ids)
         searched_s = engine.counts().search_s

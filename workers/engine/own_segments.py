@@ -22,7 +22,7 @@ from csattn.sketch import SketchIndex
 from csattn.sketch.own import Growth, join_segments, make_segments
 from csattn.torch_threads import Map
 
-OF_OWN = SketchConfig()  # how own rows of requests without a context are coded
+OWN_SKETCH = SketchConfig()  # how own rows of requests without a context are coded
 
 Sketches = list[SketchIndex]  # per layer
 Placed = list[Any]  # per layer, as steps read them
@@ -158,14 +158,14 @@ class OwnSearch:
     out: TokenSelections  # of the current layer; with attention to the rest, if q chooses
     of_layers: dict[int, LayerSearch]
 
-    def search(self, layer_idx: int) -> LayerSearch:
+    def search(self, indexed_idx: int) -> LayerSearch:
         """Return the layer's search, which is made once."""
-        if layer_idx not in self.of_layers:
-            q = self.q_ahead[layer_idx % 2] if self.q_ahead and layer_idx else self.q
-            self.of_layers[layer_idx] = LayerSearch(
-                q, self.sketches[layer_idx], None, 0, 0, self.softmax_scale, self.out
+        if indexed_idx not in self.of_layers:
+            q = self.q_ahead[indexed_idx % 2] if self.q_ahead and indexed_idx else self.q
+            self.of_layers[indexed_idx] = LayerSearch(
+                q, self.sketches[indexed_idx], None, 0, 0, self.softmax_scale, self.out
             )
-        return self.of_layers[layer_idx]
+        return self.of_layers[indexed_idx]
 
     @property
     def num_rows(self) -> int:

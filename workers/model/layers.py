@@ -96,7 +96,8 @@ class StepLayers:
         heads = (spec.num_q_heads, spec.head_dim)
         is_gated = any(layer.attention.gated for layer in spec.layers)
         kinds_of_heads = {spec.heads, *map(spec.heads_of, range(spec.num_layers))}
-        self._heads = {of: _head_buffers(of, is_gated, bool(spec.kv_sources), zeros) for of in kinds_of_heads}
+        lends = bool(spec.kv_sources)
+        self._heads = {of_heads: _head_buffers(of_heads, is_gated, lends, zeros) for of_heads in kinds_of_heads}
         self._early = zeros(spec.heads.q_width)
         # two buffers in turn: a layer's predicted query must outlast the prediction for the layer after it
         self.q_ahead = (zeros(*heads), zeros(*heads))
@@ -106,11 +107,12 @@ class StepLayers:
         self._experts = {kind: expert_buffers(kind[1], spec.hidden_size, zeros) for kind in kinds}
         deltas = {layer.delta for layer in spec.layers if layer.delta is not None}
         self._deltas = {
-            of: DeltaBuffers(zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas
+            delta: DeltaBuffers(zeros(delta.in_width), zeros(delta.num_channels), zeros(delta.v_width))
+            for delta in deltas
         }
         latents = {layer.latent for layer in spec.layers if layer.latent is not None}
-        self._latents = {of: _latent_buffers(of, zeros) for of in latents}
-        self._compressed = {of: _compressed_buffers(of, zeros) for of in set(spec.compressed)}
+        self._latents = {latent: _latent_buffers(latent, zeros) for latent in latents}
+        self._compressed = {compressed: _compressed_buffers(compressed, zeros) for compressed in set(spec.compressed)}
         self._branch: Tensor | None = None  # a branch's output, where a product does not add it to the stream itself
         if devices is not None:
             self._branch = zeros(spec.hidden_size, dtype=torch.float32)
@@ -254,8 +256,8 @@ class StepLayers:
 
     def compressed(self, layer_idx: int) -> CompressedBuffers | None:
         """Return the buffers of a layer of compressed attention, None for other layers."""
-        of = self._weights.spec.layers[layer_idx].compressed
-        return None if of is None else self._compressed[of]
+        spec = self._weights.spec.layers[layer_idx].compressed
+        return None if spec is None else self._compressed[spec]
 
     def _attend(self, layer_idx: int) -> None:
         if (of_rows := self.compressed(layer_idx)) is not None:
@@ -333,7 +335,7 @@ class StepLayers:
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
         x = self._normed(layer.input_norm if spec.parallel else layer.pre_mlp_norm, self._stream.scaled)
         adds: list[Callable[[Readers], None]] = []
-        has_own_norms = any(of.has_own_norms for of in spec.experts)
+        has_own_norms = any(experts.has_own_norms for experts in spec.experts)
         if has_own_norms:
             adds.append(self._mlp_and_experts(layer_idx, x))
         elif spec.mlp is not None:
@@ -343,12 +345,13 @@ class StepLayers:
             norm, times = layer.post_mlp_norm, spec.residual_multiplier
             adds.append(partial(self._add, gated, layer.down, norm, times, scale=self._scale_after_mlp(layer_idx)))
         together = () if has_own_norms else zip(spec.experts, layer.experts, strict=True)
-        for number, (of, weights) in enumerate(together):
-            buffers = self._experts[number, of]
+        for number, (experts, weights) in enumerate(together):
+            buffers = self._experts[number, experts]
             self._ops.linear(x, [weights.router], buffers.logits)
-            self._ops.choose_experts(weights, of, self._rows, buffers)
-            self._ops.experts(x, weights, of, buffers)
-            adds.append(partial(self._ops.experts_add, weights, of, buffers, spec.residual_multiplier, self._stream))
+            self._ops.choose_experts(weights, experts, self._rows, buffers)
+            self._ops.experts(x, weights, experts, buffers)
+            add = partial(self._ops.experts_add, weights, experts, buffers, spec.residual_multiplier, self._stream)
+            adds.append(add)
         if spec.experts and self._devices is not None:
             adds = [partial(self._add_shares, layer_idx)]
         if layer.layer_input is not None:
@@ -362,9 +365,9 @@ class StepLayers:
         if spec.mlp is not None:
             assert layer.down is not None
             self._ops.linear(Normed(self._gated[spec.mlp.intermediate_size]), [layer.down], branch)
-        for number, (of, weights) in enumerate(zip(spec.experts, layer.experts, strict=True)):
+        for number, (experts, weights) in enumerate(zip(spec.experts, layer.experts, strict=True)):
             is_first = spec.mlp is None and number == 0
-            self._ops.experts_out(weights, of, self._experts[number, of], branch, adds=not is_first)
+            self._ops.experts_out(weights, experts, self._experts[number, experts], branch, adds=not is_first)
         times, scale = spec.residual_multiplier, self._scale_after_mlp(layer_idx)
         self._add_branch(layer.post_mlp_norm, times, readers, scale)
 
@@ -389,16 +392,16 @@ class StepLayers:
         x: the input of the MLP.
         """
         layer, spec, ops = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx], self._ops
-        (of,), (weights,), branch, eps = spec.experts, layer.experts, self._branch, self._weights.spec.norm_eps
-        norms, buffers, (expert_in, expert_out) = weights.norms, self._experts[0, of], self._expert_io
+        (experts,), (weights,), branch, eps = spec.experts, layer.experts, self._branch, self._weights.spec.norm_eps
+        norms, buffers, (expert_in, expert_out) = weights.norms, self._experts[0, experts], self._expert_io
         assert spec.mlp is not None and layer.down is not None and norms is not None and branch is not None
         gated = self._gated[spec.mlp.intermediate_size]
         ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
         ops.linear(Normed(gated), [layer.down], branch)
         ops.linear(ops.read_normed(self._stream, norms.router, eps, expert_in), [weights.router], buffers.logits)
-        ops.choose_experts(weights, of, self._rows, buffers)
-        ops.experts(ops.read_normed(self._stream, norms.pre_experts, eps, expert_in), weights, of, buffers)
-        ops.experts_out(weights, of, buffers, expert_out)
+        ops.choose_experts(weights, experts, self._rows, buffers)
+        ops.experts(ops.read_normed(self._stream, norms.pre_experts, eps, expert_in), weights, experts, buffers)
+        ops.experts_out(weights, experts, buffers, expert_out)
         ops.add_norms(branch, norms.post_mlp, expert_out, norms.post_experts, eps)
         return partial(
             ops.add_normed,
@@ -470,11 +473,11 @@ class StepLayers:
         return self.q_ahead[self._weights.spec.indexed_layers.index(layer_idx) % 2]
 
 
-def _head_buffers(of: HeadsSpec, is_gated: bool, lends: bool, zeros: Callable[..., Tensor]) -> HeadBuffers:
+def _head_buffers(spec: HeadsSpec, is_gated: bool, lends: bool, zeros: Callable[..., Tensor]) -> HeadBuffers:
     """lends: whether some layers attend to the rows of others."""
-    heads = of.num_q_heads, of.head_dim
-    gates, q_only = (zeros(of.q_width) if there else None for there in (is_gated, lends))
-    return HeadBuffers(zeros(of.qkv_width), zeros(*heads), zeros(*heads), gates, q_only)
+    heads = spec.num_q_heads, spec.head_dim
+    gates, q_only = (zeros(spec.q_width) if there else None for there in (is_gated, lends))
+    return HeadBuffers(zeros(spec.qkv_width), zeros(*heads), zeros(*heads), gates, q_only)
 
 
 def expert_buffers(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> ExpertBuffers:
@@ -488,15 +491,16 @@ def expert_buffers(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Ten
     )
 
 
-def _streams_buffers(of: StreamsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> StreamsBuffers:
-    post, comb, products = (zeros(*x, dtype=torch.float32) for x in ((of.num,), (of.num, of.num), (of.num_mixes,)))
-    return StreamsBuffers(zeros(of.num, hidden_size), post, comb, products)
+def _streams_buffers(spec: StreamsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> StreamsBuffers:
+    sizes = (spec.num,), (spec.num, spec.num), (spec.num_mixes,)
+    post, comb, products = (zeros(*x, dtype=torch.float32) for x in sizes)
+    return StreamsBuffers(zeros(spec.num, hidden_size), post, comb, products)
 
 
-def _compressed_buffers(of: CompressedSpec, zeros: Callable[..., Tensor]) -> CompressedBuffers:
-    latents, grouped = zeros(of.q_rank), zeros(of.out_width)
-    groups = latents.new_zeros(of.num_groups, len(latents), of.q_width // of.num_groups)
-    projected, inputs = zeros(of.q_width + of.index_q_width), zeros(sum(of.in_widths))
+def _compressed_buffers(spec: CompressedSpec, zeros: Callable[..., Tensor]) -> CompressedBuffers:
+    latents, grouped = zeros(spec.q_rank), zeros(spec.out_width)
+    groups = latents.new_zeros(spec.num_groups, len(latents), spec.q_width // spec.num_groups)
+    projected, inputs = zeros(spec.q_width + spec.index_q_width), zeros(sum(spec.in_widths))
     return CompressedBuffers(latents, torch.zeros_like(latents), projected, inputs, groups, grouped)
 
 

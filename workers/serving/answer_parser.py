@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 from csattn.checks import lone_surrogate
+from workers.serving.chat_template import THINK, THOUGHT, CallFormat, ChatTemplate
 from workers.serving.messages import Ask, CallPart
 from workers.serving.text import overlap
-from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
 
 # The head of a call that can be streamed: the name comes first. Other calls are parsed when they are complete.
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -287,17 +287,17 @@ class _Call:
         return next((end for end in self._ends_inside if end >= start), self._seen)
 
 
-def answer_parser_for(ask: Ask, form: ChatForm) -> AnswerParser | None:
+def answer_parser_for(ask: Ask, template: ChatTemplate) -> AnswerParser | None:
     """Return the parser for a request's answer; None if it has neither reasoning nor calls to look for."""
-    format = form.calls if ask.tools else None
-    if not ask.turns or not (form.thinks or format):
+    format = template.calls if ask.tools else None
+    if not ask.turns or not (template.thinks or format):
         return None
     return AnswerParser(
         ask.request_id,
         format,
         {tool.name for tool in ask.tools},
-        thinks=form.thinks,
-        is_thinking=form.is_thinking,
+        thinks=template.thinks,
+        is_thinking=template.is_thinking,
         parallel_calls=ask.parallel_calls,
         continues=ask.continues and not ask.must_call,  # a forced call does not continue the last turn's text
     )

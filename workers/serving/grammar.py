@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.models import LoadedModel
+from workers.serving.chat_template import THINK, THOUGHT, CallFormat, ChatTemplate
 from workers.serving.messages import Ask, BadRequestError, Tool
-from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
 
 _NUM_THREADS = 2
 _NUM_COMPILED = 32  # grammars that are kept compiled: agents send the same tools at every turn
@@ -52,19 +52,19 @@ class Grammars:
             1, thread_name_prefix="csattn-grammars"
         )  # a costly grammar delays other grammars, not steps
 
-    async def make(self, ask: Ask, form: ChatForm) -> "Grammar | None":
+    async def make(self, ask: Ask, template: ChatTemplate) -> "Grammar | None":
         """Return the grammar of a request's answer; None if the answer is unconstrained. Raises BadRequestError for a
         schema that is not supported."""
         if ask.schema is None and not ask.must_call and not any(tool.strict for tool in ask.tools):
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._makers, self.make_now, ask, form)
+        return await asyncio.get_running_loop().run_in_executor(self._makers, self.make_now, ask, template)
 
-    def make_now(self, ask: Ask, form: ChatForm) -> "Grammar":
+    def make_now(self, ask: Ask, template: ChatTemplate) -> "Grammar":
         """`make` on the calling thread, for a constrained answer."""
         schemas, field = _schemas_of(ask), "tools" if ask.schema is None else ask.schema_field
         _require_moderate(schemas)
         try:
-            matcher = self._compiled(grammar_text(ask, form)).deep_copy()
+            matcher = self._compiled(grammar_text(ask, template)).deep_copy()
         except ImportError:
             raise BadRequestError(
                 "this service cannot constrain answers to a schema: llguidance is not installed where it runs (pip "
@@ -199,21 +199,21 @@ class Grammar:
             )
 
 
-def grammar_text(ask: Ask, form: ChatForm) -> str:
+def grammar_text(ask: Ask, template: ChatTemplate) -> str:
     """The grammar of an answer for llguidance, in its variant of Lark's syntax."""
     tools = _constrained_tools(ask)
-    rules = _call_rules(ask, form, tools) if tools else []
+    rules = _call_rules(ask, template, tools) if tools else []
     if not ask.must_call and ask.schema is not None:
         rules += [f"answer: {'calls | ' if tools else ''}told", f"told: {_json(ask.schema)}"]
     elif ask.must_call:
         rules.append("answer: calls")
     else:
-        rules += _free_rules(ask, form, tools)
-    if ask.turns and form.thinks:
-        thought = _marker(form, THOUGHT)
+        rules += _free_rules(ask, template, tools)
+    if ask.turns and template.thinks:
+        thought = _marker(template, THOUGHT)
         rules.append(f"thought: {_ANYTHING} {thought} gap" if thought[0] == "<" else "thought: hidden gap")
         rules += [r"gap: /[ \t\r\n]{0,2}/", f"hidden[suffix={json.dumps(THOUGHT)}]: {_ANYTHING}"]
-        begun = "thought" if form.is_thinking else f"({_marker(form, THINK)} thought)?"
+        begun = "thought" if template.is_thinking else f"({_marker(template, THINK)} thought)?"
         return "\n".join([f"start: {begun} answer", *rules]) + "\n"
     return "\n".join(["start: answer", *rules]) + "\n"
 
@@ -271,11 +271,11 @@ def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
     return {**parameters, "additionalProperties": False} if is_all else parameters
 
 
-def _call_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
+def _call_rules(ask: Ask, template: ChatTemplate, tools: list[Tool]) -> list[str]:
     """The rules of calls: `calls` begins with the marker that announces them, `run` after it."""
-    format = form.calls
+    format = template.calls
     assert format is not None, "tools were refused where calls have no form"
-    opening = _marker(form, format.opening)
+    opening = _marker(template, format.opening)
     call = " | ".join(f"call{i}" for i in range(len(tools)))
     # If calls and answer both begin with an object, a call is one JSON schema, like the answer: else the one would rule
     # out the other.
@@ -284,7 +284,7 @@ def _call_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
     ends = ""
     if format.closing:  # each call has its own opening and closing; some models end the line before they end the turn
         one, again = (
-            f'"\\n" ({call}) "\\n" {_marker(form, format.closing)}',
+            f'"\\n" ({call}) "\\n" {_marker(template, format.closing)}',
             f"{json.dumps(format.joint)} {opening} one",
         )
         ends = '"\\n"?'
@@ -296,21 +296,21 @@ def _call_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
     return [*rules, f"one: {one}", f"run: {before} one {more} {after} {ends}", f"calls: {announced}"]
 
 
-def _free_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
+def _free_rules(ask: Ask, template: ChatTemplate, tools: list[Tool]) -> list[str]:
     """The rules of `answer`: any text, in which the opening marker must be followed by a call; or calls without it."""
-    assert form.calls is not None
-    opening = _marker(form, form.calls.opening)
-    if not form.calls.is_announced:  # an answer that begins with an object is a call
+    assert template.calls is not None
+    opening = _marker(template, template.calls.opening)
+    if not template.calls.is_announced:  # an answer that begins with an object is a call
         return ["answer: run | said", "said: /[^{](?s:.*)/"]
     rules, alone, other = list[str](), "", _ANYTHING
     if not ask.continues:
         # An answer that begins with the head of a call of these tools, without a marker, is read as a call if it has
         # nothing else. So it must not match as text, where the longest lexeme wins.
-        space, key, number = r"[ \t\r\n]", form.calls.arguments_key, range(len(tools))
+        space, key, number = r"[ \t\r\n]", template.calls.arguments_key, range(len(tools))
         begun, fence = rf'{space}*\{{{space}*"name"{space}*:{space}*"', f"{space}*```json{space}+"
         names = "|".join(tool.name for tool in tools)
         other += rf' & ~/({fence})?{begun}({names})"{space}*,{space}*"(arguments|parameters)"(?s:.*)/'
-        if form.thinks and THINK not in form.marker_ids:
+        if template.thinks and THINK not in template.marker_ids:
             other += rf" & ~/{space}*{THINK}(?s:.*)/"  # a thought is parsed by its own rule, and an answer follows it
         for i, tool in enumerate(tools):
             head = rf'{begun}{tool.name}"{space}*,{space}*"{key}"{space}*:{space}*'
@@ -372,9 +372,9 @@ def _text(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def _marker(form: ChatForm, marker: str) -> str:
+def _marker(template: ChatTemplate, marker: str) -> str:
     """A marker in the grammar: a token if the vocabulary has it, else a string."""
-    return f"<[{form.marker_ids[marker]}]>" if marker in form.marker_ids else json.dumps(marker)
+    return f"<[{template.marker_ids[marker]}]>" if marker in template.marker_ids else json.dumps(marker)
 
 
 def _plain(tokenizer: Any) -> str:

@@ -37,8 +37,8 @@ new_hash = hashlib.sha256  # blocks are looked up by hash, then compared by labe
 _log = logging.getLogger(__name__)
 
 
-class KeptRows:
-    """Finds and keeps blocks of rows. Thread-safe; a thread of its own copies the blocks that are to be kept."""
+class PrefixCache:
+    """Finds and keeps blocks of rows, for all requests. Thread-safe; a thread of its own copies blocks to be kept."""
 
     def __init__(self, blocks: Blocks, geometry: ModelGeometry, dtype: torch.dtype) -> None:
         self._blocks, self._dtype = blocks, dtype
@@ -49,7 +49,7 @@ class KeptRows:
         """How many of a prompt's first tokens have kept rows. Reads only the headers of files."""
         return BLOCK_ROWS * sum(1 for _ in takewhile(self._blocks.holds, BlockNames(identity).more(token_ids[:-1])))
 
-    def find(self, identity: bytes, token_ids: Sequence[int]) -> "OwnRows":
+    def find(self, identity: bytes, token_ids: Sequence[int]) -> "KeptRows":
         """Return the kept rows that a request with these tokens begins with. Reads files, and holds the blocks until
         they are released."""
         token_ids = token_ids[:-1]  # the last token is always fed: its logits give the next one
@@ -59,7 +59,7 @@ class KeptRows:
             names = BlockNames(identity)
             for _ in names.more(token_ids[: BLOCK_ROWS * len(rows)]):
                 pass
-            return OwnRows(self, names, rows, stack.pop_all())
+            return KeptRows(self, names, rows, stack.pop_all())
 
     def keep(self, name: BlockName, copied: Callable[[], Tensor]) -> None:
         """Keep a block, in the background. copied: waits for the copy of the block's rows, and returns it."""
@@ -82,12 +82,12 @@ class KeptRows:
             _log.exception("a block of rows was not kept")
 
 
-class OwnRows:
+class KeptRows:
     """The kept rows of one request, for the scheduler's thread. `release` may be called from any."""
 
-    def __init__(self, kept: KeptRows, names: "BlockNames", found: list[Tensor], held: ExitStack) -> None:
+    def __init__(self, cache: PrefixCache, names: "BlockNames", found: list[Tensor], held: ExitStack) -> None:
         """names: has named the blocks that were found, and continues with those after them."""
-        self._kept, self._names, self._held = kept, names, held
+        self._cache, self._names, self._held = cache, names, held
         self._waiting = deque(found)
         self.keeps = True
         self.num_found = BLOCK_ROWS * len(found)
@@ -111,7 +111,7 @@ class OwnRows:
     def keep(self, token_ids: Sequence[int], read_rows: Callable[[int, int], Callable[[], Tensor]]) -> None:
         """Keep the blocks that have become complete. token_ids: those of all the request's rows."""
         for name in self._names.more(token_ids):
-            self._kept.keep(name, read_rows(self._names.num_named - BLOCK_ROWS, self._names.num_named))
+            self._cache.keep(name, read_rows(self._names.num_named - BLOCK_ROWS, self._names.num_named))
 
     def release(self) -> None:
         """Let go of the blocks that were found."""
@@ -128,9 +128,9 @@ class BlockNames:
     def more(self, token_ids: Sequence[int]) -> Iterator[BlockName]:
         """Yield the names of the blocks that are not named yet. token_ids: all of the request's, from the first."""
         while (stop := self.num_named + BLOCK_ROWS) <= len(token_ids):
-            own = np.asarray(token_ids[self.num_named : stop], np.int32).tobytes()
-            self._hashed.update(own)
-            self._label, self.num_named = Label(self._label, own), stop
+            ids = np.asarray(token_ids[self.num_named : stop], np.int32).tobytes()
+            self._hashed.update(ids)
+            self._label, self.num_named = Label(self._label, ids), stop
             yield BlockName(self._hashed.hexdigest(), self._label)
 
 
@@ -160,7 +160,7 @@ def row_identity(
     return json.dumps(parts, sort_keys=True).encode() + b"\n"
 
 
-def open_kept_rows(loaded: LoadedModel, settings: Settings) -> KeptRows:
+def open_prefix_cache(loaded: LoadedModel, settings: Settings) -> PrefixCache:
     kept = settings.kept
     files, directory = None, settings.store.path / DIRECTORY
     if kept.disk_bytes:
@@ -171,7 +171,7 @@ def open_kept_rows(loaded: LoadedModel, settings: Settings) -> KeptRows:
     if memory_bytes < kept.memory_bytes:
         message = "kept.memory_bytes is %s, but only %s is used: a quarter of the free memory"
         _log.info(message, size(kept.memory_bytes), size(memory_bytes))
-    return KeptRows(Blocks(memory_bytes, files), loaded.geometry, loaded.dtype)
+    return PrefixCache(Blocks(memory_bytes, files), loaded.geometry, loaded.dtype)
 
 
 def is_keepable(selector: SelectorName, config: SearchConfig, geometry: ModelGeometry) -> bool:

@@ -21,6 +21,7 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName
 from workers.serving.answer_parser import answer_parser_for
+from workers.serving.chat_template import ChatTemplate
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import ContextCounts
 from workers.serving.context_texts import ContextTexts
@@ -52,7 +53,6 @@ from workers.serving.residency import Residency
 from workers.serving.scheduler import Scheduler
 from workers.serving.step_engine import StepEngine
 from workers.serving.step_thread import StepThread
-from workers.serving.tools import ChatForm
 from workers.settings import Settings
 
 T = TypeVar("T")
@@ -89,9 +89,9 @@ class LocalBackend:
         self._prefixes = Prefixes(
             loaded, settings, engine, self._contexts, examiner, self._residency, self._builder, self._tokenisers
         )
-        self._measured.kept_counts = lambda: self._prefixes.kept.counts
+        self._measured.kept_counts = lambda: self._prefixes.cache.counts
         self._measured.context_counts = self.context_counts
-        self._form, self._grammars = ChatForm(loaded.tokenizer), Grammars(loaded)
+        self._template, self._grammars = ChatTemplate(loaded.tokenizer), Grammars(loaded)
         self._steps: StepThread | None = None
         self._use = StoreUse(settings.store.path)
         self._since = time.time()
@@ -148,10 +148,10 @@ class LocalBackend:
             try:
                 async with asyncio.timeout(timeout_s):
                     require_known_tokens(self.loaded.tokenizer, ask)
-                    ask = self._form.switched(ask)
-                    self._form.require(ask)
-                    form = self._form.of(ask)
-                    grammar = await self._grammars.make(ask, form)
+                    ask = self._template.with_effort(ask)
+                    self._template.require(ask)
+                    template = self._template.for_request(ask)
+                    grammar = await self._grammars.make(ask, template)
                     config = self._search_config(ask)
                     prefix = await self._prefixes.find(ask, config, self._selector(ask))
             except TimeoutError:
@@ -161,7 +161,7 @@ class LocalBackend:
                 ) from None
             try:
                 self._require_steps()
-                made = self._request(ask, form, config, prefix, grammar, arrived_at)
+                made = self._request(ask, template, config, prefix, grammar, arrived_at)
                 scheduler.inbox.submit(made)
                 request = made
                 while True:
@@ -202,7 +202,7 @@ class LocalBackend:
             await self._residency.forget(path)
 
     async def tokenize(self, ask: TokenizeAsk) -> Tokens:
-        return await self._in_thread(tokenize, self.loaded.tokenizer, self._form, ask, self._engine.max_positions)
+        return await self._in_thread(tokenize, self.loaded.tokenizer, self._template, ask, self._engine.max_positions)
 
     async def detokenize(self, ids: tuple[int, ...]) -> str:
         return await self._in_thread(text_of_ids, self.loaded.tokenizer, ids)
@@ -248,13 +248,13 @@ class LocalBackend:
         return self._measured.collect()
 
     def context_counts(self) -> ContextCounts:
-        own = self._prefixes.own_contexts
+        prompt_contexts = self._prefixes.own_contexts
         return ContextCounts(
-            builds={"registered": self._contexts.counts, "prompt": own.counts},
+            builds={"registered": self._contexts.counts, "prompt": prompt_contexts.counts},
             loaded_bytes=self._residency.held_bytes,
             loaded_budget=self._settings.engine.context_bytes,
-            kept_bytes=own.num_bytes,
-            kept_budget=own.budget.num_bytes,
+            kept_bytes=prompt_contexts.num_bytes,
+            kept_budget=prompt_contexts.budget.num_bytes,
         )
 
     def _reserve(self) -> None:
@@ -276,7 +276,7 @@ class LocalBackend:
     def _request(
         self,
         ask: Ask,
-        form: ChatForm,
+        template: ChatTemplate,
         config: SearchConfig,
         prefix: Prefix,
         grammar: Grammar | None,
@@ -300,7 +300,7 @@ class LocalBackend:
             context_id=prefix.resident.context_id,
             context_len=context_len,
             num_cached=prefix.num_cached,
-            own=prefix.own,
+            kept=prefix.kept,
             drafts=prefix.drafts,
             has_prediction=ask.prediction is not None,
             question_ids=ids,
@@ -313,7 +313,11 @@ class LocalBackend:
             deadline=arrived_at + self._settings.limits.request_timeout_s,
             outlet=Outlet(asyncio.get_running_loop(), scheduler.inbox.nudge),
             writer=Writer(
-                self.loaded.tokenizer, sampling.stop, answer_parser_for(ask, form), form.hidden, sampling.min_tokens
+                self.loaded.tokenizer,
+                sampling.stop,
+                answer_parser_for(ask, template),
+                template.hidden,
+                sampling.min_tokens,
             ),
             grammar=grammar,
             in_prompt=in_prompt,

@@ -18,7 +18,7 @@ from workers.serving.context_build import Builder
 from workers.serving.contexts import Contexts
 from workers.serving.drafts import Drafts, Ngrams
 from workers.serving.examiner import Examiner
-from workers.serving.kept_rows import OwnRows, is_keepable, open_kept_rows, row_identity
+from workers.serving.kept_rows import KeptRows, is_keepable, open_prefix_cache, row_identity
 from workers.serving.messages import Ask, ContextNotReadyError
 from workers.serving.own_contexts import STEP, Found, OwnContexts, num_common, prefix_len
 from workers.serving.prompts import head_ids, prompt_ids, require_embedded, room_for, whole_ids
@@ -38,7 +38,7 @@ class Prefix:
     resident: Resident
     token_ids: list[int]  # that follow the context
     is_new: bool  # the context was built for this request
-    own: OwnRows | None  # None: rows are neither looked for nor kept
+    kept: KeptRows | None  # None: rows are neither looked for nor kept
     drafts: Drafts | None  # None: the answer's tokens are not guessed
     _using: AbstractAsyncContextManager[Resident]
 
@@ -53,11 +53,11 @@ class Prefix:
     @property
     def num_cached(self) -> int:
         """Tokens of context and prompt that need not be computed for this request."""
-        return (0 if self.is_new else self.context_len) + (self.own.num_found if self.own else 0)
+        return (0 if self.is_new else self.context_len) + (self.kept.num_found if self.kept else 0)
 
     async def leave(self) -> None:
-        if self.own is not None:
-            self.own.release()
+        if self.kept is not None:
+            self.kept.release()
         await self._using.__aexit__(None, None, None)
 
 
@@ -78,7 +78,7 @@ class Prefixes:
         self._loaded, self._settings, self._engine, self._threads = loaded, settings, engine, threads
         self._contexts, self._residency = contexts, residency
         self.own_contexts = OwnContexts(loaded, settings, examiner, residency, builder)
-        self.kept = open_kept_rows(loaded, settings)
+        self.cache = open_prefix_cache(loaded, settings)
 
     async def find(self, ask: Ask, config: SearchConfig, selector: SelectorName) -> Prefix:
         """Return the request's beginning, with its context loaded. Raises a ServingError if that is impossible."""
@@ -109,11 +109,11 @@ class Prefixes:
             artifact_id = None if resident.artifact is None else resident.artifact.spec.artifact_id
             identity = self._identity(ask, config, selector, artifact_id)
             drafts = await self._drafts(ask, config, selector, resident, ids)
-            own = None if identity is None else await self._own_rows(identity, ids)
+            kept = None if identity is None else await self._kept_rows(identity, ids)
         except BaseException:
             await using.__aexit__(None, None, None)
             raise
-        return Prefix(resident, ids, found.is_new, own, drafts, using)
+        return Prefix(resident, ids, found.is_new, kept, drafts, using)
 
     async def close(self) -> None:
         """Cancel builds of contexts. Rows are still kept, until `flush`."""
@@ -121,7 +121,7 @@ class Prefixes:
 
     def flush(self) -> None:
         """Write the kept rows to disk, and close. No request may be running."""
-        self.kept.close()
+        self.cache.close()
 
     async def _find(
         self, ask: Ask, config: SearchConfig, selector: SelectorName, whole: list[int] | None, without: set[Path]
@@ -139,11 +139,11 @@ class Prefixes:
         else:
             registered = await self._contexts.paths()
             found = await self.own_contexts.find(whole, ask.cache_salt, registered, without)
-            own, answer = whole[found.num_tokens :], min(ask.sampling.max_new_tokens, engine.tail_capacity // 2)
+            following, answer = whole[found.num_tokens :], min(ask.sampling.max_new_tokens, engine.tail_capacity // 2)
             identity = self._identity(ask, config, selector, None if found.path is None else found.path.name)
-            num_kept = 0 if identity is None else await self._in_thread(self.kept.num_kept, identity, own)
+            num_kept = 0 if identity is None else await self._in_thread(self.cache.num_kept, identity, following)
             room = engine.tail_capacity - answer
-            is_much, fits = self._is_much(len(own) - num_kept, found.num_tokens), len(own) <= room
+            is_much, fits = self._is_much(len(following) - num_kept, found.num_tokens), len(following) <= room
             if (is_much or not fits) and prefix_len(len(whole)) > found.num_tokens:
                 cut = await self._in_thread(self._cut, ask, whole, found, room)
                 try:
@@ -174,8 +174,8 @@ class Prefixes:
         room_for(ask, 0, len(ids), max_positions, max_positions)  # raises if the prompt is too long with any context
         return ids
 
-    async def _own_rows(self, identity: bytes, ids: list[int]) -> OwnRows:
-        finding = asyncio.ensure_future(self._in_thread(self.kept.find, identity, ids))
+    async def _kept_rows(self, identity: bytes, ids: list[int]) -> KeptRows:
+        finding = asyncio.ensure_future(self._in_thread(self.cache.find, identity, ids))
         try:
             return await asyncio.shield(finding)
         except asyncio.CancelledError:  # nobody takes the result
@@ -186,7 +186,7 @@ class Prefixes:
         self, ask: Ask, config: SearchConfig, selector: SelectorName, resident: Resident, ids: list[int]
     ) -> Drafts | None:
         most, artifact = self._settings.engine.draft_tokens, resident.artifact
-        if not most or _scores_prompt(ask) or not self._engine.drops_rows(artifact, config, selector):
+        if not most or _scores_prompt(ask) or not self._engine.takes_drafts(artifact, config, selector):
             return None
         if resident.ngrams is None and artifact is not None:
             resident.ngrams = await self._in_thread(Ngrams, artifact.token_ids)
@@ -217,7 +217,7 @@ class Prefixes:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
 
-def _release(finding: "asyncio.Future[OwnRows]") -> None:
+def _release(finding: "asyncio.Future[KeptRows]") -> None:
     if not finding.cancelled() and finding.exception() is None:
         finding.result().release()
 

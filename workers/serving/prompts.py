@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from csattn.artifact import Artifact
 from csattn.errors import ArtifactMismatchError, CsattnError, ModelError
 from csattn.models.prompt import conversation_ids, question_ids, text_ids
+from workers.serving.chat_template import ChatTemplate, messages_of, tool_specs
 from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, Conversation, TokenizeAsk, Tokens, Turn
-from workers.serving.tools import ChatForm, messages_of, tool_specs
 
 _MAX_MESSAGE_CHARS = 200  # characters of a template's error message
 
@@ -34,7 +34,7 @@ def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
         with _template_errors(ask.field):
             turns, tools = messages_of(ask.turns), tool_specs(ask.tools)
             ids = conversation_ids(tokenizer, context, turns, wrapping, tools, _options(ask))
-        return _some(ids.tolist(), ask)
+        return _require_some(ids.tolist(), ask)
     except (ArtifactMismatchError, ModelError) as error:
         raise BadRequestError(str(error), ask.field) from error
 
@@ -46,8 +46,8 @@ def whole_ids(tokenizer: Any, ask: Ask) -> list[int]:
     if ask.prompt is not None:
         ids = text_ids(tokenizer, ask.prompt)
     else:
-        ids = tokenizer(_written(tokenizer, ask), add_special_tokens=False).input_ids
-    return _some(ids, ask)
+        ids = tokenizer(_rendered(tokenizer, ask), add_special_tokens=False).input_ids
+    return _require_some(ids, ask)
 
 
 def head_ids(tokenizer: Any, ask: Ask) -> NDArray[np.int32]:
@@ -63,26 +63,26 @@ def head_ids(tokenizer: Any, ask: Ask) -> NDArray[np.int32]:
     return np.zeros(0, np.int32)
 
 
-def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: int) -> Tokens:
+def tokenize(tokenizer: Any, template: ChatTemplate, ask: TokenizeAsk, max_positions: int) -> Tokens:
     """Tokenise a text or a conversation by itself, without any context."""
     text, adds_special = ask.text, ask.add_special_tokens
     if text is None:
-        ask = form.switched(ask)
-        form.require(ask)
-        text = _written(tokenizer, ask, ask.add_generation_prompt)
+        ask = template.with_effort(ask)
+        template.require(ask)
+        text = _rendered(tokenizer, ask, ask.add_generation_prompt)
         adds_special = False  # the template has added them
     ids = tokenizer(text, add_special_tokens=adds_special).input_ids
     return Tokens(ids=tuple(ids), texts=tuple(tokenizer.convert_ids_to_tokens(ids)), max_positions=max_positions)
 
 
-def _some(ids: list[int], ask: Ask) -> list[int]:
+def _require_some(ids: list[int], ask: Ask) -> list[int]:
     """Return the ids, if any; a request needs a token to feed. Raises BadRequestError for an empty prompt."""
     if not ids:
         raise BadRequestError("the prompt has no tokens; send some text", ask.field)
     return ids
 
 
-def _written(tokenizer: Any, ask: Conversation, speaks_next: bool = True) -> str:
+def _rendered(tokenizer: Any, ask: Conversation, speaks_next: bool = True) -> str:
     """Render a conversation with the model's chat template."""
     if not tokenizer.chat_template:
         raise BadRequestError("this service's model has no chat template; send a prompt", ask.field)

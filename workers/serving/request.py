@@ -15,7 +15,7 @@ from csattn.selector_names import SelectorName
 from workers.serving.answer_parser import AnswerParser, Parts
 from workers.serving.drafts import Drafts
 from workers.serving.grammar import Grammar
-from workers.serving.kept_rows import OwnRows
+from workers.serving.kept_rows import KeptRows
 from workers.serving.messages import Done, Finish, Piece, Sampling, TokenScore, Usage
 from workers.serving.outlet import Outlet
 from workers.serving.sampling import TokenCounts, adjust_logits, allowed_without, draw, draw_spec, likelihood_of
@@ -47,7 +47,7 @@ class Request:
     reports_usage: bool = False
     echo: str | None = None  # the prompt's text, if it is to come before the answer
     prompt_scores: list[TokenScore] = field(default_factory=list)
-    own: OwnRows | None = None  # None: no kept rows are used, and none are kept
+    kept: KeptRows | None = None  # None: no kept rows are used, and none are kept
     drafts: Drafts | None = None  # None: its next tokens are not guessed
     has_prediction: bool = False  # the client has sent one
     num_drafted: int = 0  # guessed tokens that steps had rows for
@@ -83,7 +83,7 @@ class Request:
     @property
     def can_step(self) -> bool:
         """Whether its reader reads, and all kept rows that were found for it are in the engine."""
-        return self.paused_at is None and not (self.own and self.own.has_waiting)
+        return self.paused_at is None and not (self.kept and self.kept.has_waiting)
 
     def next_inputs(self, num_rows: int) -> list[int]:
         """The tokens to feed next: up to num_rows of the question, or the answer's last one."""

@@ -62,7 +62,7 @@ class Residency:
         self._ahead: set[Path] = set()  # what `hold` waits for
         self._moving_bytes = 0  # of contexts that are being loaded and unloaded
         self._one_at_a_time = asyncio.Lock()  # fair (first come, first served); without it, two could evict each other
-        self._left = asyncio.Event()  # set when those who wait for room should look again
+        self._room_changed = asyncio.Event()  # or may have: those who wait for room look again
         self._preparing: set[asyncio.Task[None]] = set()
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="csattn-prepare")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="csattn-read-ahead")
@@ -194,7 +194,7 @@ class Residency:
             self._wanted[path] -= 1
             if not self._wanted[path]:
                 del self._wanted[path]
-            self._left.set()
+            self._room_changed.set()
 
     async def _prepare(self, path: Path, resident: Resident, config: SearchConfig, selector: SelectorName) -> None:
         try:
@@ -233,7 +233,7 @@ class Residency:
         if resident.num_users:
             return
         resident.released_at = time.monotonic()
-        self._left.set()
+        self._room_changed.set()
         if path in self._forgotten:
             await self._unload(path)
 
@@ -374,10 +374,10 @@ class Residency:
         requests; or until the next one has had its turn."""
         now = time.monotonic()
         until = choose_leaving(self._residents.values(), num_bytes, now)
-        self._left.clear()
+        self._room_changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(None if until is None else until - now):
-                await self._left.wait()
+                await self._room_changed.wait()
 
     def _let_stay(self) -> None:
         """Open all contexts to new requests: nobody waits for room now."""
@@ -403,7 +403,7 @@ class Residency:
             await asyncio.to_thread(drop_pages, path)
         finally:
             self._moving_bytes -= resident.num_bytes
-            self._left.set()
+            self._room_changed.set()
 
 
 def _require_not_closing(task: "asyncio.Task[object]") -> None:

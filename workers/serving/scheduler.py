@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -44,6 +45,16 @@ MANY_TOKENS = 65536  # vocabulary size from which sampling takes some tenths of 
 MAX_SAMPLERS = 4  # sampling threads beside the scheduler's own
 _ROWS_A_THREAD = 2  # waking a thread takes as long as sampling for one row
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A request's part in a step."""
+
+    request: Request
+    num_rows: int  # without those of its draft
+    row: int  # the last of these; the rows of its draft follow
+    gives_token: bool  # whether the answer's next token follows that row
 
 
 class Scheduler:
@@ -191,10 +202,10 @@ class Scheduler:
     def _restore(self) -> None:
         """Write kept rows that were found for running requests into the engine, the oldest request's first."""
         room = RESTORED_BLOCKS
-        for request in [request for request in self._running.values() if request.own is not None]:
-            assert request.own is not None and request.request_slot is not None
-            while room and request.own.has_waiting:
-                rows = request.own.take()
+        for request in [request for request in self._running.values() if request.kept is not None]:
+            assert request.kept is not None and request.request_slot is not None
+            while room and request.kept.has_waiting:
+                rows = request.kept.take()
                 try:
                     self._engine.write_rows(request.request_slot, rows)
                 except Exception as error:
@@ -206,64 +217,71 @@ class Scheduler:
                 room -= 1
 
     def _step(self, plan: list[tuple[Request, int]], drafts: dict[Request, list[int]]) -> None:
-        rows, last_rows, want_logits = [], [], False
-        gives_token = [request.question_left <= num_rows for request, num_rows in plan]
-        for (request, num_rows), gives in zip(plan, gives_token, strict=True):
-            assert request.request_slot is not None, "a request without a request slot was planned"
-            *others, last = request.next_inputs(num_rows)
-            rows += [StepRow(request.request_slot, token_id, wants_token=request.scores_prompt) for token_id in others]
-            draft = drafts.get(request, [])
-            draw, *of_draft = self._draw_specs(request, draft) if gives and not request.scores_prompt else [None]
-            rows.append(StepRow(request.request_slot, last, wants_token=request.scores_prompt or gives, draw=draw))
-            last_rows.append(len(rows) - 1)
-            request.num_drafted += len(draft)
-            for token_id, how in zip(draft, of_draft, strict=True):
-                rows.append(StepRow(request.request_slot, token_id, is_draft=True, draw=how))
-            want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives and draw is None)
-            if gives and request.grammar is not None and draw is None:
-                request.grammar.begin()
+        rows, parts, want_logits = self._compose(plan, drafts)
         watched = self._choose_watched(plan)
-        watch = None if watched is None else (last_rows[watched[0]], watched[1])
+        watch = None if watched is None else (parts[watched[0]].row, watched[1])
         started = self.clock()
         try:
             result = self._engine.step(rows, want_logits, watch)
         except Exception as error:
-            self._fail_step([request for request, _ in plan], error)
+            self._fail_step([part.request for part in parts], error)
             return
         ended = self.clock()
-        self._num_steps += 1
-        num_question_rows = sum(num_rows for request, num_rows in plan if request.question_left)
-        num_drafted = sum(map(len, drafts.values()))
-        self._question_rows.add(len(rows) - num_question_rows - num_drafted, num_question_rows, ended - started)
-        self._step_times.count_step()
-        if not num_question_rows:
-            self._step_times.add(len(rows), ended - started)
-        self.metrics.step_s.observe(ended - started)
-        self.metrics.batch_rows.observe(len(rows))
+        num_question_rows = sum(part.num_rows for part in parts if part.request.question_left)
+        self._count_step(len(rows), num_question_rows, sum(map(len, drafts.values())), ended - started)
         if watched is not None and result.fidelity is not None:
-            seen = plan[watched[0]][0]
+            seen = parts[watched[0]].request
             self.metrics.observe_fidelity(seen.context, seen.arrived_at, result.fidelity)
-        wanting = [
-            (request, row)
-            for (request, _), row, gives in zip(plan, last_rows, gives_token, strict=True)
-            if gives and request.max_new_tokens
-        ]
+        wanting = [(part.request, part.row) for part in parts if part.gives_token and part.request.max_new_tokens]
         chosen = self._choose(wanting, rows, result)
-        for (request, num_rows), row, gives in zip(plan, last_rows, gives_token, strict=True):
+        for part in parts:
+            request, num_rows = part.request, part.num_rows
             request.num_rows += num_rows
             self._keep(request)
             if request.question_left:
                 if request.scores_prompt and result.logits is not None:
-                    request.add_prompt_scores(result.logits[row + 1 - num_rows : row + 1])
+                    request.add_prompt_scores(result.logits[part.row + 1 - num_rows : part.row + 1])
                 request.num_fed += num_rows
                 self.metrics.question_tokens.inc(num_rows)
                 self._put(request, request.take_echo())
-            if gives and not request.max_new_tokens:
+            if part.gives_token and not request.max_new_tokens:
                 self._end(request, "length", request.done("length"))
-            elif gives:
+            elif part.gives_token:
                 self._take_token(request, chosen[request], ended)
-        rows_before = {request: row for (request, _), row in zip(plan, last_rows, strict=True) if request in drafts}
+        rows_before = {part.request: part.row for part in parts if part.request in drafts}
         self._verify(drafts, rows_before, rows, result, ended)
+
+    def _compose(
+        self, plan: list[tuple[Request, int]], drafts: dict[Request, list[int]]
+    ) -> tuple[list[StepRow], list[_Part], bool]:
+        """Return the rows of a step, the part that each request of the plan has in it, and whether logits are needed on
+        the host."""
+        rows, parts, want_logits = list[StepRow](), list[_Part](), False
+        for request, num_rows in plan:
+            assert request.request_slot is not None, "a request without a request slot was planned"
+            gives_token, scores_prompt = request.question_left <= num_rows, request.scores_prompt
+            *others, last = request.next_inputs(num_rows)
+            rows += [StepRow(request.request_slot, token_id, wants_token=scores_prompt) for token_id in others]
+            draft = drafts.get(request, [])
+            draw, *of_draft = self._draw_specs(request, draft) if gives_token and not scores_prompt else [None]
+            rows.append(StepRow(request.request_slot, last, wants_token=scores_prompt or gives_token, draw=draw))
+            parts.append(_Part(request, num_rows, len(rows) - 1, gives_token))
+            request.num_drafted += len(draft)
+            for token_id, how in zip(draft, of_draft, strict=True):
+                rows.append(StepRow(request.request_slot, token_id, is_draft=True, draw=how))
+            want_logits = want_logits or scores_prompt or (request.needs_logits and gives_token and draw is None)
+            if gives_token and request.grammar is not None and draw is None:
+                request.grammar.begin()
+        return rows, parts, want_logits
+
+    def _count_step(self, num_rows: int, num_question_rows: int, num_drafted: int, seconds: float) -> None:
+        self._num_steps += 1
+        self._question_rows.add(num_rows - num_question_rows - num_drafted, num_question_rows, seconds)
+        self._step_times.count_step()
+        if not num_question_rows:
+            self._step_times.add(num_rows, seconds)
+        self.metrics.step_s.observe(seconds)
+        self.metrics.batch_rows.observe(num_rows)
 
     def _verify(
         self,
@@ -305,15 +323,15 @@ class Scheduler:
 
     def _keep(self, request: Request) -> None:
         """Keep the blocks of the request's rows that have become complete. A failure does not end the request."""
-        if request.own is None or not request.own.has_whole(request.num_rows):
+        if request.kept is None or not request.kept.has_whole(request.num_rows):
             return
         token_ids = [*request.question_ids, *request.token_ids][: request.num_rows]
         assert request.request_slot is not None
         try:
-            request.own.keep(token_ids, partial(self._engine.read_rows, request.request_slot))
+            request.kept.keep(token_ids, partial(self._engine.read_rows, request.request_slot))
         except Exception:
             _log.exception("rows could not be kept")
-            request.own.keeps = False
+            request.kept.keeps = False
 
     def _choose_watched(self, plan: list[tuple[Request, int]]) -> tuple[int, int] | None:
         """In every WATCH_EVERY-th step, choose a request of the plan and a layer, for `Fidelity`; both round-robin."""

@@ -157,7 +157,7 @@ class StepEngine(Protocol):
         watch: tuple[int, int] | None = None,  # row and layer whose fidelity is measured
     ) -> StepResult: ...
 
-    def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
+    def takes_drafts(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
         """Whether rows of such requests can be drafts: nothing that a step leaves behind, but rows, depends on them.
 
         artifact: of the context; None: there is none.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from csattn.artifact import open_artifact
-from csattn.artifact.layout import plan, state_file
+from csattn.artifact.layout import file_layout, state_file
 from csattn.batch import StepRows, make_step_rows
 from csattn.config import SearchConfig, preset
 from csattn.errors import ArtifactCorruptError
@@ -291,7 +291,7 @@ def test_a_context_with_nan_is_refused(dtype: str, name: str, tmp_path: Path) ->
     path = build_artifact(model, token_ids(257), preset("default"), tmp_path).path
     with open_artifact(path) as artifact:
         artifact.require_sound()
-        tensors = {tensor.name: (tensor, at) for tensor, at in plan(artifact.spec, state_file(1)).tensors}
+        tensors = {tensor.name: (tensor, at) for tensor, at in file_layout(artifact.spec, state_file(1)).tensors}
     tensor, start = tensors[name]
     with (path / state_file(1)).open("r+b") as file:
         file.seek(start)

@@ -26,7 +26,7 @@ from tests.workers.engine.talks import (
     random_talks,
     run_together,
 )
-from workers.engine.cpu import on_cpu, row_plan
+from workers.engine.cpu import attend_in_place, row_plan
 from workers.engine.cpu.context import HostBudget
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cpu.pool_searcher import PoolSearcher, RowSearch
@@ -249,7 +249,7 @@ def test_a_failed_step_can_be_repeated_with_the_same_result(store, period) -> No
     assert_same(got, want)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(on_cpu, "describe_sketch"), (SearchPool, "start")])
+@pytest.mark.parametrize(("owner", "name"), [(attend_in_place, "describe_sketch"), (SearchPool, "start")])
 def test_a_step_that_fails_to_begin_leaves_other_requests_unchanged(artifacts, monkeypatch, owner, name) -> None:
     """The step fails while another context's rows are described to the kernels, or when a search is started."""
 
@@ -341,11 +341,11 @@ def test_rows_that_leave_more_behind_than_themselves_are_no_drafts(store) -> Non
         opened(store, "llama", 1, "lists") as lists,
         make_engine([sketch, lists]) as engine,
     ):
-        assert engine.drops_rows(sketch, CONFIG, "csattn") and engine.drops_rows(None, CONFIG, "csattn")
-        assert engine.drops_rows(lists, CONFIG, "full")
-        assert not engine.drops_rows(lists, CONFIG, "csattn")  # rows that leave the window join the lists
-        assert not engine.drops_rows(sketch, SearchConfig(search_period=4), "csattn")  # tokens share a choice
-        assert not any(engine.drops_rows(sketch, CONFIG, name) for name in SELECTOR_NAMES[1:-1])
+        assert engine.takes_drafts(sketch, CONFIG, "csattn") and engine.takes_drafts(None, CONFIG, "csattn")
+        assert engine.takes_drafts(lists, CONFIG, "full")
+        assert not engine.takes_drafts(lists, CONFIG, "csattn")  # rows that leave the window join the lists
+        assert not engine.takes_drafts(sketch, SearchConfig(search_period=4), "csattn")  # tokens share a choice
+        assert not any(engine.takes_drafts(sketch, CONFIG, name) for name in SELECTOR_NAMES[1:-1])
 
 
 @pytest.mark.parametrize("selector", SELECTOR_NAMES)

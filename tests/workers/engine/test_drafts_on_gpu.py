@@ -55,7 +55,7 @@ def test_drafts_change_no_token(artifact, placement, selector, rng) -> None:
     options = {"batch_sizes": (1, 8, 16), "tail_capacity": 256} if DEVICE.type != "cpu" else {}
     with make_engine(placement, selector=selector, **options) as engine:
         engine.add_context(0, artifact)
-        assert engine.drops_rows(artifact, CONFIG, selector)
+        assert engine.takes_drafts(artifact, CONFIG, selector)
         want = alone(engine, Talk(0, CONFIG, selector, QUESTION, 9 if DEVICE.type == "cpu" else 200))
         got, reading = with_drafts(engine, want, rng)
         assert reading == reading_of(engine, want)
@@ -67,12 +67,12 @@ def test_drafts_change_no_token(artifact, placement, selector, rng) -> None:
 def test_rows_of_some_models_and_schedules_cannot_be_drafts(artifact) -> None:
     """What a step leaves behind depends on them, or the last bits of a row on the number of rows."""
     with make_engine("hybrid") as engine:
-        assert not engine.drops_rows(artifact, replace(CONFIG, search_period=2), "csattn")
+        assert not engine.takes_drafts(artifact, replace(CONFIG, search_period=2), "csattn")
     for family in ("qwen3_next", "deepseek_v3", "deepseek_v4"):
         with GpuEngine(
             wrap_model(make_model(family), byte_tokenizer(), family), CONFIG, "device", device=DEVICE
         ) as engine:
-            assert not engine.drops_rows(None, CONFIG, "csattn")
+            assert not engine.takes_drafts(None, CONFIG, "csattn")
 
 
 @pytest.mark.parametrize(("rounding", "num_rows"), [(None, 16), ("fp8", 8), ("int4", 8)])

@@ -250,7 +250,7 @@ def test_tokens_are_drawn_for_rows_with_a_draw_also_if_the_step_is_split_in_two(
                 engine.open(request_slot, 0, CONFIG, "csattn")
             rows = [StepRow(request_slot, 7 + request_slot, draw=how) for request_slot, how in enumerate(asked)]
             if len(results) == 2:
-                monkeypatch.setattr(engine, "_end_of_step", lambda rows, lens: 1 if len(rows) > 1 else 0)
+                monkeypatch.setattr(engine, "_split_at", lambda rows, lens: 1 if len(rows) > 1 else 0)
             result = engine.step([*rows, StepRow(0, 3)], want_logits=True)
             results.append((result.next_ids.copy(), result.logits.copy(), list(result.likelihoods)))
             for request_slot in range(3):
@@ -274,7 +274,7 @@ def test_no_part_of_a_refused_step_is_run(artifacts, monkeypatch, token_id, watc
         engine.add_context(0, artifacts[0])
         want = answer(engine, 0, 0, [3, 4])
         engine.open(0, 0, CONFIG, "csattn")
-        monkeypatch.setattr(engine, "_end_of_step", lambda rows, lens: 1 if len(rows) > 1 else 0)
+        monkeypatch.setattr(engine, "_split_at", lambda rows, lens: 1 if len(rows) > 1 else 0)
         with pytest.raises(CsattnError, match=r"token|watched"):
             engine.step([StepRow(0, 3), StepRow(0, token_id)], watch=watch)
         assert engine.step([StepRow(0, 3), StepRow(0, 4)]).next_ids[1] == want[0]

@@ -198,7 +198,7 @@ def test_window_layers_equal_the_cpu_after_own_rows_moved_to_the_host(tmp_path, 
                     result = engine.step([StepRow(0, token_id) for token_id in ids[at : at + 16]], want_logits=True)
                 logits.append(result.logits.copy())
                 if isinstance(engine, GpuEngine):
-                    assert engine._placing.ready().rows.start(0) == GROWTH.segment_len
+                    assert engine._placing.ready().own_rows.start(0) == GROWTH.segment_len
     np.testing.assert_allclose(logits[1], logits[0], atol=2e-2)
 
 

@@ -70,7 +70,7 @@ def test_drafts_change_no_bit_as_segments_are_made(
 ) -> None:
     config = SearchConfig(keep=0.05, window_len=20, lookahead=lookahead, rest=rest)
     with make_engine(artifacts, max_requests=1) as engine:
-        assert engine.drops_rows(artifacts[0], config, "csattn")
+        assert engine.takes_drafts(artifacts[0], config, "csattn")
         want = alone(engine, Talk(0, config, "csattn", token_ids(30, seed=1).tolist(), 240))
         got, reading = with_drafts(engine, want, rng)
         assert_same(got, want)

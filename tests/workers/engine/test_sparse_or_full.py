@@ -111,9 +111,9 @@ def test_there_are_no_drafts_because_a_draft_may_change_what_the_row_before_it_r
             got.append(engine.step([StepRow(0, 5), *draft], want_logits=True).logits[0].copy())
             engine.close_request(0)
         assert not np.array_equal(*got)
-        assert not engine.drops_rows(artifact, CONFIG, "csattn")
+        assert not engine.takes_drafts(artifact, CONFIG, "csattn")
     with make_engine(half) as engine:
-        assert engine.drops_rows(artifact, CONFIG, "csattn")
+        assert engine.takes_drafts(artifact, CONFIG, "csattn")
 
 
 def test_reading_counts_only_computed_tokens_not_written_rows(half, artifact) -> None:

@@ -82,10 +82,10 @@ def fill(state: DeltaState | None) -> DeltaState | None:
 
 def maps_of(model: CpuModel) -> torch.Tensor:
     """Make random maps that predict each layer's queries [1, num_layers, num_q_heads, head_dim + 1, head_dim]."""
-    shape = model.shape
+    spec = model.spec
     generator = torch.Generator().manual_seed(1)
-    sizes = 1, shape.num_layers, shape.num_q_heads, shape.head_dim + 1, shape.head_dim
-    return torch.randn(sizes, generator=generator) * shape.head_dim**-0.5
+    sizes = 1, spec.num_layers, spec.num_q_heads, spec.head_dim + 1, spec.head_dim
+    return torch.randn(sizes, generator=generator) * spec.head_dim**-0.5
 
 
 def run_tapes(
@@ -93,7 +93,7 @@ def run_tapes(
 ) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
     """Run a step. Returns the queries and predicted queries of every layer, and the logits."""
     maps, num_rows, q, predicted = maps_of(model), len(rows), [], []
-    for layer_idx in range(model.shape.num_layers):
+    for layer_idx in range(model.spec.num_layers):
         model.maps[layer_idx] = maps[0, layer_idx].data_ptr() if ahead else 0
     model.set_rows(*([values[row] for row in rows] for values in (TOKENS, POSITIONS, TAIL_IDS, TAIL_LENS)))
     with Team(num_threads) as team:
@@ -109,17 +109,17 @@ def run_tapes(
                 buffers.attended[:num_rows] = attended(queries.q[:num_rows])[..., : buffers.attended.shape[-1]]
                 team.run(after)
                 continue
-            if model.shape.layers[layer_idx].compressed is not None:
+            if model.spec.layers[layer_idx].compressed is not None:
                 _, of_rows, _ = model.compressed(layer_idx)
                 q += [part[:num_rows].numpy().copy() for part in (of_rows.projected, of_rows.inputs)]
                 attend_compressed(of_rows, num_rows)
                 team.run(after)
                 continue
             q.append(model.queries[layer_idx][:num_rows].copy())
-            if ahead and model.shape.is_predicted(layer_idx):
-                number = model.numbers[layer_idx]
-                assert number is not None
-                predicted.append(model.q_ahead[number % 2][:num_rows].copy())
+            if ahead and model.spec.is_predicted(layer_idx):
+                indexed_idx = model.indexed_idx[layer_idx]
+                assert indexed_idx is not None
+                predicted.append(model.q_ahead[indexed_idx % 2][:num_rows].copy())
             model.outputs[layer_idx][:num_rows] = attended(torch.from_numpy(q[-1])).reshape(num_rows, -1)
             team.run(after)
         team.run(model.logits_tape(range(num_rows)))
@@ -147,7 +147,7 @@ def test_a_step_on_tapes_equals_its_torch_definition(family: str, ahead: bool) -
         place.copy_(torch.tensor(values))
     close = 1e-4 if all(state is None for state in states) else 2e-3  # random states are read as differences
     want, weights, maps = Recorded(tails, states), weights_of(whole), maps_of(model)
-    by_layer = [maps[:, layer_idx] for layer_idx in range(model.shape.num_layers)]
+    by_layer = [maps[:, layer_idx] for layer_idx in range(model.spec.num_layers)]
     layers = StepLayers(weights, want, by_layer, TorchOps(), rows, torch.float32)
     with torch.no_grad():
         for call in layers.calls(ahead):
@@ -162,7 +162,7 @@ def test_a_step_on_tapes_equals_its_torch_definition(family: str, ahead: bool) -
         if got_state is not None and state is not None:
             torch.testing.assert_close(got_state.conv, state.conv, rtol=close, atol=close)
             torch.testing.assert_close(got_state.memory, state.memory, rtol=close, atol=close)
-    assert len(predicted) == ahead * len(model.shape.indexed_layers[1:])
+    assert len(predicted) == ahead * len(model.spec.indexed_layers[1:])
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

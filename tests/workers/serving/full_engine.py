@@ -81,7 +81,7 @@ class FullEngine:
     def close_request(self, request_slot: int) -> None:
         del self.request_slots[request_slot]
 
-    def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
+    def takes_drafts(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
         return True
 
     def drop_rows(self, request_slot: int, num_rows: int) -> None:

@@ -10,7 +10,7 @@ from csattn.models import LoadedModel
 from tests.offload import soundness
 from tests.tiny import loaded
 from workers.engine.cpu.engine import CpuEngine
-from workers.serving.kept_rows import KeptRows
+from workers.serving.kept_rows import PrefixCache
 from workers.serving.kept_store import DIRECTORY
 from workers.serving.local import LocalBackend
 from workers.serving.messages import Ask, Done, Sampling, Turn
@@ -52,7 +52,7 @@ def ask(*texts: str, new: int = 20, salt: str = "", **more: Any) -> Ask:
     return Ask(**{"request_id": "1", "context": "", **turns, **named}, cache_salt=salt, sampling=sampling)
 
 
-def flush(kept: KeptRows) -> None:
+def flush(kept: PrefixCache) -> None:
     """Wait until all blocks that were given to `keep` are on the disk, or refused."""
     kept._taker.submit(int).result()
     soundness.flush(kept._blocks)
@@ -64,7 +64,7 @@ async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:
     async with aclosing(backend.generate(asked)) as events:
         async for event in events:
             if isinstance(event, Done):
-                await asyncio.to_thread(flush, backend._prefixes.kept)
+                await asyncio.to_thread(flush, backend._prefixes.cache)
                 return text, event
             text += event.text
     raise AssertionError("events end with Done")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from workers.api.answers import gathered
 from workers.serving.answer_parser import AnswerParser
+from workers.serving.chat_template import HERMES, LLAMA, MISTRAL, CallFormat
 from workers.serving.messages import Piece
-from workers.serving.tools import HERMES, LLAMA, MISTRAL, CallFormat
 
 TOOLS = {"look_up", "add"}
 FORMATS = {"none": None, "hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}

@@ -11,10 +11,10 @@ from tests.chat_models import chat_model
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.test_local import answer, ask
 from tests.workers.serving.test_tools import ADD, CALL, backend_of, saying, whole
+from workers.serving.chat_template import ChatTemplate
 from workers.serving.contexts import name_artifact
 from workers.serving.messages import BadRequestError, TokenizeAsk, Turn
 from workers.serving.prompts import prompt_ids, tokenize, whole_ids
-from workers.serving.tools import ChatForm
 
 KINDS = ("hermes", "thinking", "may_think", "llama")
 
@@ -43,7 +43,7 @@ def test_a_continued_prompt_ends_where_the_given_answer_stops(store: Path) -> No
     ids = model.tokenizer(prompt, add_special_tokens=False).input_ids
     asked = ask("hermes", turns=turns, continues=True)
     assert whole_ids(model.tokenizer, asked) == ids
-    told = tokenize(model.tokenizer, ChatForm(model.tokenizer), TokenizeAsk(turns=turns, continues=True), 9)
+    told = tokenize(model.tokenizer, ChatTemplate(model.tokenizer), TokenizeAsk(turns=turns, continues=True), 9)
     assert list(told.ids) == ids
     with open_artifact(store / build(store, text_of("heron"), model=model)) as artifact:
         assert prompt_ids(model.tokenizer, artifact, asked) == ids

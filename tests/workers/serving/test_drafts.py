@@ -12,11 +12,11 @@ from tests.tiny import loaded, token_ids
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.requests import alone, make_request, make_scheduler, read, run
 from tests.workers.serving.test_scheduler import ASKED
+from workers.serving.chat_template import ChatTemplate
 from workers.serving.drafts import MAX_ROWS, Drafts, Ngrams, draft_lens
 from workers.serving.grammar import Grammars
 from workers.serving.messages import Ask
 from workers.serving.step_times import REMEMBERED, StepTimes
-from workers.serving.tools import ChatForm
 
 
 def ngrams(*token_ids: int) -> Ngrams:
@@ -216,7 +216,7 @@ def test_text_that_a_grammar_fixes_is_guessed(built: Path, sampling) -> None:
         scheduler, engine, _ = make_scheduler(built, FullEngine(loaded(), draws=draws))
         request = make_request(scheduler, token_ids(5).tolist(), max_new_tokens=90, **sampling)
         ask = Ask(request_id="1", context="", sampling=request.sampling, schema=FORM)
-        request.grammar, request.drafts = Grammars(loaded()).make_now(ask, ChatForm(loaded().tokenizer)), drafts
+        request.grammar, request.drafts = Grammars(loaded()).make_now(ask, ChatTemplate(loaded().tokenizer)), drafts
         run(scheduler)
         text, done = read(request)
         answers.append((text, done.reason, request.token_ids))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from csattn.artifact import Artifact
-from csattn.artifact.layout import index_file, plan, state_file
+from csattn.artifact.layout import file_layout, index_file, state_file
 from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
 from tests.tiny import byte_tokenizer, loaded, make_model
@@ -234,7 +234,7 @@ def test_states_and_scales_with_nan_are_refused(tmp_path: Path, file: str, name:
     found = examiner.Examiner(model)
     with found.open(path) as artifact:
         found.require_sound(artifact)
-        [(spec, offset)] = [of for of in plan(artifact.spec, file).tensors if of[0].name == name]
+        [(spec, offset)] = [of for of in file_layout(artifact.spec, file).tensors if of[0].name == name]
     (path / file).chmod(0o644)
     np.memmap(path / file, np.float32, "r+", offset, spec.shape)[...] = np.nan
     with (

@@ -16,10 +16,10 @@ from tokenizers import decoders
 from tests.chat_models import TEMPLATES, chat_model
 from tests.tiny import loaded
 from workers.serving.answer_parser import answer_parser_for
+from workers.serving.chat_template import ChatTemplate
 from workers.serving.grammar import Grammar, Grammars, _require_moderate
 from workers.serving.messages import Ask, BadRequestError, Sampling, Tool, Turn
 from workers.serving.request import Writer
-from workers.serving.tools import ChatForm
 
 INT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TREE = {
@@ -55,10 +55,14 @@ def walk(
     Tokens that tend to end texts get more weight.
     """
     model = chat_model(kind, own_tokens)
-    form, rng = ChatForm(model.tokenizer), np.random.default_rng(seed)
-    grammar = Grammars(model).make_now(asked, form)
-    writer = Writer(model.tokenizer, (), answer_parser_for(asked, form), form.hidden)
-    likely = [*model.tokenizer('"}],<').input_ids, *model.tokenizer("0123456789").input_ids, *form.marker_ids.values()]
+    template, rng = ChatTemplate(model.tokenizer), np.random.default_rng(seed)
+    grammar = Grammars(model).make_now(asked, template)
+    writer = Writer(model.tokenizer, (), answer_parser_for(asked, template), template.hidden)
+    likely = [
+        *model.tokenizer('"}],<').input_ids,
+        *model.tokenizer("0123456789").input_ids,
+        *template.marker_ids.values(),
+    ]
     [end] = model.stop_ids
     pieces, given = [], list(model.tokenizer(begins).input_ids)
     for _ in range(most):
@@ -101,7 +105,7 @@ def test_a_grammar_names_forced_and_possible_tokens_and_looks_ahead_without_adva
     model = chat_model("hermes", True)
     schema = {"type": "object", "properties": {"id": {"enum": ["ab", "ac"]}}, "required": ["id"]}
     schema["additionalProperties"] = False
-    grammar = Grammars(model).make_now(ask(schema=schema), ChatForm(model.tokenizer))
+    grammar = Grammars(model).make_now(ask(schema=schema), ChatTemplate(model.tokenizer))
 
     def encoded(text: str) -> list[int]:
         return list(model.tokenizer(text, add_special_tokens=False).input_ids)
@@ -122,7 +126,7 @@ def test_a_grammar_names_forced_and_possible_tokens_and_looks_ahead_without_adva
 @pytest.mark.parametrize("schema", [True, {}, {"type": ["array", "object"]}])
 def test_an_answer_to_any_schema_is_on_one_line(schema: Any) -> None:
     model = loaded()
-    grammar = Grammars(model).make_now(ask(schema=schema), ChatForm(model.tokenizer))
+    grammar = Grammars(model).make_now(ask(schema=schema), ChatTemplate(model.tokenizer))
     for token_id in model.tokenizer("{").input_ids:
         grammar.accept(token_id)
     follow = {model.tokenizer.decode([token_id]) for token_id in np.flatnonzero(grammar.allowed(256))}
@@ -190,7 +194,7 @@ def test_a_strict_tools_call_without_a_marker_fits_its_schema(
 ) -> None:
     model = chat_model(kind, own_tokens)
     asked = ask(tools=(Tool("add", INT, strict=True), Tool("go-on", NAMED, strict=True)))
-    grammar = Grammars(model).make_now(asked, ChatForm(model.tokenizer))
+    grammar = Grammars(model).make_now(asked, ChatTemplate(model.tokenizer))
     allowed = []
     for token_id in model.tokenizer(text).input_ids:
         allowed.append(bool(grammar.allowed(model.model.config.vocab_size)[token_id]))
@@ -222,20 +226,20 @@ def test_equal_schemas_are_compiled_once_and_each_answer_has_its_own_state(monke
     model, compiled = chat_model("hermes"), []
     compile_one = Grammars._compile
     monkeypatch.setattr(Grammars, "_compile", lambda self, text: compiled.append(text) or compile_one(self, text))
-    grammars, form = Grammars(model), ChatForm(model.tokenizer)
-    first, second = (grammars.make_now(ask(schema={"const": "one"}), form) for _ in range(2))
+    grammars, template = Grammars(model), ChatTemplate(model.tokenizer)
+    first, second = (grammars.make_now(ask(schema={"const": "one"}), template) for _ in range(2))
     begins = second.allowed(model.model.config.vocab_size)
     for token_id in model.tokenizer('"one"').input_ids:
         first.accept(token_id)
     assert first.is_over and not second.is_over
     assert np.array_equal(second.allowed(model.model.config.vocab_size), begins)
-    grammars.make_now(ask(schema={"const": "two"}), form)
+    grammars.make_now(ask(schema={"const": "two"}), template)
     assert len(compiled) == 2
 
 
 def test_a_line_end_may_follow_the_last_call_before_the_end_token() -> None:
     model = chat_model("hermes")
-    grammar = Grammars(model).make_now(ask(tools=TOOLS, must_call=("add",)), ChatForm(model.tokenizer))
+    grammar = Grammars(model).make_now(ask(tools=TOOLS, must_call=("add",)), ChatTemplate(model.tokenizer))
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     for token_id in model.tokenizer(f"{called}\n").input_ids:
         assert grammar.allowed(model.model.config.vocab_size)[token_id]
@@ -264,7 +268,7 @@ def test_undeclared_arguments_are_allowed_only_where_the_schema_is_open(
     begins = f'<tool_call>\n{{"name": "f", "arguments": {{{required}"b'
     for is_strict in (True, False):
         asked = ask(tools=(Tool("f", parameters, strict=is_strict),), must_call=() if is_strict else ("f",))
-        grammar = Grammars(model).make_now(asked, ChatForm(model.tokenizer))
+        grammar = Grammars(model).make_now(asked, ChatTemplate(model.tokenizer))
         token_ids = iter(model.tokenizer(begins).input_ids)
         while (token_id := next(token_ids, None)) is not None and grammar.allowed(model.model.config.vocab_size)[
             token_id
@@ -278,7 +282,7 @@ def test_required_that_is_not_a_list_of_names_is_refused(required: Any) -> None:
     model = chat_model("hermes")
     parameters = {"type": "object", "properties": {}, "required": required}
     with pytest.raises(BadRequestError, match="tools: f"):
-        Grammars(model).make_now(ask(tools=(Tool("f", parameters),), must_call=("f",)), ChatForm(model.tokenizer))
+        Grammars(model).make_now(ask(tools=(Tool("f", parameters),), must_call=("f",)), ChatTemplate(model.tokenizer))
 
 
 def test_a_tool_that_is_not_strict_may_have_an_unsupported_schema() -> None:
@@ -325,21 +329,21 @@ def test_reasoning_is_unconstrained_and_the_answer_fits_the_schema(kind: str, be
 )
 def test_unsupported_schemas_are_refused_with_the_reason(schema: Any, words: str) -> None:
     model = chat_model("hermes")
-    form = ChatForm(model.tokenizer)
+    template = ChatTemplate(model.tokenizer)
     with pytest.raises(BadRequestError, match=words) as refused:
-        Grammars(model).make_now(ask(schema=schema), form)
+        Grammars(model).make_now(ask(schema=schema), template)
     assert refused.value.param == "response_format" and len(refused.value.message) < 600
     if isinstance(schema, dict):
         tool = Tool("bad", {"type": "object", "properties": {"x": schema}, "required": ["x"]})
         with pytest.raises(BadRequestError, match=f"{words}|tools: bad") as refused:
-            Grammars(model).make_now(ask(tools=(TOOLS[0], tool), must_call=("bad",)), form)
+            Grammars(model).make_now(ask(tools=(TOOLS[0], tool), must_call=("bad",)), template)
         assert refused.value.param == "tools: bad"
 
 
 def test_a_refused_schema_of_a_response_is_named_as_its_field_there() -> None:
     asked = ask(schema={"uniqueItems": True}, schema_field="text.format")
     with pytest.raises(BadRequestError, match=r"the schema in text\.format") as refused:
-        Grammars(loaded()).make_now(asked, ChatForm(loaded().tokenizer))
+        Grammars(loaded()).make_now(asked, ChatTemplate(loaded().tokenizer))
     assert refused.value.param == "text.format"
 
 
@@ -358,7 +362,7 @@ def test_too_costly_keywords_are_refused_only_above_the_reported_maximum(keyword
     ],
 )
 def test_a_schema_that_fails_while_an_answer_is_drawn_is_a_bad_request(error, sentence, monkeypatch) -> None:
-    grammar = Grammars(loaded()).make_now(ask(schema={"$ref": "#"}), ChatForm(loaded().tokenizer))
+    grammar = Grammars(loaded()).make_now(ask(schema={"$ref": "#"}), ChatTemplate(loaded().tokenizer))
     if error:
         failed = {"is_error": lambda: True, "get_error": lambda: error, "unsafe_compute_mask_ptr": lambda *of: None}
         monkeypatch.setattr(grammar, "_matcher", SimpleNamespace(**failed))
@@ -371,11 +375,11 @@ def test_bounds_of_numbers_are_refused_only_above_the_reported_ones(most: float)
     for kind in ("integer", "number"):
         for least, greatest in ((-most, most), (most, most), (-most, -most)):
             schema = {"type": kind, "minimum": least, "maximum": greatest}
-            Grammars(loaded()).make_now(ask(schema=schema), ChatForm(loaded().tokenizer))
+            Grammars(loaded()).make_now(ask(schema=schema), ChatTemplate(loaded().tokenizer))
 
 
 def test_a_model_without_an_end_token_generates_while_the_grammar_allows() -> None:
-    grammar = Grammars(loaded()).make_now(ask(schema={"type": "integer"}), ChatForm(loaded().tokenizer))
+    grammar = Grammars(loaded()).make_now(ask(schema={"type": "integer"}), ChatTemplate(loaded().tokenizer))
     [one] = loaded().tokenizer("1").input_ids
     grammar.accept(one)
     allowed = np.flatnonzero(grammar.allowed(256))
@@ -397,7 +401,7 @@ def test_a_byte_level_decoder_is_recognised_after_other_decoders() -> None:
     model = deepcopy(loaded())
     others = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]
     model.tokenizer.backend_tokenizer.decoder = decoders.Sequence([*others, decoders.ByteLevel()])
-    grammar = Grammars(model).make_now(ask(schema={"const": [1, 2]}), ChatForm(model.tokenizer))
+    grammar = Grammars(model).make_now(ask(schema={"const": [1, 2]}), ChatTemplate(model.tokenizer))
     for token_id in model.tokenizer("[1, 2]").input_ids:
         allowed = np.flatnonzero(grammar.allowed(model.geometry.vocab_size))
         assert allowed.tolist() == [token_id]
@@ -405,15 +409,15 @@ def test_a_byte_level_decoder_is_recognised_after_other_decoders() -> None:
 
 
 def test_unconstrained_answers_have_no_grammar() -> None:
-    grammars, form = Grammars(loaded()), ChatForm(loaded().tokenizer)
-    assert asyncio.run(grammars.make(ask(), form)) is None
-    assert asyncio.run(grammars.make(ask(tools=(Tool("f", INT),)), form)) is None
-    assert asyncio.run(grammars.make(ask(schema=True), form)) is not None
+    grammars, template = Grammars(loaded()), ChatTemplate(loaded().tokenizer)
+    assert asyncio.run(grammars.make(ask(), template)) is None
+    assert asyncio.run(grammars.make(ask(tools=(Tool("f", INT),)), template)) is None
+    assert asyncio.run(grammars.make(ask(schema=True), template)) is not None
 
 
 def test_a_grammar_without_references_is_freed() -> None:
     model = chat_model("hermes")
-    grammar: Grammar | None = Grammars(model).make_now(ask(schema=INT), ChatForm(model.tokenizer))
+    grammar: Grammar | None = Grammars(model).make_now(ask(schema=INT), ChatTemplate(model.tokenizer))
     assert grammar is not None
     grammar.begin()
     grammar.allowed(300)

@@ -29,7 +29,7 @@ from tests.workers.serving.prompting import (
     make_backend,
 )
 from workers.serving import kept_rows
-from workers.serving.kept_rows import BLOCK_ROWS, OwnRows, open_kept_rows, row_identity
+from workers.serving.kept_rows import BLOCK_ROWS, KeptRows, open_prefix_cache, row_identity
 from workers.serving.kept_store import DIRECTORY
 from workers.serving.messages import Ask, ContextTooLongError, Done
 from workers.settings import BuildSettings, EngineSettings, KeptSettings, Settings, StoreSettings
@@ -60,7 +60,7 @@ def test_a_conversation_reuses_its_turns_from_memory(tmp_path) -> None:
             for (said, done), branch in zip(together, (one, other), strict=True):
                 assert computed(done) <= len(SECOND) + 50 + BLOCK_ROWS and done.cached_tokens > len(FIRST)
                 assert said == (await asyncio.to_thread(afresh, tmp_path, branch))
-            counts = backend._prefixes.kept.counts
+            counts = backend._prefixes.cache.counts
             assert counts.disk_blocks == 0 and counts.memory_blocks < 12, "branches share what they have in common"
 
     asyncio.run(main())
@@ -139,7 +139,7 @@ def test_hash_collisions_never_return_another_prompts_rows(tmp_path, monkeypatch
 
 def test_looking_up_a_long_unknown_prompt_takes_little_memory(tmp_path) -> None:
     settings = Settings(store=StoreSettings(path=tmp_path))
-    kept, token_ids = open_kept_rows(loaded(), settings), list(range(64_000))
+    kept, token_ids = open_prefix_cache(loaded(), settings), list(range(64_000))
     tracemalloc.start()
     try:
         assert kept.num_kept(b"mine", token_ids) == 0 and kept.find(b"mine", token_ids).num_found == 0
@@ -151,7 +151,7 @@ def test_looking_up_a_long_unknown_prompt_takes_little_memory(tmp_path) -> None:
 
 def test_the_block_records_of_a_long_prompt_take_little_memory(tmp_path) -> None:
     """The rows themselves, which have a budget of their own, take a byte here."""
-    kept = open_kept_rows(loaded(), Settings(store=StoreSettings(path=tmp_path), kept=KeptSettings(disk_bytes=0)))
+    kept = open_prefix_cache(loaded(), Settings(store=StoreSettings(path=tmp_path), kept=KeptSettings(disk_bytes=0)))
     own = kept.find(b"mine", [])
     tracemalloc.start()
     try:
@@ -168,7 +168,7 @@ def test_kept_rows_use_at_most_a_quarter_of_the_free_memory(tmp_path, monkeypatc
     caplog.set_level("INFO")
     monkeypatch.setattr(kept_rows, "host_memory_bytes", lambda: 4 * 100)
     with closing(
-        open_kept_rows(loaded(), Settings(store=StoreSettings(path=tmp_path), kept=KeptSettings(disk_bytes=0)))
+        open_prefix_cache(loaded(), Settings(store=StoreSettings(path=tmp_path), kept=KeptSettings(disk_bytes=0)))
     ) as kept:
         kept.find(b"mine", []).keep(range(640), lambda *_: lambda: torch.zeros(30, dtype=torch.uint8))
         flush(kept)
@@ -180,9 +180,9 @@ def test_rows_are_kept_once_per_complete_block(tmp_path, monkeypatch) -> None:
     """Each time, only the new block's name is made."""
     kept: list[int] = []
     named: list[BlockName] = []
-    real = OwnRows.keep
+    real = KeptRows.keep
 
-    def keep(self: OwnRows, token_ids: Any, read_rows: Any) -> None:
+    def keep(self: KeptRows, token_ids: Any, read_rows: Any) -> None:
         kept.append(len(token_ids))
         real(self, token_ids, read_rows)
 
@@ -195,7 +195,7 @@ def test_rows_are_kept_once_per_complete_block(tmp_path, monkeypatch) -> None:
             events = backend.generate(ask(FIRST, new=200))
             async with aclosing(events):
                 await anext(events)
-                monkeypatch.setattr(OwnRows, "keep", keep)
+                monkeypatch.setattr(KeptRows, "keep", keep)
                 monkeypatch.setattr(kept_rows, "BlockName", name)
                 async for _ in events:
                     pass
@@ -245,10 +245,10 @@ def test_rows_of_a_cancelled_request_are_kept(tmp_path) -> None:
             for _ in range(60):
                 await anext(events)
             await events.aclose()
-            await asyncio.to_thread(flush, backend._prefixes.kept)
+            await asyncio.to_thread(flush, backend._prefixes.cache)
             _, done = await answer(backend, ask(FIRST))
             assert computed(done) <= BLOCK_ROWS
-            flush(backend._prefixes.kept)
+            flush(backend._prefixes.cache)
             assert len(files_of(tmp_path)) >= (len(FIRST) + 50) // BLOCK_ROWS
 
     asyncio.run(main())

@@ -12,10 +12,10 @@ from tests.tiny import byte_tokenizer
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.test_local import answer, ask
 from tests.workers.serving.test_tools import backend_of, saying, whole
+from workers.serving.chat_template import ChatTemplate
 from workers.serving.contexts import name_artifact
 from workers.serving.messages import BadRequestError, TokenizeAsk, Turn
 from workers.serving.prompts import prompt_ids, tokenize, whole_ids
-from workers.serving.tools import ChatForm
 
 OFF = {"enable_thinking": False}
 ASKED = Turn("user", "Add.")
@@ -38,35 +38,37 @@ def test_template_options_reach_the_prompt_with_and_without_a_context(store: Pat
     assert got == whole(model, [Turn("system", text_of("heron")), ASKED], **options)
     assert whole_ids(model.tokenizer, asked) == whole(model, [ASKED], **options)
     told = tokenize(
-        model.tokenizer, ChatForm(model.tokenizer), TokenizeAsk(turns=(ASKED,), template_options=options), 9
+        model.tokenizer, ChatTemplate(model.tokenizer), TokenizeAsk(turns=(ASKED,), template_options=options), 9
     )
     assert list(told.ids) == whole(model, [ASKED], **options)
 
 
 def test_reasoning_effort_sets_the_templates_own_switch() -> None:
-    form = ChatForm(chat_model("switched").tokenizer)
+    template = ChatTemplate(chat_model("switched").tokenizer)
     for effort, on in (("none", False), ("minimal", True), ("high", True)):
-        assert form.switched(ask(reasoning_effort=effort)) == ask(template_options={"enable_thinking": on})
+        assert template.with_effort(ask(reasoning_effort=effort)) == ask(template_options={"enable_thinking": on})
     with_both = ask(reasoning_effort="high", template_options=OFF)
-    assert form.switched(with_both) == ask(template_options=OFF), "the option itself says more"
-    by_level = ChatForm(byte_tokenizer("{{ messages }} Reasoning: {{ reasoning_effort }}"))
-    assert by_level.switched(ask(reasoning_effort="low")) == ask(template_options={"reasoning_effort": "low"})
-    tokens = tokenize(chat_model("switched").tokenizer, form, TokenizeAsk(turns=(ASKED,), reasoning_effort="none"), 9)
+    assert template.with_effort(with_both) == ask(template_options=OFF), "the option itself says more"
+    by_level = ChatTemplate(byte_tokenizer("{{ messages }} Reasoning: {{ reasoning_effort }}"))
+    assert by_level.with_effort(ask(reasoning_effort="low")) == ask(template_options={"reasoning_effort": "low"})
+    tokens = tokenize(
+        chat_model("switched").tokenizer, template, TokenizeAsk(turns=(ASKED,), reasoning_effort="none"), 9
+    )
     assert list(tokens.ids) == whole(chat_model("switched"), [ASKED], **OFF)
 
 
 @pytest.mark.parametrize("kind", ["hermes", "thinking", "may_think"])
 def test_reasoning_effort_is_refused_for_templates_without_a_switch(kind: str) -> None:
-    form = ChatForm(chat_model(kind).tokenizer)
+    template = ChatTemplate(chat_model(kind).tokenizer)
     for effort in ("none", "high"):
         if kind == "hermes" and effort == "none":
-            assert form.switched(ask(reasoning_effort=effort)) == ask()
+            assert template.with_effort(ask(reasoning_effort=effort)) == ask()
             continue
         with pytest.raises(BadRequestError, match="no switch for reasoning effort") as refused:
-            form.switched(ask(reasoning_effort=effort))
+            template.with_effort(ask(reasoning_effort=effort))
         assert refused.value.param == "reasoning_effort"
         with pytest.raises(BadRequestError, match=r"leave reasoning\.effort out"):
-            form.switched(ask(reasoning_effort=effort, effort_field="reasoning.effort"))
+            template.with_effort(ask(reasoning_effort=effort, effort_field="reasoning.effort"))
 
 
 @pytest.mark.parametrize(

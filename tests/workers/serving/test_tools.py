@@ -24,6 +24,7 @@ from tests.workers.serving import prompting
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.test_local import answer, ask, running, settings_of, until
+from workers.serving.chat_template import HERMES, LLAMA, MISTRAL, ChatTemplate, messages_of, tool_specs
 from workers.serving.contexts import name_artifact
 from workers.serving.local import LocalBackend
 from workers.serving.messages import (
@@ -41,7 +42,6 @@ from workers.serving.messages import (
 from workers.serving.prompts import prompt_ids, tokenize
 from workers.serving.request import Request
 from workers.serving.step_engine import StepResult, StepRow
-from workers.serving.tools import HERMES, LLAMA, MISTRAL, ChatForm, messages_of, tool_specs
 
 INT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 ADD = Tool("add", INT, "Adds.")
@@ -97,7 +97,7 @@ def test_tools_are_written_as_the_template_writes_them(store: Path, kind: str, t
 def test_a_truncated_calls_arguments_are_written_unchanged(kind: str) -> None:
     turns = (TALK[0], Turn("assistant", "", (ToolCall("123456789", "add", '{"a": 1'),)), *TALK[2:])
     tokenizer = chat_model(kind).tokenizer
-    written = tokenize(tokenizer, ChatForm(tokenizer), TokenizeAsk(turns=turns), 99)
+    written = tokenize(tokenizer, ChatTemplate(tokenizer), TokenizeAsk(turns=turns), 99)
     assert r'"{\"a\": 1"' in tokenizer.decode(written.ids)
 
 
@@ -116,21 +116,21 @@ def test_messages_of_reads_calls_once_for_any_number_of_tool_results() -> None:
 
 
 def test_the_call_format_is_recognised_from_the_template() -> None:
-    for kind, form in (("hermes", HERMES), ("may_think", HERMES), ("mistral", MISTRAL), ("llama", LLAMA)):
-        assert ChatForm(chat_model(kind).tokenizer).calls is form
-    plain = ChatForm(byte_tokenizer())
+    for kind, template in (("hermes", HERMES), ("may_think", HERMES), ("mistral", MISTRAL), ("llama", LLAMA)):
+        assert ChatTemplate(chat_model(kind).tokenizer).calls is template
+    plain = ChatTemplate(byte_tokenizer())
     assert (plain.has_tools, plain.calls, plain.thinks, plain.hidden) == (False, None, False, {})
-    assert [ChatForm(chat_model(kind).tokenizer).is_thinking for kind in ("thinking", "may_think")] == [True, False]
+    assert [ChatTemplate(chat_model(kind).tokenizer).is_thinking for kind in ("thinking", "may_think")] == [True, False]
     mistral = chat_model("mistral").tokenizer
-    assert ChatForm(mistral).hidden == {mistral.get_vocab()["[TOOL_CALLS]"]: "[TOOL_CALLS]"}
+    assert ChatTemplate(mistral).hidden == {mistral.get_vocab()["[TOOL_CALLS]"]: "[TOOL_CALLS]"}
     both = byte_tokenizer()
     both.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }} <tool_call>"}
-    assert ChatForm(both).calls is HERMES
-    assert ChatForm(byte_tokenizer(None)).has_tools is False
+    assert ChatTemplate(both).calls is HERMES
+    assert ChatTemplate(byte_tokenizer(None)).has_tools is False
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("text", "words"),
     [
         (None, "has no tools"),
         ("{{ messages }}", "has no tools"),
@@ -138,12 +138,12 @@ def test_the_call_format_is_recognised_from_the_template() -> None:
         ("{{ tools }} call them!", "form that this service does not parse"),
     ],
 )
-def test_tools_without_a_supported_call_format_are_refused(template: str | None, words: str) -> None:
-    form = ChatForm(byte_tokenizer(template))
+def test_tools_without_a_supported_call_format_are_refused(text: str | None, words: str) -> None:
+    template = ChatTemplate(byte_tokenizer(text))
     for asked in (ask(tools=(ADD,)), ask(turns=TALK)):
         with pytest.raises(BadRequestError, match=words):
-            form.require(asked)
-    form.require(ask())
+            template.require(asked)
+    template.require(ask())
 
 
 def test_tools_are_refused_for_a_context_without_a_template(built: Path) -> None:
@@ -175,7 +175,7 @@ class SayingEngine(FullEngine):
                 result.logits[row, self._ids[at]] = 50.0
         return StepResult(result.logits.argmax(-1), result.logits, result.fidelity)
 
-    def drops_rows(self, *request: object) -> bool:
+    def takes_drafts(self, *request: object) -> bool:
         return False  # it has the next token of a step's last row only
 
 
@@ -290,9 +290,9 @@ def test_a_grammar_is_freed_with_its_request(store: Path, monkeypatch: pytest.Mo
     grammars: list[weakref.ref[Any]] = []
     real: Callable[..., Request] = LocalBackend._request  # type: ignore[assignment]
 
-    def seen(self: LocalBackend, ask: Ask, form: Any, config: Any, begun: Any, grammar: Any, at: float) -> Request:
+    def seen(self: LocalBackend, ask: Ask, template: Any, config: Any, begun: Any, grammar: Any, at: float) -> Request:
         grammars.append(weakref.ref(grammar))
-        return real(self, ask, form, config, begun, grammar, at)
+        return real(self, ask, template, config, begun, grammar, at)
 
     monkeypatch.setattr(LocalBackend, "_request", seen)
 
@@ -402,16 +402,16 @@ def test_repetition_penalty_counts_context_question_and_answer(built: Path) -> N
 
 def test_tokenize_of_texts_and_conversations() -> None:
     model = chat_model("hermes")
-    form = ChatForm(model.tokenizer)
-    got = tokenize(model.tokenizer, form, TokenizeAsk(text="aé"), 99)
+    template = ChatTemplate(model.tokenizer)
+    got = tokenize(model.tokenizer, template, TokenizeAsk(text="aé"), 99)
     assert got == Tokens(ids=tuple(model.tokenizer("aé").input_ids), texts=("a", "Ã", "©"), max_positions=99)
     asked = TokenizeAsk(turns=TALK, tools=(ADD,))
-    assert list(tokenize(model.tokenizer, form, asked, 99).ids) == whole(model, list(TALK), tools=tool_specs([ADD]))
+    assert list(tokenize(model.tokenizer, template, asked, 99).ids) == whole(model, list(TALK), tools=tool_specs([ADD]))
     silent = TokenizeAsk(turns=TALK[:1], add_generation_prompt=False)
     assert (
-        list(tokenize(model.tokenizer, form, silent, 99).ids)
+        list(tokenize(model.tokenizer, template, silent, 99).ids)
         == whole(model, [TALK[0]])[: -len("<|im_start|>assistant\n")]
     )
     with pytest.raises(ServingError, match="no chat template"):
-        tokenize(byte_tokenizer(None), ChatForm(byte_tokenizer(None)), TokenizeAsk(turns=TALK[:1]), 99)
+        tokenize(byte_tokenizer(None), ChatTemplate(byte_tokenizer(None)), TokenizeAsk(turns=TALK[:1]), 99)
     assert choose_wrapping(model.tokenizer) == "system"

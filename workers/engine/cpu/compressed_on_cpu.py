@@ -21,7 +21,7 @@ class CompressedOnCpu:
     """All layers of a model, with what each keeps of requests."""
 
     def __init__(self, model: CpuModel) -> None:
-        self._layers = [_Layer(model, layer_idx) for layer_idx in range(model.shape.num_layers)]
+        self._layers = [_Layer(model, layer_idx) for layer_idx in range(model.spec.num_layers)]
         self._contexts: Sequence[Sequence[CompressedState]] = ()
         self._request_slots = self._context_lens = self._tail_lens = torch.empty(0, dtype=torch.int64)
 

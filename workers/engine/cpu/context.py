@@ -80,7 +80,8 @@ class HostBudget:
 class CpuContext:
     """A loaded context. Steps attend to its rows as the store keeps them, maybe coded; selectors read them as built.
 
-    "Per layer" means, here and in all searches, per layer that has an index; layers are numbered among those.
+    "Per layer" means, here and in all searches, per layer that has an index. `indexed_idx` is a layer's place among
+    these, `layer_idx` its place among all layers.
     """
 
     artifact: Artifact | None  # None: for requests without a context
@@ -109,8 +110,8 @@ class CpuContext:
     def moments_of(self, rows: slice) -> list[Moments]:
         """Compute the moments of these rows, as steps attend to them, per layer."""
         moments = []
-        for layer_idx in range(len(self.kv)):
-            with closing(self.store.stream(layer_idx, rows)) as pieces:
+        for indexed_idx in range(len(self.kv)):
+            with closing(self.store.stream(indexed_idx, rows)) as pieces:
                 moments.append(moments_of(pieces))
         return moments
 
@@ -212,9 +213,9 @@ class KeptChoice:
         kv_indices, valid_len = np.full((*sizes, top_k), -1, np.int32), np.zeros(sizes, np.int32)
         return cls(kv_indices, valid_len, (kv_indices.copy(), valid_len.copy()))
 
-    def find(self, layer_idx: int, kv_indices: NDArray[np.int32], valid_len: NDArray[np.int32]) -> None:
+    def find(self, indexed_idx: int, kv_indices: NDArray[np.int32], valid_len: NDArray[np.int32]) -> None:
         """Store what tokens of later steps will read, once the step is committed."""
-        self.found[0][layer_idx], self.found[1][layer_idx] = kv_indices, valid_len
+        self.found[0][indexed_idx], self.found[1][indexed_idx] = kv_indices, valid_len
 
     def commit(self) -> None:
         self.kv_indices[:], self.valid_len[:] = self.found
@@ -241,7 +242,7 @@ class StepCount:
     search_bytes: int = 0  # read by searches
     rest_bytes: int = 0  # read by attention to the rest
     far_rows: float = 0.0  # fetched rows per head (top_k with csattn), summed over layers and tokens
-    near_rows: float = 0.0  # resident rows per head, summed over layers and tokens
+    near_rows: float = 0.0  # near rows per head, summed likewise
 
     def add(self, more: "StepCount", times: int = 1) -> None:
         """Add another count; with times = -1, take it away."""
@@ -333,7 +334,7 @@ class CpuRequest:
         return self.has_selector or (self.selector == "csattn" and self.num_outside_window(tail_len) > 0)
 
     def attends_per_row(self, tail_len: int) -> bool:
-        """Whether `PlainRows` attends for a token that sees tail_len own rows."""
+        """Whether `RowByRow` attends for a token that sees tail_len own rows."""
         return not self.context.in_place or self.has_selector or self.num_outside_window(tail_len) > 0
 
     @property

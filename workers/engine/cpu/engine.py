@@ -42,16 +42,16 @@ from workers.engine.checks import (
     require_watch,
     seen_lens,
 )
+from workers.engine.cpu.attend_in_place import AttendInPlace
 from workers.engine.cpu.context import CpuContext, CpuRequest, HostBudget, no_context, open_context
 from workers.engine.cpu.observers import Observers
-from workers.engine.cpu.on_cpu import AttendOnCpu
-from workers.engine.cpu.plain_rows import PlainRows
 from workers.engine.cpu.pool_searcher import PoolSearcher
 from workers.engine.cpu.preparation import Preparation
+from workers.engine.cpu.row_by_row import RowByRow
 from workers.engine.cpu.row_plan import RowPlan, RowPlans
 from workers.engine.fidelity import Observer
 from workers.engine.own_choice import SELECTOR, model_selects_rows, require_own_choice, require_plain_rows, rows_read
-from workers.engine.own_segments import OF_OWN, OwnSegments, grows_without_context
+from workers.engine.own_segments import OWN_SKETCH, OwnSegments, grows_without_context
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.rows import require_tokens
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -106,10 +106,10 @@ class CpuEngine(StepEngine):
         self.tail_capacity = min(tail_capacity or _most_tokens(loaded, max_requests), self.max_positions)
         self._kv_format, self._host_budget = kv_format, host_budget
         self._model = CpuModel(loaded.model, max_rows, max_requests, self.tail_capacity, threads)
-        self._scale = self._model.shape.softmax_scale
-        indexed = [self._model.shape.layers[layer_idx] for layer_idx in self._model.shape.indexed_layers]
+        self._scale = self._model.spec.softmax_scale
+        indexed = [self._model.spec.layers[layer_idx] for layer_idx in self._model.spec.indexed_layers]
         self._cap = indexed[0].attention.logit_cap if indexed else None
-        self._attention = AttendOnCpu(self._model, self._scale)
+        self._attention = AttendInPlace(self._model, self._scale)
         self._compile()
         self._team = Team(threads)
         self._searcher: PoolSearcher | WorkerSearcher = searcher if searcher is not None else PoolSearcher(self._team)
@@ -127,7 +127,7 @@ class CpuEngine(StepEngine):
     def _compile(self) -> None:
         """Compile what steps run, unless a cache has it."""
         tapes = [*self._model.tapes, *(tape for tape in self._attention.layers if tape is not None)]
-        searches = () if model_selects_rows(self._model.shape) else (*SKETCH_STAGES, *REST_STAGE, help_search)
+        searches = () if model_selects_rows(self._model.spec) else (*SKETCH_STAGES, *REST_STAGE, help_search)
         compile_together(
             [*(stage for tape in tapes for stage in tape.functions), help_run, *searches], available_cpus()
         )
@@ -139,9 +139,9 @@ class CpuEngine(StepEngine):
         artifact.require_model(self.loaded.fingerprint, self.loaded.geometry)
         artifact.require_tokenizer(self.loaded.tokenizer_hash)
         require_new_context(context_id, self._contexts, artifact, self.max_positions)
-        if artifact.spec.kv_dtype != self._model.kind:
+        if artifact.spec.kv_dtype != self._model.dtype_name:
             raise ConfigError(
-                f"the artifact's KV is {artifact.spec.kv_dtype}, the model is loaded in {self._model.kind}; "
+                f"the artifact's KV is {artifact.spec.kv_dtype}, the model is loaded in {self._model.dtype_name}; "
                 f"load it in {artifact.spec.kv_dtype}"
             )
         context = open_context(artifact, self._kv_format, self._host_budget)
@@ -174,16 +174,8 @@ class CpuEngine(StepEngine):
         if self._attention.compressed is not None:
             context = wanted.context
             self._attention.compressed.begin_request(request_slot, context.compressed, context.context_len)
-        tails = self._model.indexed_tails[:, request_slot]
-
-        def own_segments(of_own: SketchConfig) -> OwnSegments:
-            def rows(start: int, stop: int) -> Iterator[Tensor]:
-                return (tail[:, start:stop] for tail in tails)
-
-            return OwnSegments(request_slot, len(tails), rows, config, of_own, self._growth, self._segment_executor)
-
-        num_q_heads = self.loaded.geometry.num_q_heads
-        self._requests[request_slot] = wanted.begin(request_slot, num_q_heads, self._own_pool, own_segments)
+        own, num_q_heads = self._own_segments(request_slot, config, wanted.own_sketch), self.loaded.geometry.num_q_heads
+        self._requests[request_slot] = wanted.begin(request_slot, num_q_heads, self._own_pool, own)
         self._forget_plans()
 
     def write_rows(self, request_slot: int, rows: Tensor) -> None:
@@ -202,7 +194,7 @@ class CpuEngine(StepEngine):
     def observe(self, request_slot: int, observer: Observer) -> None:
         """Call the observer after each layer of every later step of the request."""
         request = self.request(request_slot)
-        require_plain_rows(self._model.shape, "a record of what is attended to")
+        require_plain_rows(self._model.spec, "a record of what is attended to")
         request.observer = observer
 
     def close_request(self, request_slot: int) -> None:
@@ -238,25 +230,25 @@ class CpuEngine(StepEngine):
             [rows[i].token_id for i in order], positions, [r.request_slot for r in plan.requests], tail_lens.tolist()
         )
         self._attention.set_lens(plan, tail_lens)
-        plain = PlainRows(model, plan, tail_lens, self._scale)
-        observers = Observers(model, plan, plain, tail_lens, watch)
+        row_by_row = RowByRow(model, plan, tail_lens, self._scale)
+        observers = Observers(model, plan, row_by_row, tail_lens, watch)
         token_rows = [row for row, of_row in enumerate(rows) if of_row.wants_token]
         try:
-            self._run(plan, plain, observers)
+            self._run(plan, row_by_row, observers)
             if token_rows:
                 self._team.run(model.logits_tape(np.argsort(order)[token_rows].tolist()))
         except BaseException:
-            plain.abandon()
+            row_by_row.abandon()
             raise
         plan.commit()
-        plain.commit()
+        row_by_row.commit()
         model.commit(request_slots)
-        self._count(plan, plain, tail_lens, [rows[i].is_draft for i in order])
+        self._count(plan, row_by_row, tail_lens, [rows[i].is_draft for i in order])
         for request_slot, length in zip(request_slots, lens.tolist(), strict=True):
             self._requests[request_slot].tail_len = length
         return self._result(token_rows, len(rows), want_logits, observers.fidelity)
 
-    def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
+    def takes_drafts(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
         is_sketch = artifact is None or artifact.spec.index_config.layout == "sketch"
         chooses_alike = selector == "full" or (selector == "csattn" and is_sketch and config.search_period == 1)
         return chooses_alike and self.loaded.geometry.kinds.isdisjoint({"state", "compressed"})
@@ -276,9 +268,9 @@ class CpuEngine(StepEngine):
         return open_request(request_slot, self._requests)
 
     def reading(self, request_slot: int) -> Reading:
-        request, shape = self.request(request_slot), self._model.shape
-        if model_selects_rows(shape):
-            return Reading(SELECTOR, rows_read(shape, request.view.context_len, request.tail_len))
+        request, spec = self.request(request_slot), self._model.spec
+        if model_selects_rows(spec):
+            return Reading(SELECTOR, rows_read(spec, request.view.context_len, request.tail_len))
         read = request.count.far_rows + request.count.near_rows
         return Reading(request.selector, read / max(1, request.count.tokens * self.num_layers))
 
@@ -304,46 +296,46 @@ class CpuEngine(StepEngine):
         self._contexts.clear()  # their files stay mapped while anything references them
         self._forget_plans()
 
-    def _run(self, plan: RowPlan, plain: PlainRows, observers: Observers) -> None:
+    def _run(self, plan: RowPlan, row_by_row: RowByRow, observers: Observers) -> None:
         """Run all layers. With lookahead, a layer's searches run while the layer before it is computed."""
         model = self._model
         self._team.run(model.begin[plan.ahead])
-        under_way, numbers = False, model.numbers
+        under_way, indexed = False, model.indexed_idx
         try:
-            for layer_idx, (number, following) in enumerate(zip(numbers, [*numbers[1:], None], strict=True)):
+            for layer_idx, (indexed_idx, following) in enumerate(zip(indexed, [*indexed[1:], None], strict=True)):
                 started = time.perf_counter()
-                if number is not None and under_way:
+                if indexed_idx is not None and under_way:
                     under_way = False
                     self._searcher.finish()
-                if number is not None and (late := plan.late(number)):
-                    self._searcher.start(number, late)
+                if indexed_idx is not None and (late := plan.late(indexed_idx)):
+                    self._searcher.start(indexed_idx, late)
                     self._searcher.finish()
                 if following is not None and (early := plan.early(following)):
                     under_way = True
                     self._searcher.start(following, early)
-                own_searches = [] if number is None else plan.own_searches(number)
+                own_searches = [] if indexed_idx is None else plan.own_searches(indexed_idx)
                 if own_searches:
                     self._own_pool().search_layers(own_searches)
-                if number is not None:
-                    plain.choose(number)
+                if indexed_idx is not None:
+                    row_by_row.choose(indexed_idx)
                 attending = time.perf_counter()
                 if (attend := self._attention.layers[layer_idx]) is not None:
                     self._team.run(attend)
                 if self._attention.compressed is not None:
                     self._attention.compressed.attend(layer_idx)
-                if number is not None:
-                    plan.keep(number)
-                    plain.attend(number)
-                if plan.groups or own_searches or plain.num_choosing:
+                if indexed_idx is not None:
+                    plan.keep(indexed_idx)
+                    row_by_row.attend(indexed_idx)
+                if plan.groups or own_searches or row_by_row.num_choosing:
                     self._search_s += attending - started
                 self._attend_s += time.perf_counter() - attending
-                if number is not None:
-                    observers.show(number)
-                if under_way and len(plain):  # so that rows to gather are read while the rest of the layer is computed
+                if indexed_idx is not None:
+                    observers.show(indexed_idx)
+                if under_way and len(row_by_row):  # rows to gather are read while the rest of the layer is computed
                     under_way = False
                     self._searcher.finish()
                     assert following is not None
-                    plain.prefetch(following)
+                    row_by_row.prefetch(following)
                 self._team.run(model.after[plan.ahead][layer_idx])
         except BaseException:
             if under_way:
@@ -351,10 +343,10 @@ class CpuEngine(StepEngine):
                     self._searcher.finish()
             raise
 
-    def _count(self, plan: RowPlan, plain: PlainRows, tail_lens: NDArray[np.int64], is_draft: list[bool]) -> None:
+    def _count(self, plan: RowPlan, row_by_row: RowByRow, tail_lens: NDArray[np.int64], is_draft: list[bool]) -> None:
         """Add what each row has read to its request's count. tail_lens, is_draft: of the rows in the plan's order."""
         counts = plan.counts(tail_lens, self.num_layers)
-        for row, more in plain.counts.items():
+        for row, more in row_by_row.counts.items():
             counts[row].add(more)
         for request in plan.requests:
             request.drafted.clear()
@@ -373,24 +365,35 @@ class CpuEngine(StepEngine):
         """Return what such a request needs. Raises ConfigError for what this engine cannot do."""
         context = self.context(context_id)
         view = ContextView(context.context_len, self._scale, config, self._cap)
-        require_own_choice(self._model.shape, config, selector)
+        require_own_choice(self._model.spec, config, selector)
         if context.artifact is None or not context.kv:  # there are no rows to choose from, or the model itself chooses
             may_grow = bool(context.kv) and selector == "csattn" and config.keep < 1 and self._cap is None
-            of_own = OF_OWN if may_grow and grows_without_context(config) else None
-            return Preparation(context_id, context, view, "full", "none", of_own)
+            own_sketch = OWN_SKETCH if may_grow and grows_without_context(config) else None
+            return Preparation(context_id, context, view, "full", "none", own_sketch)
         name = selector_for(selector, view)
         if self._host_budget is not None:
             self._host_budget.require_alike(name, view)
         index_config = context.artifact.spec.index_config
         rest = resolve_rest(config, name, index_config.layout, self._cap is not None)
-        of_own = index_config if isinstance(index_config, SketchConfig) and rest == "sketch" else None
-        return Preparation(context_id, context, view, name, rest, of_own if name == "csattn" else None)
+        own_sketch = index_config if isinstance(index_config, SketchConfig) and rest == "sketch" else None
+        return Preparation(context_id, context, view, name, rest, own_sketch if name == "csattn" else None)
 
     def _make(self, wanted: Preparation) -> None:
         """Make it unless it is made: the check is outside the lock, so as not to wait for another context's."""
         if not wanted.is_made:
             with self._preparing:
                 wanted.make(self.loaded)
+
+    def _own_segments(self, request_slot: int, config: SearchConfig, sketch: SketchConfig | None) -> OwnSegments | None:
+        """Return the segments of a new request; None if its own rows are not coded."""
+        if sketch is None:
+            return None
+        tails = self._model.indexed_tails[:, request_slot]
+
+        def rows(start: int, stop: int) -> Iterator[Tensor]:
+            return (tail[:, start:stop] for tail in tails)
+
+        return OwnSegments(request_slot, len(tails), rows, config, sketch, self._growth, self._segment_executor)
 
     def _result(self, token_rows: list[int], num_rows: int, want_logits: bool, seen: Fidelity | None) -> StepResult:
         """Move logits to the places of their rows. token_rows: those whose logits the model has computed, in order."""

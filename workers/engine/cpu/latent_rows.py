@@ -76,7 +76,7 @@ class LatentRows:
         self.layer_idx, self._spec, self._choice, room = layer_idx, spec, choice, model.latents[layer_idx]
         assert room is not None
         self._contexts, self._context_lens = (np.zeros(model.max_rows, np.int64) for _ in range(2))
-        self._scale, tails, indexer = np.array([model.shape.softmax_scale]), model.tails[layer_idx], spec.indexer
+        self._scale, tails, indexer = np.array([model.spec.softmax_scale]), model.tails[layer_idx], spec.indexer
         values = {
             "contexts": self._contexts,
             "context_lens": self._context_lens,
@@ -105,9 +105,9 @@ class LatentRows:
         self._arguments = words_of(ARGUMENTS, values)
         self.tape = Tape()
         if indexer is not None:
-            self.tape.add(KindStage(score_stage, model.kind), self._arguments)
+            self.tape.add(KindStage(score_stage, model.dtype_name), self._arguments)
             self.tape.add(choose_stage, self._arguments)
-        self.tape.add(KindStage(attend_stage, model.kind), self._arguments)
+        self.tape.add(KindStage(attend_stage, model.dtype_name), self._arguments)
 
     def set_contexts(self, kv: list[Tensor]) -> None:
         """Set the contexts of the next steps' rows. kv: [1, context_len, 2, head_dim] each."""

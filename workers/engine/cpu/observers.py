@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.selection import Selection, join_choices
-from workers.engine.cpu.plain_rows import PlainRows
+from workers.engine.cpu.row_by_row import RowByRow
 from workers.engine.cpu.row_plan import RowPlan
 from workers.engine.fidelity import Seen, fidelity
 from workers.model.cpu.cpu_model import CpuModel
@@ -19,35 +19,39 @@ class Observers:
         self,
         model: CpuModel,
         plan: RowPlan,
-        plain: PlainRows,
+        row_by_row: RowByRow,
         tail_lens: NDArray[np.int64],  # [num_rows]: rows of its tail that each row sees
         watch: tuple[int, int] | None,  # a row of the step, and a layer
     ) -> None:
-        self._model, self._plan, self._plain, self._tail_lens = model, plan, plain, tail_lens
+        self._model, self._plan, self._row_by_row, self._tail_lens = model, plan, row_by_row, tail_lens
         self._watched = None if watch is None else (int(np.flatnonzero(plan.order == watch[0])[0]), watch[1])
         self.fidelity: Fidelity | None = None  # of the row and layer that are watched
 
-    def show(self, layer_idx: int) -> None:
+    def show(self, indexed_idx: int) -> None:
         """Show a layer to the observers, once the step's rows have attended in it."""
         for row, request in enumerate(self._plan.requests):
             if request.observer is not None:
-                request.observer(self._seen(row, layer_idx))
-        if self._watched is not None and self._watched[1] == layer_idx:
+                request.observer(self._seen(row, indexed_idx))
+        if self._watched is not None and self._watched[1] == indexed_idx:
             row = self._watched[0]
-            self.fidelity = fidelity(self._seen(row, layer_idx), self._plan.requests[row].context.kv[layer_idx])
+            self.fidelity = fidelity(self._seen(row, indexed_idx), self._plan.requests[row].context.kv[indexed_idx])
 
-    def _seen(self, row: int, layer_idx: int) -> Seen:
+    def _seen(self, row: int, indexed_idx: int) -> Seen:
         request, tail_len = self._plan.requests[row], int(self._tail_lens[row])
-        q, own, chosen = torch.from_numpy(self._model.q[row]), self._plan.owns[row], self._plain.chosen(row, layer_idx)
+        q, own, chosen = (
+            torch.from_numpy(self._model.q[row]),
+            self._plan.owns[row],
+            self._row_by_row.chosen(row, indexed_idx),
+        )
         if own is not None and isinstance(chosen, Selection):
             chosen = join_choices(chosen, own.selection(row), request.view.context_len)
         return Seen(
-            layer_idx,
+            indexed_idx,
             request.view,
             q,
-            self._model.indexed_tails[layer_idx][request.request_slot, :, :tail_len],
+            self._model.indexed_tails[indexed_idx][request.request_slot, :, :tail_len],
             own.num_rows if own is not None else request.num_outside_window(tail_len),
             chosen,
             torch.from_numpy(self._model.attended[row]).view_as(q),
-            self._model.sinks[self._model.shape.indexed_layers[layer_idx]],
+            self._model.sinks[self._model.spec.indexed_layers[indexed_idx]],
         )

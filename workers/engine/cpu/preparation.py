@@ -34,7 +34,7 @@ class Preparation:
     view: ContextView
     selector: SelectorName  # full if all rows are kept anyway
     rest: RestKind  # how rows that are not chosen are attended to
-    of_own: SketchConfig | None  # how requests' own rows are coded; None: not at all
+    own_sketch: SketchConfig | None  # how requests' own rows are coded; None: not at all
 
     @property
     def is_made(self) -> bool:
@@ -53,13 +53,9 @@ class Preparation:
             self.context.moments[self._rows] = self.context.moments_of(self.view.middle)
 
     def begin(
-        self,
-        request_slot: int,
-        num_q_heads: int,
-        pool: Callable[[], SearchPool],
-        own: Callable[[SketchConfig], OwnSegments],
+        self, request_slot: int, num_q_heads: int, pool: Callable[[], SearchPool], own: OwnSegments | None
     ) -> CpuRequest:
-        """Return a new request. pool: of searches in lists that hold own rows; own: makes the request's segments."""
+        """Return a new request. pool: of searches in lists that hold own rows; own: its segments, if it has any."""
         context, indexes = self.context, self.context.indexes
         sketches: list[SketchIndex] = context.sketches if self.rest == "sketch" else []
         moments: list[Moments] = context.moments[self._rows] if self.rest == "moments" else []
@@ -90,7 +86,7 @@ class Preparation:
             search_bytes=sum(search_bytes(index, num_q_heads) for index in searched) + sum(predictors),
             predictor_bytes=max(predictors, default=0),
             rest_bytes=rest_bytes,
-            own=None if self.of_own is None else own(self.of_own),
+            own=own,
         )
 
     def _prepare_layers(self, loaded: LoadedModel) -> list[Prepared]:

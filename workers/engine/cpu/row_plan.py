@@ -28,7 +28,7 @@ class RowKind:
     token: int  # number of the token in its request, modulo the search period
     selects_per_row: bool
     attends_per_row: bool
-    own_segments: int  # that it reads
+    num_own_segments: int  # that it reads
 
     @classmethod
     def of(cls, request: CpuRequest, tail_len: int) -> "RowKind":
@@ -66,7 +66,7 @@ class RowPlan:
     # the row whose choice each row reads, itself if it is searched; KEPT: the choice that its request keeps
     sources: list[int]
     last_searches: list[int]  # of each request that keeps its choice, the last row that is searched
-    attends_per_row: list[bool]  # whether `PlainRows` attends for the row
+    attends_per_row: list[bool]  # whether `RowByRow` attends for the row
     groups: list[Group]
     owns: list[OwnSearch | None]  # the search of the own segments that the row reads
     ahead: bool  # whether any row needs predicted queries
@@ -75,22 +75,22 @@ class RowPlan:
         """Whether the row attends to what another token's query has chosen."""
         return self.sources[row] != row
 
-    def selection(self, row: int, layer_idx: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+    def selection(self, row: int, indexed_idx: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
         """Return kv_indices [num_index_heads, top_k] and valid_len that the row reads; None without a search."""
         source, kept = self.sources[row], self.requests[row].kept
         if source == KEPT:
             assert kept is not None
-            return kept.kv_indices[layer_idx], kept.valid_len[layer_idx]
+            return kept.kv_indices[indexed_idx], kept.valid_len[indexed_idx]
         for group in self.groups:
             if group.rows.start <= source < group.rows.stop:
-                selections = group.selections[layer_idx % 2]
+                selections = group.selections[indexed_idx % 2]
                 return selections.kv_indices[source - group.rows.start], selections.valid_len[source - group.rows.start]
         return None
 
-    def own_searches(self, layer_idx: int) -> list[LayerSearch]:
+    def own_searches(self, indexed_idx: int) -> list[LayerSearch]:
         """Return that layer's searches in own segments, to be run once the layer's queries are computed."""
         unique = {id(own): own for own in self.owns if own is not None}
-        return [own.search(layer_idx) for own in unique.values()]
+        return [own.search(indexed_idx) for own in unique.values()]
 
     def own_selection(self, row: int) -> Selection | None:
         """Return what the row has chosen of its own segments in the current layer."""
@@ -98,7 +98,7 @@ class RowPlan:
         return None if own is None else own.selection(row)
 
     def counts(self, tail_lens: NDArray[np.int64], num_layers: int) -> list[StepCount]:
-        """Return what each row has read, except what `PlainRows` counts."""
+        """Return what each row has read, except what `RowByRow` counts."""
         counts = []
         for row, (request, tail_len) in enumerate(zip(self.requests, tail_lens.tolist(), strict=True)):
             more, (first, second) = StepCount(tokens=1, rest_bytes=request.rest_bytes), request.near
@@ -116,12 +116,12 @@ class RowPlan:
             counts.append(more)
         return counts
 
-    def keep(self, layer_idx: int) -> None:
+    def keep(self, indexed_idx: int) -> None:
         """Store what tokens of later steps will read in that layer; it takes effect with `commit`."""
         for row in self.last_searches:
-            kept, chosen = self.requests[row].kept, self.selection(row, layer_idx)
+            kept, chosen = self.requests[row].kept, self.selection(row, indexed_idx)
             assert kept is not None and chosen is not None
-            kept.find(layer_idx, *chosen)
+            kept.find(indexed_idx, *chosen)
 
     def commit(self) -> None:
         """Put the stored choices to use, once the step has succeeded."""
@@ -130,15 +130,15 @@ class RowPlan:
             assert kept is not None
             kept.commit()
 
-    def early(self, layer_idx: int) -> list[RowSearch]:
+    def early(self, indexed_idx: int) -> list[RowSearch]:
         """Return the searches with predicted queries, which may start before the layer's own queries are computed."""
-        if layer_idx == 0:
+        if indexed_idx == 0:
             return []
-        return [group.early[layer_idx % 2] for group in self.groups if group.early is not None]
+        return [group.early[indexed_idx % 2] for group in self.groups if group.early is not None]
 
-    def late(self, layer_idx: int) -> list[RowSearch]:
-        groups = [group for group in self.groups if layer_idx == 0 or group.early is None]
-        return [group.late[layer_idx % 2] for group in groups]
+    def late(self, indexed_idx: int) -> list[RowSearch]:
+        groups = [group for group in self.groups if indexed_idx == 0 or group.early is None]
+        return [group.late[indexed_idx % 2] for group in groups]
 
 
 class RowPlans:
@@ -166,11 +166,11 @@ class RowPlans:
         """Drop plans with fewer own segments: they do not recur, and keep old sketches in memory."""
         fewest: dict[int, int] = {}
         for request_slot, row in key:
-            fewest[request_slot] = min(row.own_segments, fewest.get(request_slot, row.own_segments))
+            fewest[request_slot] = min(row.num_own_segments, fewest.get(request_slot, row.num_own_segments))
         self._plans = {
             rows: plan
             for rows, plan in self._plans.items()
-            if all(row.own_segments >= fewest.get(request_slot, 0) for request_slot, row in rows)
+            if all(row.num_own_segments >= fewest.get(request_slot, 0) for request_slot, row in rows)
         }
 
 
@@ -182,8 +182,8 @@ def plan_rows(
     def key(row: int) -> tuple[object, ...]:
         return *map(str, requests[row].together), not rows[row].is_searched, requests[row].request_slot
 
-    def of_own(row: int) -> tuple[int, int]:
-        return requests[row].request_slot, rows[row].own_segments
+    def own_key(row: int) -> tuple[int, int]:
+        return requests[row].request_slot, rows[row].num_own_segments
 
     order = sorted(range(len(requests)), key=key)  # a stable sort: a request's rows of one kind stay in order
     ordered = [requests[row] for row in order]
@@ -194,14 +194,14 @@ def plan_rows(
             groups.append(_group(model, first, members, softmax_scale))
         first += len(members)
     ahead = any(
-        request.looks_ahead and (row.is_searched or row.selects_per_row or row.own_segments > 0)
+        request.looks_ahead and (row.is_searched or row.selects_per_row or row.num_own_segments > 0)
         for request, row in zip(requests, rows, strict=True)
     )
     searched = {requests[row].request_slot: i for i, row in enumerate(order) if rows[row].is_searched}
     keeping = [row for row in searched.values() if ordered[row].kept is not None]
     attends_per_row = [rows[row].attends_per_row for row in order]
     owns: list[OwnSearch | None] = []
-    for (_, num_segments), alike in groupby(order, key=of_own):
+    for (_, num_segments), alike in groupby(order, key=own_key):
         num_alike, request = len(list(alike)), ordered[len(owns)]
         at = slice(len(owns), len(owns) + num_alike)
         owns += [_own_search(model, at, request, num_segments, softmax_scale) if num_segments else None] * num_alike
@@ -225,15 +225,15 @@ def _sources(requests: Sequence[CpuRequest], rows: Sequence[RowKind], order: Seq
 def _own_search(
     model: CpuModel, rows: slice, request: CpuRequest, num_segments: int, softmax_scale: float
 ) -> OwnSearch:
-    own, shape = request.own, model.shape
+    own, spec = request.own, model.spec
     assert own is not None
     num_rows, num_tokens = own.num_rows(num_segments), rows.stop - rows.start
-    out = empty_token_selections(num_tokens, shape.num_kv_heads, own_top_k(own.config, num_rows))
+    out = empty_token_selections(num_tokens, spec.num_kv_heads, own_top_k(own.config, num_rows))
     q_ahead: tuple[NDArray[np.float32], ...] = ()
     if request.looks_ahead:
         q_ahead = tuple(q[rows] for q in model.q_ahead)
     else:
-        out = replace(out, rest=np.zeros((num_tokens, shape.num_q_heads, shape.head_dim + 2), np.float32))
+        out = replace(out, rest=np.zeros((num_tokens, spec.num_q_heads, spec.head_dim + 2), np.float32))
     return OwnSearch(rows, own.sketches(num_segments), model.q[rows], q_ahead, softmax_scale, out, {})
 
 
@@ -241,7 +241,7 @@ def _group(model: CpuModel, first: int, requests: list[CpuRequest], softmax_scal
     request, rows = requests[0], slice(first, first + len(requests))
     one, two = (empty_token_selections(len(requests), request.num_index_heads, request.top_k) for _ in range(2))
     if request.searches_attend:
-        sizes = len(requests), model.shape.num_q_heads, model.shape.head_dim + 2
+        sizes = len(requests), model.spec.num_q_heads, model.spec.head_dim + 2
         one, two = (replace(selections, rest=np.zeros(sizes, np.float32)) for selections in (one, two))
 
     def search(q: NDArray[np.float32], out: TokenSelections) -> RowSearch:

@@ -188,12 +188,12 @@ class GpuEngine(StepEngine):
         if self.placement == "host" and selector != "full" and searcher is None:
             self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
         self._placing = Placing(sizing, index_config, self._searcher, device, on_progress)
-        self._places: dict[int, int] = {}  # from the scheduler's context ids to those of `PlacedModel`
+        self._placed_ids: dict[int, int] = {}  # from the scheduler's context ids to those of `PlacedModel`
         self._requests: dict[int, _Request] = {}  # by request slot
         self._logits, self._draws = LogitsOnHost(self.max_rows), DrawsOnDevice(device, self.max_rows)
 
     def __repr__(self) -> str:
-        return f"<GpuEngine {self.placement}: {len(self._places)} contexts, {len(self._requests)} requests>"
+        return f"<GpuEngine {self.placement}: {len(self._placed_ids)} contexts, {len(self._requests)} requests>"
 
     @property
     def is_started(self) -> bool:
@@ -201,21 +201,21 @@ class GpuEngine(StepEngine):
         return self._placing.placed is not None
 
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
-        require_new_context(context_id, self._places, artifact, self.max_positions)
+        require_new_context(context_id, self._placed_ids, artifact, self.max_positions)
         artifact = self.model.open(artifact)
-        placed = self._placing.start_for(artifact, self.model, is_used=bool(self._places or self._requests))
-        place = next(i for i in range(self._num_contexts + 1) if i not in self._places.values())
-        placed.add_context(place, artifact, meanwhile)
-        self._places[context_id] = place
+        placed = self._placing.start_for(artifact, self.model, is_used=bool(self._placed_ids or self._requests))
+        placed_id = next(i for i in range(self._num_contexts + 1) if i not in self._placed_ids.values())
+        placed.add_context(placed_id, artifact, meanwhile)
+        self._placed_ids[context_id] = placed_id
 
     def remove_context(self, context_id: int) -> None:
-        place = self._place(context_id)
+        placed_id = self._placed_id(context_id)
         require_unused(context_id, self._requests)
-        self._placing.ready().remove_context(place)
-        del self._places[context_id]
+        self._placing.ready().remove_context(placed_id)
+        del self._placed_ids[context_id]
 
     def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
-        place = self._place(context_id)
+        placed_id = self._placed_id(context_id)
         require_free_request_slot(request_slot, self.max_requests, self._requests)
         require_own_choice(self.model.spec, config, selector)
         chooses = model_selects_rows(self.model.spec)  # then the request's configuration does not matter
@@ -228,8 +228,8 @@ class GpuEngine(StepEngine):
                 f"keep is {config.keep}, but over lists this engine was started to keep all rows, which is full "
                 "attention; leave it out, or start another engine"
             )
-        placed.rows.open(request_slot)
-        placed.begin_request(request_slot, place)
+        placed.own_rows.open(request_slot)
+        placed.begin_request(request_slot, placed_id)
         self._requests[request_slot] = _Request(
             context_id, config, self._own_segments(request_slot, context_id, config)
         )
@@ -237,13 +237,13 @@ class GpuEngine(StepEngine):
     def write_rows(self, request_slot: int, rows: Tensor) -> None:
         request = self._request(request_slot)
         self._require_room(request_slot, rows.shape[2])
-        self._placing.ready().rows.write(request_slot, request.tail_len, rows)
+        self._placing.ready().own_rows.write(request_slot, request.tail_len, rows)
         request.tail_len += rows.shape[2]
         request.is_written = True
 
     def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
         assert 0 <= start < stop <= self._request(request_slot).tail_len, f"rows {start} to {stop} are not all there"
-        return self._placing.ready().rows.read(request_slot, start, stop)
+        return self._placing.ready().own_rows.read(request_slot, start, stop)
 
     def close_request(self, request_slot: int) -> None:
         request, own = self._request(request_slot), self._placing.ready().own
@@ -274,7 +274,7 @@ class GpuEngine(StepEngine):
             self._settle_rows(request_slot)
             at = next(i for i, row in enumerate(rows) if row.request_slot == request_slot)
             self._grow(request_slot, lens[at], may_move=not rows[at].is_draft)
-        if stop := self._end_of_step(rows, lens):
+        if stop := self._split_at(rows, lens):
             first = kept(self.step(rows[:stop], want_logits, watch if watch and watch[0] < stop else None))
             late = (watch[0] - stop, watch[1]) if watch and watch[0] >= stop else None
             return joined(first, self.step(rows[stop:], want_logits, late))
@@ -283,15 +283,26 @@ class GpuEngine(StepEngine):
         requests = [self._requests[row.request_slot] for row in rows]
         context_lens = [self._context_len(request.context_id) for request in requests]
         positions = [context_len + length - 1 for context_len, length in zip(context_lens, lens, strict=True)]
-        places = [self._place(request.context_id) for request in requests]
+        placed_ids = [self._placed_id(request.context_id) for request in requests]
         request_slots = [row.request_slot for row in rows]
         top_ks = [request.config.top_k(n) for request, n in zip(requests, context_lens, strict=True)]
         own_lens = [self._segments_in_use(request_slot) * self._growth.segment_len for request_slot in request_slots]
-        starts, token_ids = list(map(self._placing.ready().rows.start, request_slots)), [row.token_id for row in rows]
-        reads_all = self._all_are_faster(places, context_lens, own_lens)
+        starts, token_ids = [*map(self._placing.ready().own_rows.start, request_slots)], [row.token_id for row in rows]
+        reads_all = self._all_are_faster(placed_ids, context_lens, own_lens)
         if reads_all:
             watch = None  # there is no selection to compare
-        runner.fill(batch_size, token_ids, positions, places, request_slots, lens, top_ks, own_lens, starts, reads_all)
+        runner.fill(
+            batch_size,
+            token_ids=token_ids,
+            positions=positions,
+            context_ids=placed_ids,
+            tail_ids=request_slots,
+            tail_lens=lens,
+            top_ks=top_ks,
+            own_lens=own_lens,
+            tail_starts=starts,
+            reads_all=reads_all,
+        )
         seen = None
         if watch is None:
             output = runner.step(batch_size)
@@ -310,7 +321,7 @@ class GpuEngine(StepEngine):
                 request.own.grow(request.tail_len - len(request.drafted))
         return StepResult(next_ids, logits, seen, self._draws.likelihoods(rows, next_ids))
 
-    def _end_of_step(self, rows: Sequence[StepRow], lens: Sequence[int]) -> int:
+    def _split_at(self, rows: Sequence[StepRow], lens: Sequence[int]) -> int:
         """Return how many of the first rows have to be a step of their own; 0: all rows can run together."""
         far, of_context = self._placing.ready().far, Counter[int]()
         most = far.rows_at_once if isinstance(far, CachedLatents) else len(rows)
@@ -323,12 +334,12 @@ class GpuEngine(StepEngine):
                 return i
         return 0
 
-    def _all_are_faster(self, places: Sequence[int], context_lens: Sequence[int], own_lens: Sequence[int]) -> bool:
+    def _all_are_faster(self, placed_ids: Sequence[int], context_lens: Sequence[int], own_lens: Sequence[int]) -> bool:
         shape = self._placing.ready().shape
-        contexts = [(place, length) for place, length in zip(places, context_lens, strict=True) if place >= 0]
+        contexts = [(i, length) for i, length in zip(placed_ids, context_lens, strict=True) if i >= 0]
         return shape.sparse_or_full and all_are_faster(shape, contexts, own_lens)
 
-    def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
+    def takes_drafts(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
         """Return False for latents, too, where a row's last bits depend on how many rows a step has, and with
         all_where_faster: what a row reads depends on the others then."""
         keeps_rows = "state" not in self.model.geometry.kinds and not model_selects_rows(self.model.spec)
@@ -398,13 +409,16 @@ class GpuEngine(StepEngine):
         output = placed.runner.step_by_calls(batch_size, copy_step_state)
         if request.context_id == NO_CONTEXT:
             return output, None
-        shape, artifact = placed.shape, placed.artifacts[self._place(request.context_id)]
+        shape, artifact = placed.shape, placed.artifacts[self._placed_id(request.context_id)]
         view = ContextView(artifact.spec.context_len, shape.softmax_scale, request.config, shape.logit_cap)
         own_len = request.num_segments * self._growth.segment_len
         chosen: Selection | slice = choices[0] if choices else view.middle
         if own_len and choices:
             chosen = join_choices(choices[0], choices[1], view.context_len)
-        tail, kv = placed.rows.layer(number, request_slot, tail_len), artifact.indexed_kv()[number].to(placed.device)
+        tail, kv = (
+            placed.own_rows.layer(number, request_slot, tail_len),
+            artifact.indexed_kv()[number].to(placed.device),
+        )
         return output, fidelity(Seen(number, view, queries[0], tail, own_len, chosen), kv)
 
     def _own_segments(self, request_slot: int, context_id: int, config: SearchConfig) -> OwnSegments | None:
@@ -415,7 +429,7 @@ class GpuEngine(StepEngine):
         return OwnSegments(
             request_slot,
             placed.shape.num_layers,
-            partial(placed.rows.segment, request_slot),
+            partial(placed.own_rows.segment, request_slot),
             config,
             placed.index_config,
             self._growth,
@@ -437,7 +451,7 @@ class GpuEngine(StepEngine):
         """Wait until the rows from `write_rows` are in the tail; from then on they are like rows of steps."""
         request = self._requests[request_slot]
         if request.is_written:
-            self._placing.ready().rows.settle(request_slot, request.tail_len)
+            self._placing.ready().own_rows.settle(request_slot, request.tail_len)
             request.is_written = False
             if request.own is not None:
                 request.own.grow(request.tail_len)
@@ -458,10 +472,10 @@ class GpuEngine(StepEngine):
             else:  # a draft that was dropped read the first one
                 placed.own.unload(request_slot)
             request.num_segments = num_segments
-        if may_move and placed.rows.must_move(request_slot, tail_len):
+        if may_move and placed.own_rows.must_move(request_slot, tail_len):
             assert request.own is not None, "requests that do not grow have tails for all of their rows"
             request.own.finish()
-            placed.rows.move(request_slot, tail_len)
+            placed.own_rows.move(request_slot, tail_len)
 
     def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
         """Return how many rows of its tail each row sees, its own included. Raises before anything changes."""
@@ -479,7 +493,7 @@ class GpuEngine(StepEngine):
     def _context_len(self, context_id: int) -> int:
         if context_id == NO_CONTEXT:
             return 0
-        return int(self._placing.ready().artifacts[self._place(context_id)].spec.context_len)
+        return int(self._placing.ready().artifacts[self._placed_id(context_id)].spec.context_len)
 
     def _require_as_captured(self, config: SearchConfig, selector: SelectorName) -> None:
         if selector != self.selector:
@@ -493,9 +507,9 @@ class GpuEngine(StepEngine):
                 f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the other options out"
             )
 
-    def _place(self, context_id: int) -> int:
+    def _placed_id(self, context_id: int) -> int:
         """Return the context's id in `PlacedModel`; -1 for no context."""
-        return -1 if context_id == NO_CONTEXT else loaded_context(context_id, self._places)
+        return -1 if context_id == NO_CONTEXT else loaded_context(context_id, self._placed_ids)
 
     def _request(self, request_slot: int) -> _Request:
         return open_request(request_slot, self._requests)

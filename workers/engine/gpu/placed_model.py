@@ -79,9 +79,9 @@ class PlacedModel:
         weights = model.take(device)
         sinks = _sinks_of(weights)
         self.own: OwnOnDevice | None = None  # if requests' own rows become segments
-        self._own_rows: tuple[PinnedRows, CachedRows] | None = None  # if the first own rows move to the host
+        self._own_on_host: tuple[PinnedRows, CachedRows] | None = None  # if the first own rows move to the host
         of_indexed = None if sinks is None else sinks[list(self._spec.indexed_layers)]
-        self.far, self.attention = self._place(of_indexed, weights)
+        self.far, self.attention = self._make_attention(of_indexed, weights)
         inner: StepAttention = self.attention
         if shape.sparse_or_full:
             assert isinstance(self.far, DeviceRows) and reads_once(full_attention_shape(shape))
@@ -91,7 +91,7 @@ class PlacedModel:
         self.local: LocalLayers | None = None
         if not model_selects_rows(self._spec) and len(self._spec.indexed_layers) < self._spec.num_layers:
             self.local = LocalLayers(shape, self._spec, inner, sinks, device)
-        self.rows = self._rows()
+        self.own_rows = self._make_own_rows()
         self._next_query: Tensor | None = None
         if self.attention.lookahead:
             self._next_query = torch.zeros(shape.next_query_sizes, dtype=shape.dtype, device=device)
@@ -109,7 +109,7 @@ class PlacedModel:
         """Unpin host memory. No step may be in flight."""
         self._loader.shutdown()
         self._wait()
-        self.rows.close()
+        self.own_rows.close()
         for pinned in self._pinned.values():
             pinned.close()
         if isinstance(self.attention, SearchOnHost):
@@ -178,7 +178,7 @@ class PlacedModel:
         elif self.local is not None:
             self.local.begin_request(tail_id, context_id)
 
-    def _place(self, sinks: Tensor | None, weights: ModelWeights) -> tuple[_FarRows, _Attention]:
+    def _make_attention(self, sinks: Tensor | None, weights: ModelWeights) -> tuple[_FarRows, _Attention]:
         shape, device = self.shape, self.device
         if shape.compressed:
             memory, layers = CompressedMemory(shape, device), [layer.compressed for layer in weights.layers]
@@ -194,8 +194,9 @@ class PlacedModel:
         tails = shape.make_tails(device)
         if shape.max_own_segments:
             assert isinstance(index, SketchShape)
-            self._own_rows = self._own_on_host()
-            self.own = OwnOnDevice(shape, index, tails, device, self._own_rows and self._own_rows[1])
+            self._own_on_host = self._make_own_on_host()
+            own_cached = self._own_on_host and self._own_on_host[1]
+            self.own = OwnOnDevice(shape, index, tails, device, own_cached)
         if self.placement == "device":
             on_device = DeviceRows(shape, device)
             return on_device, SearchOnDevice(shape, index, on_device, device, tails, self.own, sinks)
@@ -204,7 +205,7 @@ class PlacedModel:
             return cached, SearchOnDevice(shape, index, cached, device, tails, self.own, sinks)
         return cached, SearchOnHost(shape, index, cached, self._searcher, device, tails, self.own, sinks)
 
-    def _own_on_host(self) -> tuple[PinnedRows, CachedRows] | None:
+    def _make_own_on_host(self) -> tuple[PinnedRows, CachedRows] | None:
         shape = self.shape
         if shape.own_capacity is None:
             return None
@@ -213,15 +214,15 @@ class PlacedModel:
         pinned = self._pin(allocate_rows(shape.num_layers, sizes, shape.dtype), on_progress)
         return pinned, own_cache(shape, self.device)
 
-    def _rows(self) -> RowsInTails:
+    def _make_own_rows(self) -> RowsInTails:
         tails = self.attention.tails
         if not isinstance(tails, Tensor):  # compressed layers: a request cannot be continued from rows alone
             return RowsInTails(tails[0][None])
-        if self._own_rows is None:
+        if self._own_on_host is None:
             return RowsInTails(tails)
         others = set(range(self._spec.num_layers)) - set(self._spec.indexed_layers)
         local = [] if self.local is None else [self.local.tails[i] for i in others if self.local.states[i] is None]
-        return MovingRows(self.shape, tails, local, *self._own_rows)
+        return MovingRows(self.shape, tails, local, *self._own_on_host)
 
     def _load(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None]) -> None:
         """Load all of a context or nothing: after an error its memory is free and unpinned, and it can be retried."""

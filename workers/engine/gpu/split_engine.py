@@ -178,8 +178,8 @@ class SplitEngine(StepEngine):
         if errors:  # prefer the cause: a DevicesError may only say that another device failed
             raise min(errors, key=lambda error: isinstance(error, DevicesError))
 
-    def drops_rows(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
-        return self._engine.drops_rows(artifact, config, selector)
+    def takes_drafts(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
+        return self._engine.takes_drafts(artifact, config, selector)
 
     def drop_rows(self, request_slot: int, num_rows: int) -> None:
         self._engine.drop_rows(request_slot, num_rows)

@@ -32,43 +32,43 @@ class CpuModel:
 
     A step is `begin`; then, for each layer, the caller's attention from `q` to `attended` and `after[layer_idx]`; then
     the `logits_tape` of the rows whose logits are needed. `begin` and `after` are keyed by `ahead`, whether queries are
-    predicted. If so, `q_ahead[number % 2]` holds the predicted queries of indexed layer `number` once the tape after
-    the layer two before it has run.
+    predicted. If so, `q_ahead[i % 2]` holds the predicted queries of indexed layer i once the tape after the layer two
+    before it has run.
     """
 
     def __init__(self, model: Any, max_rows: int, num_tails: int, tail_capacity: int, num_threads: int = 1) -> None:
         self._weights = weights_of(model)
-        self.kind = str(model.dtype).removeprefix("torch.")
-        if self.kind not in DTYPES or model.device.type != "cpu":
+        self.dtype_name = str(model.dtype).removeprefix("torch.")
+        if self.dtype_name not in DTYPES or model.device.type != "cpu":
             raise ModelError(
                 f"a step on the CPU needs weights in {', '.join(DTYPES)} on the CPU, got {model.dtype} on "
                 f"{model.device}"
             )
-        self.max_rows, self.shape = max_rows, self._weights.spec
-        shape = self.shape
+        self.max_rows, self.spec = max_rows, self._weights.spec
+        spec = self.spec
         self.num_rows, self.token_ids, self.tail_ids, self.tail_lens = (
             np.zeros(n, np.int64) for n in (1, *3 * [max_rows])
         )
         # addresses of each row's maps, which predict the layer's queries; 0: no prediction
-        self.maps = np.zeros((shape.num_layers, max_rows), np.int64)
-        # each layer's number among the indexed layers; None: it has no index
-        indexed = shape.indexed_layers
-        others = [i for i in range(shape.num_layers) if i not in indexed]
-        self.numbers = [indexed.index(i) if i in indexed else None for i in range(shape.num_layers)]
+        self.maps = np.zeros((spec.num_layers, max_rows), np.int64)
+        # each layer's place among the indexed layers; None: it has no index
+        indexed = spec.indexed_layers
+        others = [i for i in range(spec.num_layers) if i not in indexed]
+        self.indexed_idx = [indexed.index(i) if i in indexed else None for i in range(spec.num_layers)]
         sizes = num_tails, tail_capacity, model.dtype
-        self.indexed_tails = _make_tails(len(indexed), shape.heads, *sizes)
-        heads = shape.heads_of(others[0]) if others else shape.heads
+        self.indexed_tails = _make_tails(len(indexed), spec.heads, *sizes)
+        heads = spec.heads_of(others[0]) if others else spec.heads
         other_tails = _make_tails(len(others), heads, *sizes)
         # for each layer [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
         of_layers = dict(zip([*indexed, *others], [*self.indexed_tails, *other_tails], strict=True))
-        self.tails = [of_layers[layer_idx] for layer_idx in range(shape.num_layers)]
+        self.tails = [of_layers[layer_idx] for layer_idx in range(spec.num_layers)]
         # tails of the layers that attend to all rows: a request can continue from these alone
         self.whole_tails = self.indexed_tails if indexed else other_tails
         self.sinks = [layer.sinks for layer in self._weights.layers]
-        self._ops = TapeOps(self.kind, self.num_rows, num_threads)
+        self._ops = TapeOps(self.dtype_name, self.num_rows, num_threads)
         # for each request, the version of its recurrent states that a step reads
         self._versions = np.zeros(num_tails, np.int64)
-        self.states = [None if x.delta is None else _make_state(x.delta, self._versions) for x in shape.layers]
+        self.states = [None if x.delta is None else _make_state(x.delta, self._versions) for x in spec.layers]
         cutter = _TapeCutter(self.tails, self.states, self._ops)
         token_ids, tail_ids, tail_lens = map(torch.from_numpy, (self.token_ids, self.tail_ids, self.tail_lens))
         rows = make_step_rows(max_rows, model.device)  # tapes do not read its positions and contexts
@@ -76,10 +76,10 @@ class CpuModel:
         layers = StepLayers(self._weights, cutter, list(self.maps), self._ops, rows, torch.float32)
         self._rotations = layers.rotations
         # for each layer, the buffers that its attention reads and writes instead of q and attended; None: it uses those
-        self.latents: list[LatentBuffers | None] = [layers.latents(layer_idx) for layer_idx in range(shape.num_layers)]
-        self._compressed = [layers.compressed(layer_idx) for layer_idx in range(shape.num_layers)]
+        self.latents: list[LatentBuffers | None] = [layers.latents(layer_idx) for layer_idx in range(spec.num_layers)]
+        self._compressed = [layers.compressed(layer_idx) for layer_idx in range(spec.num_layers)]
         # for each layer, q [max_rows, num_q_heads, head_dim] and attended [max_rows, q_width]
-        head_buffers = [layers.heads(layer_idx) for layer_idx in range(shape.num_layers)]
+        head_buffers = [layers.heads(layer_idx) for layer_idx in range(spec.num_layers)]
         self.queries, self.outputs = (
             [x.q.numpy() for x in head_buffers],
             [x.attended.flatten(1).numpy() for x in head_buffers],
@@ -110,31 +110,31 @@ class CpuModel:
         """All tapes of a step."""
         return [tape.tape for tape in (*self._tapes, self._head)]
 
-    def begin_request(self, slot: int, states: Sequence[Mapping[str, NDArray[np.float32]]]) -> None:
+    def begin_request(self, request_slot: int, states: Sequence[Mapping[str, NDArray[np.float32]]]) -> None:
         """Start a request from its context's recurrent states, one for each layer that keeps a state."""
-        self._versions[slot] = 0
+        self._versions[request_slot] = 0
         for place, of_context in zip([state for state in self.states if state is not None], states, strict=True):
-            place.conv[slot, 0] = torch.tensor(of_context["conv"])
-            place.memory[slot, 0] = torch.tensor(of_context["memory"])
+            place.conv[request_slot, 0] = torch.tensor(of_context["conv"])
+            place.memory[request_slot, 0] = torch.tensor(of_context["memory"])
 
     def compressed(self, layer_idx: int) -> tuple[CompressedSpec, CompressedBuffers, CompressedStepWeights]:
         """Return the spec, buffers and weights of a layer of compressed attention."""
-        spec, buffers = self.shape.layers[layer_idx].compressed, self._compressed[layer_idx]
+        spec, buffers = self.spec.layers[layer_idx].compressed, self._compressed[layer_idx]
         weights = self._weights.layers[layer_idx].compressed
         assert spec is not None and buffers is not None and weights is not None
         return spec, buffers, weights
 
-    def commit(self, slots: Collection[int]) -> None:
+    def commit(self, request_slots: Collection[int]) -> None:
         """Make the recurrent states that the last step wrote for these requests the ones that the next step reads."""
-        slots = list(set(slots))
-        self._versions[slots] = 1 - self._versions[slots]
+        request_slots = list(set(request_slots))
+        self._versions[request_slots] = 1 - self._versions[request_slots]
 
     def set_rows(self, token_ids: list[int], positions: list[int], tail_ids: list[int], tail_lens: list[int]) -> None:
         """Set the rows of the next step. tail_lens include the rows' own tokens."""
         self.num_rows[0] = num_rows = len(token_ids)
         for place, values in ((self.token_ids, token_ids), (self.tail_ids, tail_ids), (self.tail_lens, tail_lens)):
             place[:num_rows] = values
-        for rope, frequencies, rotation in zip(self.shape.ropes, self._weights.ropes, self._rotations, strict=True):
+        for rope, frequencies, rotation in zip(self.spec.ropes, self._weights.ropes, self._rotations, strict=True):
             _compute_rotation(positions, frequencies, rope.temper, rotation)
         if num_rows != self._num_taped:
             self._num_taped = num_rows

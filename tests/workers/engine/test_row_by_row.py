@@ -16,7 +16,7 @@ from csattn.selectors import index_bytes, search_bytes
 from offload.host_store import HostStore
 from tests.workers.engine.talks import Talk, alone, assert_same, random_talks, run_together
 from tests.workers.engine.test_cpu_engine import _Failing, assert_as_defined, make_engine, opened
-from workers.engine.cpu.plain_rows import _choices, attend_pieces, attend_row
+from workers.engine.cpu.row_by_row import _choices, attend_pieces, attend_row
 from workers.serving.step_engine import StepRow
 
 CONFIG = SearchConfig(keep=0.05, window_len=64)

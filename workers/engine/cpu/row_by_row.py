@@ -37,7 +37,7 @@ class OwnRead:
     chosen: Selection  # rows of the tail
 
 
-class PlainRows:
+class RowByRow:
     """Those rows of one step. A step that fails can be run again: requests change at `commit`, lists see `abandon`."""
 
     def __init__(self, model: CpuModel, plan: RowPlan, tail_lens: NDArray[np.int64], softmax_scale: float) -> None:
@@ -59,61 +59,61 @@ class PlainRows:
         """Rows that choose alone, not in a search with others."""
         return len(self._choosing)
 
-    def choose(self, layer_idx: int) -> None:
+    def choose(self, indexed_idx: int) -> None:
         """Choose for all rows that choose alone, in order within a request: its selector may keep a state."""
         for row, request, tail_len in self._choosing:
-            choice, count = self._choices[request.request_slot][layer_idx], self.counts[row]
-            tail = self._model.indexed_tails[layer_idx][request.request_slot]
+            choice, count = self._choices[request.request_slot][indexed_idx], self.counts[row]
+            tail = self._model.indexed_tails[indexed_idx][request.request_slot]
             num_outside = request.num_outside_window(tail_len)
             _append_rows(choice, tail, num_outside)
             if (tail_len - 1) % request.view.config.search_period == 0:
-                ahead = request.looks_ahead and layer_idx > 0  # then the token's own row must not be read
-                q = (self._model.q_ahead[layer_idx % 2] if ahead else self._model.q)[row]
+                ahead = request.looks_ahead and indexed_idx > 0  # then the token's own row must not be read
+                q = (self._model.q_ahead[indexed_idx % 2] if ahead else self._model.q)[row]
                 choice.last = choice.selector.select(q, tail[:, num_outside : tail_len - ahead])
                 if request.selector not in SELECTOR_NAMES:  # a user's: surplus or duplicate rows would go unnoticed
                     require_choice(request.selector, choice.last, request.view, len(tail), q.shape, num_outside)
                 count.searches += 1
                 count.search_bytes += choice.selector.search_bytes + (request.predictor_bytes if ahead else 0)
             elif choice.last is None:  # the request's last search was together with others
-                of_search = self._plan.selection(row, layer_idx)
+                of_search = self._plan.selection(row, indexed_idx)
                 assert of_search is not None
                 choice.last = Selection(of_search[0].copy(), of_search[1].copy())
             self._chosen[row] = choice.last
 
-    def chosen(self, row: int, layer_idx: int) -> Chosen:
+    def chosen(self, row: int, indexed_idx: int) -> Chosen:
         """Return what a row of the step, alone or not, attends to in the current layer besides the resident rows."""
         if row in self._chosen:
             return self._chosen[row]
-        if (of_search := self._plan.selection(row, layer_idx)) is not None:
+        if (of_search := self._plan.selection(row, indexed_idx)) is not None:
             return Selection(*of_search)
         request = self._plan.requests[row]
         middle = request.view.middle
         return middle if request.selector == "full" else slice(middle.start, middle.start)
 
-    def attend(self, layer_idx: int) -> None:
+    def attend(self, indexed_idx: int) -> None:
         """Compute these rows' attention, and write it where the model reads it."""
-        streamed = self._attend_streams(layer_idx)
+        streamed = self._attend_streams(indexed_idx)
         for row, request, tail_len in self._rows:
             q = torch.from_numpy(self._model.q[row])
-            tail = self._model.indexed_tails[layer_idx][request.request_slot, :, :tail_len]
-            chosen, count = self.chosen(row, layer_idx), self.counts[row]
+            tail = self._model.indexed_tails[indexed_idx][request.request_slot, :, :tail_len]
+            chosen, count = self.chosen(row, indexed_idx), self.counts[row]
             far = streamed[row] if isinstance(chosen, slice) else None
-            own, of_own = self._plan.owns[row], self._plan.own_selection(row)
-            read = None if own is None or of_own is None else OwnRead(own.sketches[layer_idx], of_own)
-            sinks = self._model.sinks[self._model.shape.indexed_layers[layer_idx]]
-            out = attend_row(q, request, layer_idx, tail, chosen, self._scale, far, read, sinks)
+            own, own_chosen = self._plan.owns[row], self._plan.own_selection(row)
+            read = None if own is None or own_chosen is None else OwnRead(own.sketches[indexed_idx], own_chosen)
+            sinks = self._model.sinks[self._model.spec.indexed_layers[indexed_idx]]
+            out = attend_row(q, request, indexed_idx, tail, chosen, self._scale, far, read, sinks)
             self._model.attended[row] = out.flatten().numpy()
-            count.far_rows += num_far(chosen) + (num_far(of_own) if of_own is not None else 0)
+            count.far_rows += num_far(chosen) + (num_far(own_chosen) if own_chosen is not None else 0)
             count.near_rows += request.near[0] + request.view.context_len - request.near[1]
             count.near_rows += (
                 tail_len - request.num_outside_window(tail_len) - (own.num_rows if own is not None else 0)
             )
 
-    def prefetch(self, layer_idx: int) -> None:
+    def prefetch(self, indexed_idx: int) -> None:
         """Let stores read ahead the rows that the next layer will gather, as far as they are chosen."""
         for row, request, tail_len in self._rows:
-            if not request.selects_per_row(tail_len) and (chosen := self._plan.selection(row, layer_idx)) is not None:
-                request.context.store.prefetch(layer_idx, torch.from_numpy(chosen[0]))
+            if not request.selects_per_row(tail_len) and (chosen := self._plan.selection(row, indexed_idx)) is not None:
+                request.context.store.prefetch(indexed_idx, torch.from_numpy(chosen[0]))
 
     def commit(self) -> None:
         for request_slot, choices in self._choices.items():
@@ -127,18 +127,18 @@ class PlainRows:
                 pairs = zip(request.make_selectors(), request.choices, strict=True)
                 request.choices = [LayerChoice(selector, last=choice.last) for selector, choice in pairs]
 
-    def _attend_streams(self, layer_idx: int) -> dict[int, Attended]:
+    def _attend_streams(self, indexed_idx: int) -> dict[int, Attended]:
         """Return the attention of rows that read a range, by row. Rows of one context and range share its stream."""
         together: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
         for row, request, _ in self._rows:
-            if isinstance(rows := self.chosen(row, layer_idx), slice):
+            if isinstance(rows := self.chosen(row, indexed_idx), slice):
                 together[request.context_id, rows.start, rows.stop].append(row)
         attended: dict[int, Attended] = {}
         for (_, start, stop), members in together.items():
             store = self._plan.requests[members[0]].context.store
             queries = [torch.from_numpy(self._model.q[row]) for row in members]
             cap = self._plan.requests[members[0]].view.logit_cap
-            with closing(store.stream(layer_idx, slice(start, stop))) as pieces:
+            with closing(store.stream(indexed_idx, slice(start, stop))) as pieces:
                 of_members = attend_pieces(queries, pieces if stop > start else (), self._scale, cap)
             attended.update(zip(members, of_members, strict=True))
         return attended
@@ -147,7 +147,7 @@ class PlainRows:
 def attend_row(
     q: Tensor,  # [num_q_heads, head_dim] float32
     request: CpuRequest,
-    layer_idx: int,
+    indexed_idx: int,
     tail: Tensor,  # [num_kv_heads, tail_len, 2, head_dim]: the rows of it that the row sees
     chosen: Chosen,  # of the context's rows, and of the tail's that have left its window
     softmax_scale: float,
@@ -159,7 +159,7 @@ def attend_row(
     store, (first, second), num_outside = request.context.store, request.near, request.num_outside_window(tail.shape[1])
     context, cap = (slice(0, first), slice(second, request.view.context_len)), request.view.logit_cap
     recent = num_outside if own is None else own.sketch.context_len
-    near = [*(store.rows(layer_idx, rows).float() for rows in context), tail[:, recent:].float()]
+    near = [*(store.rows(indexed_idx, rows).float() for rows in context), tail[:, recent:].float()]
     out, lse = _attend(q, torch.cat(near, dim=1), softmax_scale, cap=cap)
     share = None
     if isinstance(chosen, slice):
@@ -167,14 +167,14 @@ def attend_row(
         out, lse = merge_state(out, lse, *far)
     else:
         kv_indices = torch.from_numpy(chosen.kv_indices)
-        rows = _gather(request, layer_idx, tail, kv_indices)
+        rows = _gather(request, indexed_idx, tail, kv_indices)
         weights = None if chosen.log_weights is None else torch.from_numpy(chosen.log_weights)[:, None]
         of_chosen = _attend(q, rows, softmax_scale, (kv_indices >= 0)[:, None], weights, cap)
         out, lse = merge_state(out, lse, *of_chosen)
         if own is not None:
             out, lse = merge_state(out, lse, *_attend_own(q, tail, own, softmax_scale))
         if request.sketches or request.moments:
-            out, lse = merge_state(out, lse, *_attend_rest(q, request, layer_idx, num_outside, chosen, softmax_scale))
+            out, lse = merge_state(out, lse, *_attend_rest(q, request, indexed_idx, num_outside, chosen, softmax_scale))
         share = chosen.rest
     if sinks is not None:
         out = join_sinks(out, lse, sinks)
@@ -236,9 +236,9 @@ def _attend(
     return out.view(q.shape), lse.flatten()
 
 
-def _gather(request: CpuRequest, layer_idx: int, tail: Tensor, kv_indices: Tensor) -> Tensor:
+def _gather(request: CpuRequest, indexed_idx: int, tail: Tensor, kv_indices: Tensor) -> Tensor:
     """Gather rows of context and tail: [num_index_heads, top_k] -> [num_index_heads, top_k, 2, head_dim] float32."""
-    rows, context_len = request.context.store.gather(layer_idx, kv_indices).float(), request.view.context_len
+    rows, context_len = request.context.store.gather(indexed_idx, kv_indices).float(), request.view.context_len
     in_tail = kv_indices >= context_len
     if in_tail.any():
         head, _ = places = in_tail.nonzero(as_tuple=True)
@@ -258,7 +258,7 @@ def _attend_own(q: Tensor, tail: Tensor, own: OwnRead, softmax_scale: float) -> 
 
 
 def _attend_rest(
-    q: Tensor, request: CpuRequest, layer_idx: int, num_outside: int, chosen: Selection, softmax_scale: float
+    q: Tensor, request: CpuRequest, indexed_idx: int, num_outside: int, chosen: Selection, softmax_scale: float
 ) -> Attended:
     """Attend to the rows that could have been chosen and were not.
 
@@ -268,9 +268,9 @@ def _attend_rest(
     if request.sketches:
         of_context = (chosen.kv_indices >= 0) & (chosen.kv_indices < request.view.context_len)  # the tail's come last
         num_chosen = of_context.sum(-1, dtype=np.int32)[None]
-        sketch, kv_indices = request.sketches[layer_idx], chosen.kv_indices[None]
+        sketch, kv_indices = request.sketches[indexed_idx], chosen.kv_indices[None]
         out, lse = attend_rest(by_token, sketch, kv_indices, num_chosen, first, second, softmax_scale)
     else:
-        num_rows, moments = np.array([second - first + num_outside]), request.moments[layer_idx]
+        num_rows, moments = np.array([second - first + num_outside]), request.moments[indexed_idx]
         out, lse = estimate_rest(by_token, moments, chosen.valid_len[None], num_rows, softmax_scale)
     return torch.from_numpy(out[0]), torch.from_numpy(lse[0])

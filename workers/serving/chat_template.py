@@ -31,12 +31,12 @@ MISTRAL = CallFormat("[TOOL_CALLS]", run=("[", "]"), joint=", ", filler=" \r\n\t
 LLAMA = CallFormat("<|python_tag|>", joint="; ", filler=" \r\n\t;", arguments_key="parameters", is_announced=False)
 
 
-class ChatForm:
+class ChatTemplate:
     """What the model's chat template supports: reasoning, tools, and the format of calls."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._template = tokenizer, _template_of(tokenizer)
-        template = self._template
+        self._tokenizer, self._text = tokenizer, _template_of(tokenizer)
+        template = self._text
         self.thinks = THOUGHT in template
         self.is_thinking = self.thinks and _begins_thought(tokenizer, {})  # the prompt ends within a thought
         self.has_tools = "tools" in template
@@ -48,7 +48,7 @@ class ChatForm:
         special = special_ids(tokenizer)
         self.hidden = {id: marker for marker, id in self.marker_ids.items() if id in special}  # skipped by decoding
 
-    def switched(self, ask: AnyAsk) -> AnyAsk:
+    def with_effort(self, ask: AnyAsk) -> AnyAsk:
         """Translate `reasoning_effort` into the template's option for it. Raises BadRequestError if it has none."""
         effort = ask.reasoning_effort
         if effort is None:
@@ -63,17 +63,17 @@ class ChatForm:
             )
         return replace(ask, template_options={**known, **ask.template_options}, reasoning_effort=None)
 
-    def of(self, ask: Ask) -> "ChatForm":
-        """The form for this request: its options, or a turn that it continues, decide whether a thought is open."""
+    def for_request(self, ask: Ask) -> "ChatTemplate":
+        """The template for this request: its options, or a turn that it continues, decide whether a thought is open."""
         if not (self.thinks and (ask.template_options or ask.continues)):
             return self
-        form = copy(self)
+        template = copy(self)
         if ask.continues:  # the turn may stop within a thought, or after it
             content = ask.turns[-1].content
-            form.thinks = form.is_thinking = THINK in content and THOUGHT not in content
+            template.thinks = template.is_thinking = THINK in content and THOUGHT not in content
         else:
-            form.is_thinking = _begins_thought(self._tokenizer, ask.template_options)
-        return form
+            template.is_thinking = _begins_thought(self._tokenizer, ask.template_options)
+        return template
 
     def require(self, ask: Conversation) -> None:
         """Raise BadRequestError for options, tools or calls that the template cannot write."""
@@ -98,7 +98,7 @@ class ChatForm:
 
     def _knows(self, name: str) -> bool:
         """Whether the template mentions a variable of that name."""
-        return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", self._template) is not None
+        return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", self._text) is not None
 
 
 def tool_specs(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:

@@ -22,48 +22,48 @@ _BY_ROW = ("context_lens", "sink_ends", "window_starts", "num_index_heads", "top
 _LAYOUT = ("row_bytes", "v_offsets", "k_readers", "v_readers")
 
 
-class AttendOnCpu:
+class AttendInPlace:
     """Owns the arguments of the attention kernels, and a tape for each layer."""
 
     def __init__(self, model: CpuModel, softmax_scale: float) -> None:
-        self._model, shape, max_rows = model, model.shape, model.max_rows
+        self._model, spec, max_rows = model, model.spec, model.max_rows
         self._scale = np.array([softmax_scale])
         places = 2 * max_rows  # first the rows, then their own segments
         self._by_row = {name: np.zeros(places, np.int64) for name in (*_BY_ROW, *_LAYOUT)}
-        self._num_indexed = len(shape.indexed_layers)
+        self._num_indexed = len(spec.indexed_layers)
         self._kv = np.zeros((self._num_indexed, max_rows), np.int64)
         self._moments = np.zeros((self._num_indexed, max_rows), np.int64)
         self._chosen = np.zeros((self._num_indexed, 3, places), np.int64)  # addresses: kv_indices, valid_lens, rest
         self._sketches = np.zeros((self._num_indexed, places), np.int64)
         self._nothing = np.zeros(places, np.int64)
-        self._caps = {cap: np.array([cap]) for cap in (layer.attention.logit_cap for layer in shape.layers) if cap}
+        self._caps = {cap: np.array([cap]) for cap in (layer.attention.logit_cap for layer in spec.layers) if cap}
         self._local = [
             _LocalRows(layer_idx, layer.attention.reach, model)
-            for layer_idx, layer in enumerate(shape.layers)
+            for layer_idx, layer in enumerate(spec.layers)
             if layer.attention.reach is not None and layer.delta is None
         ]
-        latents = {i: layer.latent for i, layer in enumerate(shape.layers) if layer.latent is not None}
+        latents = {i: layer.latent for i, layer in enumerate(spec.layers) if layer.latent is not None}
         choice = LatentChoice(max_rows, max((latent.top_k or 0 for latent in latents.values()), default=0))
         self._latent = [LatentRows(layer_idx, latent, model, choice) for layer_idx, latent in latents.items()]
         # instead of tapes, if the model's layers are of compressed attention
-        self.compressed = CompressedOnCpu(model) if shape.compressed else None
+        self.compressed = CompressedOnCpu(model) if spec.compressed else None
         # both kinds are given contexts and lengths in the same way; a model has one kind at most
         self._indexless: list[_LocalRows | LatentRows] = [*self._local, *self._latent]
         self._records: list[NDArray[Any]] = []  # kept alive: `_sketches` has their addresses
-        self._queries = np.zeros((places, shape.num_kv_heads, 0), np.uint8)
-        widest = max(shape.heads_of(layer_idx).head_dim for layer_idx in range(shape.num_layers))
-        self._parts = np.zeros((max_rows, shape.num_q_heads, MAX_PARTS, widest + 2), np.float32)
+        self._queries = np.zeros((places, spec.num_kv_heads, 0), np.uint8)
+        widest = max(spec.heads_of(layer_idx).head_dim for layer_idx in range(spec.num_layers))
+        self._parts = np.zeros((max_rows, spec.num_q_heads, MAX_PARTS, widest + 2), np.float32)
         of_local = {local.layer_idx: self._describe(local.layer_idx, local.of_rows) for local in self._local}
         self._arguments = [
-            self._describe(layer_idx, self._of_indexed(number)) for number, layer_idx in enumerate(shape.indexed_layers)
+            self._describe(layer_idx, self._of_indexed(i)) for i, layer_idx in enumerate(spec.indexed_layers)
         ]
         tapes = {i: self._tape(arguments) for i, arguments in of_local.items()}
         for local in self._local:
             local.take(of_local[local.layer_idx], tapes[local.layer_idx])
         self._tapes = [self._tape(arguments) for arguments in self._arguments]
         tapes |= {latent.layer_idx: latent.tape for latent in self._latent}
-        tapes |= dict(zip(shape.indexed_layers, self._tapes, strict=True))
-        self.layers = [tapes.get(layer_idx) for layer_idx in range(shape.num_layers)]  # None: no tape
+        tapes |= dict(zip(spec.indexed_layers, self._tapes, strict=True))
+        self.layers = [tapes.get(layer_idx) for layer_idx in range(spec.num_layers)]  # None: no tape
         self._pieces = (0, 0, 0, 0)
 
     def set_plan(self, plan: RowPlan) -> None:
@@ -73,19 +73,20 @@ class AttendOnCpu:
             self._kv[:, row] = request.context.kv_words
             self._moments[:, row] = [word(moments.table) for moments in request.moments] or 0
             self._model.maps[:, row] = request.context.map_words if request.looks_ahead else 0
-        values = (
-            [request.view.context_len for request in requests],
-            [request.near[0] for request in requests],
-            [request.near[1] for request in requests],
-            [
-                0 if attends_per_row else request.num_index_heads
-                for request, attends_per_row in zip(requests, plan.attends_per_row, strict=True)
-            ],
-            [request.top_k for request in requests],
-            *zip(*(request.context.row_layout for request in requests), strict=True),
-        )
-        for place, of_rows in zip(self._by_row.values(), values, strict=True):
-            place[: len(requests)] = of_rows
+        heads = [
+            0 if attends_per_row else request.num_index_heads
+            for request, attends_per_row in zip(requests, plan.attends_per_row, strict=True)
+        ]
+        values = {
+            "context_lens": [request.view.context_len for request in requests],
+            "sink_ends": [request.near[0] for request in requests],
+            "window_starts": [request.near[1] for request in requests],
+            "num_index_heads": heads,
+            "top_ks": [request.top_k for request in requests],
+            **dict(zip(_LAYOUT, zip(*(request.context.row_layout for request in requests), strict=True), strict=True)),
+        }
+        for name, of_rows in values.items():
+            self._by_row[name][: len(requests)] = of_rows
         for number, local in enumerate(self._indexless):
             local.set_contexts([request.context.local_kv[number] for request in requests])
         if self.compressed is not None:
@@ -94,9 +95,9 @@ class AttendOnCpu:
         self._chosen[:] = 0
         for row, source in enumerate(plan.sources):
             num_places = self._num_indexed if source == KEPT else 2  # two, which layers use in turn
-            for layer_idx in range(num_places):
-                if (chosen := plan.selection(row, layer_idx)) is not None:
-                    self._chosen[layer_idx::num_places, :2, row] = [word(part) for part in chosen]
+            for indexed_idx in range(num_places):
+                if (chosen := plan.selection(row, indexed_idx)) is not None:
+                    self._chosen[indexed_idx::num_places, :2, row] = [word(part) for part in chosen]
         for row, own in enumerate(plan.owns):
             at = self._model.max_rows + row
             self._by_row["window_starts"][at] = own.num_rows if own is not None else 0
@@ -135,9 +136,9 @@ class AttendOnCpu:
             return
         self._pieces = len(tail_lens), heads, ranges, rest_ranges
         sizes = {"max_index_heads": heads, "max_ranges": ranges, "max_rest_ranges": rest_ranges}
-        num_rows, shape = len(tail_lens), self._model.shape
-        of_rests = 2 * num_rows * shape.num_kv_heads
-        pieces = of_rests * bool(rests), of_rests * rest_ranges, num_rows * heads * ranges, num_rows * shape.num_q_heads
+        num_rows, spec = len(tail_lens), self._model.spec
+        of_rests = 2 * num_rows * spec.num_kv_heads
+        pieces = of_rests * bool(rests), of_rests * rest_ranges, num_rows * heads * ranges, num_rows * spec.num_q_heads
         for arguments, tape in zip(self._arguments, self._tapes, strict=True):
             for name, size in sizes.items():
                 arguments[ARGUMENTS.index(name)] = size
@@ -145,7 +146,7 @@ class AttendOnCpu:
 
     def _set_sketches(self, plan: RowPlan) -> None:
         """Fill in the addresses of the rows' sketches, and make room for the rows' transformed queries."""
-        group_size = self._model.shape.num_q_heads // self._model.shape.num_kv_heads
+        group_size = self._model.spec.num_q_heads // self._model.spec.num_kv_heads
         described: dict[int, NDArray[np.int64]] = {}
         self._sketches[:], self._records = 0, []
         most = 0
@@ -166,22 +167,22 @@ class AttendOnCpu:
                 arguments[ARGUMENTS.index("queries")] = word(self._queries)
                 arguments[ARGUMENTS.index("query_bytes")] = most
 
-    def _of_indexed(self, number: int) -> dict[str, Any]:
-        """Return the arguments that are arrays by row. number: of the layer among those that have an index."""
-        kv_indices, valid_lens, rests = self._chosen[number]
+    def _of_indexed(self, indexed_idx: int) -> dict[str, Any]:
+        """Return the arguments of a layer with an index that are arrays by row."""
+        kv_indices, valid_lens, rests = self._chosen[indexed_idx]
         return {
-            "kv": self._kv[number],
+            "kv": self._kv[indexed_idx],
             "kv_indices": kv_indices,
             "valid_lens": valid_lens,
-            "moments": self._moments[number],
-            "sketches": self._sketches[number],
+            "moments": self._moments[indexed_idx],
+            "sketches": self._sketches[indexed_idx],
             "rests": rests,
             **self._by_row,
         }
 
     def _describe(self, layer_idx: int, of_rows: dict[str, Any]) -> NDArray[np.int64]:
-        model, shape, cap = self._model, self._model.shape, self._model.shape.layers[layer_idx].attention.logit_cap
-        heads = shape.heads_of(layer_idx)
+        model, spec, cap = self._model, self._model.spec, self._model.spec.layers[layer_idx].attention.logit_cap
+        heads = spec.heads_of(layer_idx)
         nothing = ("kv_indices", "valid_lens", "moments", "sketches", "rests")
         values = {
             "num_rows": model.num_rows,
@@ -213,7 +214,7 @@ class AttendOnCpu:
         tape = Tape()
         tape.add(in_place_rest.rest_queries_stage, arguments)
         tape.add(in_place_rest.rest_stage, arguments)
-        tape.add(KindStage(in_place.attend_stage, self._model.kind), arguments, waits=False)
+        tape.add(KindStage(in_place.attend_stage, self._model.dtype_name), arguments, waits=False)
         tape.add(in_place.merge_stage, arguments)
         return tape
 
@@ -223,7 +224,7 @@ class _LocalRows:
 
     def __init__(self, layer_idx: int, reach: Reach, model: CpuModel) -> None:
         self.layer_idx, self._reach, self._model = layer_idx, reach, model
-        self._heads = model.shape.heads_of(layer_idx)
+        self._heads = model.spec.heads_of(layer_idx)
         # the second half is for own segments, which these layers do not have: there, window_starts is the first row
         # of the tail that is seen
         self.of_rows = {name: np.zeros(2 * model.max_rows, np.int64) for name in ("kv", *_BY_ROW, *_LAYOUT)}

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from bench import search_layer
 from bench.random_sketch import random_sketch
 from bench.timing import finish, gate, measure, read_bandwidth_gbps
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections, empty_selection, reference
 from csattn.search.workspace import empty_token_selections
 from csattn.sketch import SketchIndex
@@ -37,7 +37,7 @@ NUM_SUBSPACES, LIST_LEN = 8, 0.25  # of lists; their length is a share of the co
 LAYOUTS = "sketch", "lists"
 
 
-def make_layer(layout: str, context_len: int) -> list[LayerIndex | SketchIndex]:
+def make_layer(layout: str, context_len: int) -> list[ListIndex | SketchIndex]:
     """Make layers to be searched in turn, more than a last-level cache holds. One layer of lists is enough, because
     each query reads other lists."""
     if layout == "lists":
@@ -47,7 +47,7 @@ def make_layer(layout: str, context_len: int) -> list[LayerIndex | SketchIndex]:
     return [one, *(random_sketch(context_len, NUM_HEADS, HEAD_DIM, seed) for seed in range(1, num_layers))]
 
 
-def make_lists(context_len: int, num_heads: int) -> LayerIndex:
+def make_lists(context_len: int, num_heads: int) -> ListIndex:
     """Make a layer's index of random lists."""
     rng = np.random.default_rng(context_len)
     list_len = round(LIST_LEN * context_len)
@@ -57,7 +57,7 @@ def make_lists(context_len: int, num_heads: int) -> LayerIndex:
     codebooks = rng.standard_normal((*shape, HEAD_DIM // NUM_SUBSPACES), dtype=np.float32)
     codebooks /= np.linalg.norm(codebooks, axis=-1, keepdims=True)
     mean = np.zeros((num_heads, HEAD_DIM), np.float32)
-    return LayerIndex(codebooks, mean, _random_lists(rng, shape, context_len, list_len), True)
+    return ListIndex(codebooks, mean, _random_lists(rng, shape, context_len, list_len), True)
 
 
 def read_bytes(layout: str, context_len: int) -> int:
@@ -79,10 +79,10 @@ def _random_lists(rng: np.random.Generator, shape: tuple[int, ...], context_len:
     return ListTable(**arrays, list_len=list_len, context_len=context_len)
 
 
-def only_first_head(index: LayerIndex | SketchIndex) -> LayerIndex | SketchIndex:
-    if isinstance(index, LayerIndex):
+def only_first_head(index: ListIndex | SketchIndex) -> ListIndex | SketchIndex:
+    if isinstance(index, ListIndex):
         table = index.table.of_heads(slice(1))
-        return LayerIndex(index.codebooks[:1], index.key_mean[:1], table, index.weigh_by_norm)
+        return ListIndex(index.codebooks[:1], index.key_mean[:1], table, index.weigh_by_norm)
     names = "codes", "marks", "key_mean", "query_transform", "value_mean", "value_transform"
     return replace(index, **{name: getattr(index, name)[:1] for name in names})
 
@@ -152,7 +152,7 @@ def search_next(
     pool: SearchPool,
     queries: NDArray[np.float32],
     turn: "itertools.count[int]",
-    layers: list[LayerIndex | SketchIndex],
+    layers: list[ListIndex | SketchIndex],
     out: TokenSelections,
 ) -> None:
     """Search the next layer with the next query, so that data cached by the previous step does not help."""
@@ -164,7 +164,7 @@ def search_next(
 def attend_next(
     queries: NDArray[np.float32],
     turn: "itertools.count[int]",
-    layers: list[LayerIndex | SketchIndex],
+    layers: list[ListIndex | SketchIndex],
     chosen: TokenSelections,
 ) -> None:
     """Attend to the rows that are not chosen, scoring their codes again, in this thread."""
@@ -176,7 +176,7 @@ def attend_next(
 
 
 def check_against_reference(
-    q: NDArray[np.float32], index: LayerIndex | SketchIndex, rules: tuple[int, int, int, float], got: NDArray[np.int32]
+    q: NDArray[np.float32], index: ListIndex | SketchIndex, rules: tuple[int, int, int, float], got: NDArray[np.int32]
 ) -> float:
     """Raise GateError unless the choice is the reference's or, with lists, has equal group scores.
 

@@ -12,7 +12,7 @@ _LANES = 16
 
 
 @dataclass(frozen=True)
-class LayerIndex:
+class ListIndex:
     """The index of one layer by lists: what a search reads. Arrays may be read-only maps; all requests share them.
 
     An index by a sketch, the default, is a `csattn.sketch.SketchIndex`.
@@ -59,4 +59,4 @@ class LayerIndex:
 class NoIndex:
     """The index of a layer that keeps only the last rows of a context: it is never searched."""
 
-    next_query: NDArray[np.float32] | None = None  # as in `LayerIndex`
+    next_query: NDArray[np.float32] | None = None  # as in `ListIndex`

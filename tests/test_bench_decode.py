@@ -38,7 +38,7 @@ from csattn.attention import every_row
 from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, SearchConfig, SketchConfig
 from csattn.errors import ConfigError
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.models.description import describe
 from csattn.search.device import compiling, index_shape, to_device
 from csattn.sketch import SketchIndex
@@ -156,7 +156,7 @@ def test_an_index_on_the_device_equals_the_built_one(recording, name):
     if isinstance(built, SketchIndex):
         read = built.num_bytes
     else:
-        assert isinstance(built, LayerIndex)
+        assert isinstance(built, ListIndex)
         read = sum(part.nbytes for part in got.parts[1:])  # without centroids
     assert index_bytes(FEW, config, 192) == read
 

@@ -15,7 +15,7 @@ from offload.budget import host_memory_bytes, require_host_memory
 from offload.codecs.formats import KvFormat
 from offload.slot_cache import max_slots
 from workers.doctor.findings import gib
-from workers.engine.own_choice import index_key_share, latents_of, least_slots
+from workers.engine.model_choice import index_key_share, latents_of, least_slots
 from workers.settings.parts import EngineSettings
 
 _log = logging.getLogger(__name__)

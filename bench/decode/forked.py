@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from csattn.cpus import available_cpus
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.models.spec import ModelSpec
 from csattn.sketch import SketchIndex
 from workers.searchers.worker import SearchWorker, WorkerSpec, choose_cpus
@@ -18,15 +18,15 @@ from workers.searchers.worker_searcher import WorkerSearcher
 class InMemoryContext:
     """The part of an artifact's interface that searchers use, over indexes in memory."""
 
-    def __init__(self, shape: ModelSpec, layers: Sequence[LayerIndex | SketchIndex]) -> None:
+    def __init__(self, shape: ModelSpec, layers: Sequence[ListIndex | SketchIndex]) -> None:
         self.path, self._layers = Path("made"), layers
         model = SimpleNamespace(num_layers=len(layers), num_q_heads=shape.num_q_heads, head_dim=shape.head_dim)
         self.spec = SimpleNamespace(context_len=layers[0].context_len, num_index_heads=layers[0].num_heads, model=model)
 
-    def indexes(self) -> list[LayerIndex | SketchIndex]:
+    def indexes(self) -> list[ListIndex | SketchIndex]:
         return list(self._layers)
 
-    def layer_index(self, layer_idx: int) -> LayerIndex | SketchIndex:
+    def layer_index(self, layer_idx: int) -> ListIndex | SketchIndex:
         return self._layers[layer_idx]
 
     def close(self) -> None:

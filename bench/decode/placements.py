@@ -19,7 +19,7 @@ from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import DTYPE, Workload, clone_index
 from csattn.config import IndexConfig, SearchConfig, SketchConfig, num_index_heads
 from csattn.cpus import available_cpus
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.models.spec import ModelSpec
 from csattn.search import LayerSearch, SearchPool
 from csattn.search.device import DeviceLayerIndex, IndexShape, index_shape
@@ -194,7 +194,7 @@ def cache_facts(far: CachedRows, work: Workload, options: Options, num_steps: in
 
 
 def cpu_search_us(
-    work: Workload, index: list[LayerIndex | SketchIndex], pool: SearchPool, search: SearchConfig, softmax_scale: float
+    work: Workload, index: list[ListIndex | SketchIndex], pool: SearchPool, search: SearchConfig, softmax_scale: float
 ) -> float:
     """Return how many µs the CPU searches a layer for the whole batch: the median over all layers of a few steps."""
     rules = search.sink_len, search.window_len, softmax_scale

@@ -12,7 +12,7 @@ from csattn.artifact.layout import index_from_arrays
 from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, SketchConfig
 from csattn.cpus import available_cpus
-from csattn.index import LayerIndex, NoIndex
+from csattn.index import ListIndex, NoIndex
 from csattn.search.device import DeviceLayerIndex, DeviceLists, DeviceSketch, place_codes
 from csattn.sketch import SketchIndex
 from index_build.layer import index_arrays
@@ -81,7 +81,7 @@ class Workload:
             )
         return DeviceLists(arrays["codebooks"], arrays["scores"], arrays["listed"].view(torch.int32), arrays["starts"])
 
-    def host_indexes(self, num_layers: int, config: IndexConfig) -> list[LayerIndex | SketchIndex]:
+    def host_indexes(self, num_layers: int, config: IndexConfig) -> list[ListIndex | SketchIndex]:
         """Build one context's index in host memory, without layers that have none.
 
         Every layer has addresses of its own, so no two searches read the same memory.

@@ -18,7 +18,7 @@ from bench.timing import end_as_interrupted, finish, gate
 from bench.turns.service import TEXTS, Reply, ask, serving, user
 from csattn.models import load_model
 from workers.serving.kept_rows import BLOCK_ROWS
-from workers.serving.own_contexts import STEP
+from workers.serving.prompt_contexts import STEP
 
 COMMON = (TEXTS / "speech.txt").read_text()[:22_000]
 TASKS = (TEXTS / "novel.txt").read_text()

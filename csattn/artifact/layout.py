@@ -10,7 +10,7 @@ from csattn.artifact.manifest import ArtifactSpec, KvDtype
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, plan_file
 from csattn.bits import unpack_bits
 from csattn.config import SEGMENT_STEP, IndexConfig, SketchConfig
-from csattn.index import LayerIndex, NoIndex
+from csattn.index import ListIndex, NoIndex
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords, unpack_marks
 from csattn.sketch.index import BY_HEAD, num_marked
@@ -146,7 +146,7 @@ def take_next_query(arrays: dict[str, NDArray[Any]]) -> NDArray[np.float32] | No
     return rows
 
 
-def arrays_from_index(index: LayerIndex | SketchIndex | NoIndex) -> dict[str, NDArray[Any]]:
+def arrays_from_index(index: ListIndex | SketchIndex | NoIndex) -> dict[str, NDArray[Any]]:
     """Return the arrays of a layer's index by their names in the file, without those of `next_query`."""
     if isinstance(index, NoIndex):
         return {}
@@ -160,14 +160,14 @@ def index_from_arrays(
     context_len: int,
     arrays: Mapping[str, NDArray[Any]],
     next_query: NDArray[np.float32] | None = None,
-) -> LayerIndex | SketchIndex | NoIndex:
+) -> ListIndex | SketchIndex | NoIndex:
     """Invert `arrays_from_index`."""
     if not arrays:
         return NoIndex(next_query)
     if isinstance(config, SketchConfig):
         num_fine, _ = config.words(arrays["key_mean"].shape[-1])
         return SketchIndex(**arrays, num_fine=num_fine, context_len=context_len, next_query=next_query)
-    return LayerIndex(
+    return ListIndex(
         codebooks=arrays["codebooks"],
         key_mean=arrays["key_mean"],
         table=ListTable(
@@ -180,7 +180,7 @@ def index_from_arrays(
     )
 
 
-def index_fault(index: LayerIndex | SketchIndex | NoIndex) -> str | None:
+def index_fault(index: ListIndex | SketchIndex | NoIndex) -> str | None:
     """Return why a search over this index could read out of bounds or compute NaN; None if it cannot.
 
     Kernels check no bounds: this is their only protection from a forged table.
@@ -212,7 +212,7 @@ def _sketch_fault(index: SketchIndex) -> str | None:
     return None
 
 
-def _lists_fault(index: LayerIndex) -> str | None:
+def _lists_fault(index: ListIndex) -> str | None:
     table = index.table
     in_last_chunk = (table.context_len - 1) % CHUNK_KEYS + 1
     for listed, starts, scores, least in zip(table.listed, table.starts, table.scores, table.least, strict=True):

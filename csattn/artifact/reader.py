@@ -43,7 +43,7 @@ from csattn.errors import (
     ArtifactNotFoundError,
     ArtifactRoomError,
 )
-from csattn.index import LayerIndex, NoIndex
+from csattn.index import ListIndex, NoIndex
 from csattn.sketch import SketchIndex
 
 Progress = Callable[[int, int], None]  # called with the bytes hashed so far and in all
@@ -65,7 +65,7 @@ class Artifact:
         self.manifest = manifest
         self.token_ids: NDArray[np.int32] = files[TOKENS_FILE]["token_ids"]  # [context_len]
         self._files: dict[str, Mapping[str, NDArray[Any]]] = dict(files)
-        self._indexes: dict[int, LayerIndex | SketchIndex | NoIndex] = {}
+        self._indexes: dict[int, ListIndex | SketchIndex | NoIndex] = {}
 
     @property
     def spec(self) -> ArtifactSpec:
@@ -98,13 +98,13 @@ class Artifact:
         [(tensor, offset)] = file_layout(self.spec, name).tensors
         return self.path / name, offset, tensor.num_bytes
 
-    def layer_index(self, layer_idx: int) -> LayerIndex | SketchIndex:
+    def layer_index(self, layer_idx: int) -> ListIndex | SketchIndex:
         """Return the index of a layer that has one, checked on first use so that kernels can trust it."""
         index = self._index(layer_idx)
         assert not isinstance(index, NoIndex), f"layer {layer_idx} has no index"
         return index
 
-    def indexes(self) -> list[LayerIndex | SketchIndex]:
+    def indexes(self) -> list[ListIndex | SketchIndex]:
         """Return the indexes of all layers that have one, in the order by which engines and searchers number them."""
         return [self.layer_index(layer_idx) for layer_idx in self.spec.model.indexed_layers]
 
@@ -139,10 +139,10 @@ class Artifact:
         self.states()
 
     def next_query(self, layer_idx: int) -> NDArray[np.float32] | None:
-        """Return the predictor of the next layer's queries from that layer's input: see `LayerIndex.next_query`."""
+        """Return the predictor of the next layer's queries from that layer's input: see `ListIndex.next_query`."""
         return self._index(layer_idx).next_query
 
-    def _index(self, layer_idx: int) -> LayerIndex | SketchIndex | NoIndex:
+    def _index(self, layer_idx: int) -> ListIndex | SketchIndex | NoIndex:
         index = self._indexes.get(layer_idx)
         if index is None:
             name = index_file(layer_idx)

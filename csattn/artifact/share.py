@@ -6,7 +6,7 @@ import torch
 
 from csattn.artifact.manifest import ArtifactSpec
 from csattn.artifact.reader import Artifact
-from csattn.index import LayerIndex, NoIndex
+from csattn.index import ListIndex, NoIndex
 from csattn.share import Share
 from csattn.sketch import SketchIndex
 from csattn.sketch.index import BY_HEAD
@@ -42,13 +42,13 @@ class ArtifactShare(Artifact):
         kv = super().layer_kv(layer_idx)
         return kv[self._share.of(len(kv))]
 
-    def _index(self, layer_idx: int) -> LayerIndex | SketchIndex | NoIndex:
+    def _index(self, layer_idx: int) -> ListIndex | SketchIndex | NoIndex:
         if layer_idx not in self._indexes:
             self._indexes[layer_idx] = share_of_index(self._whole._index(layer_idx), self._share)
         return self._indexes[layer_idx]
 
 
-def share_of_index(index: LayerIndex | SketchIndex | NoIndex, share: Share) -> LayerIndex | SketchIndex | NoIndex:
+def share_of_index(index: ListIndex | SketchIndex | NoIndex, share: Share) -> ListIndex | SketchIndex | NoIndex:
     """Return the index of the share's heads, as views of the same arrays."""
     next_query = None if index.next_query is None else index.next_query[share.of(len(index.next_query))]
     if isinstance(index, NoIndex):
@@ -56,7 +56,7 @@ def share_of_index(index: LayerIndex | SketchIndex | NoIndex, share: Share) -> L
     return replace(index_of_heads(index, share.of(index.num_heads)), next_query=next_query)
 
 
-def index_of_heads(index: LayerIndex | SketchIndex, heads: slice) -> LayerIndex | SketchIndex:
+def index_of_heads(index: ListIndex | SketchIndex, heads: slice) -> ListIndex | SketchIndex:
     """Return the index of some heads, without `next_query`: views, no copies."""
     if isinstance(index, SketchIndex):
         return replace(index, **{name: getattr(index, name)[heads] for name in BY_HEAD}, next_query=None)

@@ -35,7 +35,7 @@ from csattn.artifact.manifest import ArtifactSpec, canonical_json
 from csattn.artifact.reader import NO_ROOM, ROOM_ADVICE, as_tensor, hash_file
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
 from csattn.errors import ArtifactError, ArtifactRoomError
-from csattn.index import LayerIndex, NoIndex
+from csattn.index import ListIndex, NoIndex
 from csattn.sketch import SketchIndex
 
 BUILDING_PREFIX = ".building-"
@@ -56,7 +56,7 @@ class WorkDir:
         """Write a file of the artifact, by its planned layout."""
         return write_file(self.parts / name, file_layout(self.spec, name), arrays)
 
-    def finish_layer(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex | SketchIndex | NoIndex) -> None:
+    def finish_layer(self, layer_idx: int, kv_record: FileRecord, index: ListIndex | SketchIndex | NoIndex) -> None:
         """Write the index of a layer whose KV or state is written already, then the layer's record."""
         if fault := index_fault(index):
             raise ArtifactError(f"the index of layer {layer_idx} cannot be stored: {fault}; nothing was published")

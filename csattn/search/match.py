@@ -15,7 +15,7 @@ from csattn.cpu.simd import LANES, F32x16, F64x16, convert, fill, load, store
 @exact_kernel
 def match_centroids(
     q: NDArray[np.float64],  # [group_size * head_dim]
-    columns: NDArray[np.float32],  # [(last - first) * subspace_dim * room]: `LayerIndex.codebook_columns` of these
+    columns: NDArray[np.float32],  # [(last - first) * subspace_dim * room]: `ListIndex.codebook_columns` of these
     first: int,  # of the subspaces [first, last) that are matched
     last: int,
     group_size: int,

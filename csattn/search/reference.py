@@ -8,7 +8,7 @@ has index context_len + t.
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.selection import Selection
 from csattn.sketch import reference as sketch
 from csattn.sketch.index import SketchIndex
@@ -22,7 +22,7 @@ LEAST_SHARE = 2.0**-216
 
 def search(
     q: NDArray[np.float32],  # [num_q_heads, head_dim]
-    index: LayerIndex | SketchIndex,
+    index: ListIndex | SketchIndex,
     tail: ListTail | None,  # a sketch has none
     top_k: int,
     sink_len: int,
@@ -64,7 +64,7 @@ def sketch_group_scores(
 
 
 def score_keys(
-    q: NDArray[np.float32], index: LayerIndex, tail: ListTail | None, head: int
+    q: NDArray[np.float32], index: ListIndex, tail: ListTail | None, head: int
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Return one query row's scores of all keys, and whether any list holds each key: both [num_keys]."""
     centroid_ids, weights = match_centroids(q, index, head)
@@ -72,7 +72,7 @@ def score_keys(
 
 
 def match_centroids(
-    q: NDArray[np.float32], index: LayerIndex, head: int
+    q: NDArray[np.float32], index: ListIndex, head: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the nearest centroid of each subspace, and the subspace's weight: both [num_subspaces].
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.cpu.addresses import Stage, compiled_address
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.search.calls import LIST_STAGES, REST_STAGE, SKETCH_STAGES
 from csattn.search.plan import MAX_JOBS, MAX_PIECES, SEARCH
 from csattn.search.sketch import describe_sketch, query_bytes
@@ -40,7 +40,7 @@ class LayerSearch:
     def __init__(
         self,
         q: NDArray[np.float32],  # [num_tokens, num_q_heads, head_dim]
-        index: LayerIndex | SketchIndex,
+        index: ListIndex | SketchIndex,
         tail: ListTail | None,
         sink_len: int,
         window_len: int,
@@ -177,7 +177,7 @@ class LayerSearch:
             fields["tail_room"] = tail.inserted_indices.shape[-1]
 
 
-def _describe_lists(index: LayerIndex) -> dict[str, int]:
+def _describe_lists(index: ListIndex) -> dict[str, int]:
     return {
         "num_parts": index.num_subspaces,
         "codebook_columns": _address(index.codebook_columns, np.float32),

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.search import LayerSearch, SearchPool, empty_token_selections
 from csattn.selection import Selection
 from csattn.selectors.base import ContextView
@@ -22,7 +22,7 @@ from csattn.table.tail import ListTail
 class CentroidSelector:
     """Searches a layer's lists, and tries to insert rows that leave the tail's window into the request's lists."""
 
-    def __init__(self, index: LayerIndex, pool: SearchPool, num_q_heads: int, view: ContextView):
+    def __init__(self, index: ListIndex, pool: SearchPool, num_q_heads: int, view: ContextView):
         """pool: the threads and scratch memory of searches, shared by all layers and requests."""
         self._index, self._pool, self._view = index, pool, view
         self._tail = ListTail(index)
@@ -39,19 +39,19 @@ class CentroidSelector:
         return out[0]
 
 
-def index_bytes(index: LayerIndex | SketchIndex) -> int:
+def index_bytes(index: ListIndex | SketchIndex) -> int:
     """Return the bytes of a layer's index, without the KV and without `predictor_bytes`."""
     if isinstance(index, SketchIndex):
         return index.num_bytes
     return _num_bytes(*index.table.arrays.values(), index.codebooks, index.key_mean)
 
 
-def predictor_bytes(index: LayerIndex | SketchIndex) -> int:
+def predictor_bytes(index: ListIndex | SketchIndex) -> int:
     """Return the bytes of the predictor of the next layer's queries, which only a search with lookahead = 1 reads."""
     return _num_bytes(index.next_query)
 
 
-def search_bytes(index: LayerIndex | SketchIndex, num_q_heads: int) -> int:
+def search_bytes(index: ListIndex | SketchIndex, num_q_heads: int) -> int:
     """Return the bytes that the search for one token reads.
 
     Over a sketch, each code counts once for a group. Over lists, they are all centroids, and for each query head one

@@ -18,7 +18,7 @@ from csattn.cpu.simd import LANES, F32x16, U16x16, fill, floats_of_halves, load
 from csattn.table.lists import LARGEST_SCORE
 
 if TYPE_CHECKING:
-    from csattn.index import LayerIndex
+    from csattn.index import ListIndex
 
 # the next entries of a list to leave, found in one scan; and entries that are sampled to guess how high it has to reach
 FOUND_AT_ONCE, SAMPLE = 32, 64
@@ -35,7 +35,7 @@ class ListTail:
     All arrays are [num_index_heads, num_subspaces, num_centroids, ...].
     """
 
-    def __init__(self, index: LayerIndex) -> None:
+    def __init__(self, index: ListIndex) -> None:
         self._index = index
         self._table = index.table
         lists = index.codebooks.shape[:3]
@@ -105,7 +105,7 @@ class ListTail:
         return f"<ListTail {self.num_rows} rows, {inserted} insertions, room for {room} a list, {num_bytes} bytes>"
 
 
-def score_key(k: NDArray[np.float32], index: LayerIndex) -> NDArray[np.float32]:
+def score_key(k: NDArray[np.float32], index: ListIndex) -> NDArray[np.float32]:
     """Return the scores [num_index_heads, num_subspaces, num_centroids] of one new key k [num_kv_heads, head_dim]."""
     head_dim = index.key_mean.shape[1]
     assert k.ndim == 2 and k.shape[1] == head_dim, f"k has shape {k.shape}, wanted [num_kv_heads, {head_dim}]"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from csattn.artifact import ArtifactSpec, ArtifactWriter, KvDtype, ModelGeometry, hash_token_ids
 from csattn.artifact.layout import kv_file
 from csattn.config import IndexConfig, ListConfig, SketchConfig
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import num_coords, pack_marks
 from csattn.sketch.index import num_marked
@@ -68,7 +68,7 @@ def make_spec(
     )
 
 
-def make_layer(spec: ArtifactSpec, layer_idx: int) -> tuple[torch.Tensor, LayerIndex | SketchIndex]:
+def make_layer(spec: ArtifactSpec, layer_idx: int) -> tuple[torch.Tensor, ListIndex | SketchIndex]:
     """Return a layer's KV rows and index: different for each layer, the same on every call."""
     digest = hashlib.sha256(f"{spec.artifact_id} {layer_idx}".encode()).digest()
     rng = np.random.default_rng(int.from_bytes(digest[:8], "little"))
@@ -104,14 +104,14 @@ def make_sketch(spec: ArtifactSpec, rng: np.random.Generator, next_query: NDArra
     )
 
 
-def make_lists(spec: ArtifactSpec, rng: np.random.Generator, next_query: NDArray[np.float32] | None) -> LayerIndex:
+def make_lists(spec: ArtifactSpec, rng: np.random.Generator, next_query: NDArray[np.float32] | None) -> ListIndex:
     config, head_dim, num_heads = spec.index_config, spec.model.head_dim, spec.num_index_heads
     assert isinstance(config, ListConfig)
     lists = (num_heads, config.num_subspaces, config.num_centroids)
     scores = rng.standard_normal((*lists, spec.context_len), np.float32).astype(np.float16) + np.float16(0)
     listed = rng.permuted(np.broadcast_to(np.arange(spec.context_len), scores.shape), axis=-1)
     table = lists_of(listed < config.list_entries(spec.context_len), scores)
-    return LayerIndex(
+    return ListIndex(
         codebooks=rng.standard_normal((*lists, head_dim // config.num_subspaces), np.float32),
         key_mean=rng.standard_normal((num_heads, head_dim), np.float32),
         table=table,
@@ -125,7 +125,7 @@ def hidden_state(spec: ArtifactSpec, layer_idx: int) -> torch.Tensor:
     return torch.full((spec.context_len, spec.model.hidden_size), float(layer_idx), dtype=TORCH_DTYPES[spec.kv_dtype])
 
 
-def write_layer(writer: ArtifactWriter, layer_idx: int, kv: torch.Tensor, index: LayerIndex | SketchIndex) -> None:
+def write_layer(writer: ArtifactWriter, layer_idx: int, kv: torch.Tensor, index: ListIndex | SketchIndex) -> None:
     """Write a layer's files, and record it as finished."""
     writer.work.finish_layer(layer_idx, writer.work.write_part(kv_file(layer_idx), {"kv": kv}), index)
 

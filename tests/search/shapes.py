@@ -1,11 +1,11 @@
 """The shape of an existing index of any layout."""
 
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.search.device import IndexShape, ListsShape, SketchShape
 from csattn.sketch import SketchIndex
 
 
-def shape_of(index: LayerIndex | SketchIndex, num_q_heads: int) -> IndexShape:
+def shape_of(index: ListIndex | SketchIndex, num_q_heads: int) -> IndexShape:
     """Return the shape of a layer's index, for queries of `num_q_heads` heads."""
     group_size = num_q_heads // index.num_heads
     if isinstance(index, SketchIndex):

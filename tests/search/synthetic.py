@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.search.run import LayerSearch
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection
 from csattn.selection import Selection
@@ -45,11 +45,11 @@ def make_keys(spec: IndexSpec, rng: np.random.Generator) -> NDArray[np.float32]:
 
 
 @lru_cache(maxsize=16)
-def make_index(spec: IndexSpec) -> LayerIndex | SketchIndex:
+def make_index(spec: IndexSpec) -> ListIndex | SketchIndex:
     """Return an index whose arrays are read-only, as those of a memory map."""
     index = make_list_index(spec) if spec.layout == "lists" else make_sketch_index(spec)
     arrays = [value for value in vars(index).values() if isinstance(value, np.ndarray)]
-    if isinstance(index, LayerIndex):
+    if isinstance(index, ListIndex):
         arrays += index.table.arrays.values()
     for array in arrays:
         array.flags.writeable = False
@@ -87,7 +87,7 @@ def make_marks(spec: IndexSpec, starts: list[int]) -> NDArray[np.bool_]:
     return marked
 
 
-def make_list_index(spec: IndexSpec) -> LayerIndex:
+def make_list_index(spec: IndexSpec) -> ListIndex:
     """Return the index of lists of random keys."""
     rng = np.random.default_rng(spec.seed)
     keys = make_keys(spec, rng)
@@ -98,7 +98,7 @@ def make_list_index(spec: IndexSpec) -> LayerIndex:
     codebooks /= np.linalg.norm(codebooks, axis=-1, keepdims=True)
     parts = (keys - key_mean[:, None]).reshape(spec.num_heads, -1, spec.num_subspaces, subspace_dim)
     scores = np.einsum("hnbd,hbjd->hbjn", parts, codebooks, optimize=True).astype(np.float32)
-    return LayerIndex(codebooks, key_mean, make_lists(scores, spec.list_len), weigh_by_norm=spec.weigh_by_norm)
+    return ListIndex(codebooks, key_mean, make_lists(scores, spec.list_len), weigh_by_norm=spec.weigh_by_norm)
 
 
 def make_lists(scores: NDArray[np.float32], list_len: float) -> ListTable:
@@ -126,14 +126,14 @@ def append_keys(tail: ListTail, spec: IndexSpec, num_rows: int, seed: int = 2) -
     return tail
 
 
-def make_tail_of(index: LayerIndex | SketchIndex, spec: IndexSpec, num_rows: int) -> ListTail | None:
+def make_tail_of(index: ListIndex | SketchIndex, spec: IndexSpec, num_rows: int) -> ListTail | None:
     """Return a tail of `num_rows` random keys, or None for no rows."""
     return append_keys(ListTail(index), spec, num_rows) if num_rows else None
 
 
 def search(
     q: NDArray[np.float32],  # [num_q_heads, head_dim]
-    index: LayerIndex | SketchIndex,
+    index: ListIndex | SketchIndex,
     tail: ListTail | None,
     sink_len: int,
     window_len: int,

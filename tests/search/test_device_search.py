@@ -13,7 +13,7 @@ import torch
 from csattn.batch import DeviceSelection, make_device_selection
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.search import reference
 from csattn.search.device import (
     DeviceIndexes,
@@ -41,7 +41,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def search_on_device(
-    indexes: list[LayerIndex],
+    indexes: list[ListIndex],
     q: np.ndarray,
     context_ids: list[int],
     config: SearchConfig = CONFIG,
@@ -76,7 +76,7 @@ def row_of(out: DeviceSelection, row: int) -> Selection:
 
 
 def assert_right(
-    got: Selection, q: np.ndarray, index: LayerIndex, config: SearchConfig = CONFIG, scale: float = SCALE
+    got: Selection, q: np.ndarray, index: ListIndex, config: SearchConfig = CONFIG, scale: float = SCALE
 ) -> None:
     """Compare the group scores of the chosen keys, in order: rounding of exp may swap keys whose scores nearly tie."""
     want = empty_selection(index.num_heads, config.top_k(index.context_len))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from csattn.cpu.jit import exact_kernel, readonly
 from csattn.cpu.simd import F32x16, fill, load, store
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.search import group_scores, lists, match, reference, sketch, sketch_group_scores
 from csattn.search.sketch_group_scores import BIAS
 from csattn.search.sketch_scores import score_range
@@ -154,7 +154,7 @@ def test_centroid_matches_equal_the_definition_bitwise(
     codebooks[..., num_centroids // 2, :] = codebooks[..., 0, :]  # a tie: the lowest id wins
     nothing = np.zeros((1, num_subspaces, num_centroids, 0))
     table = lists_of(nothing.astype(np.bool_), nothing.astype(np.float16))
-    index = LayerIndex(codebooks, np.zeros((1, head_dim), np.float32), table, True)
+    index = ListIndex(codebooks, np.zeros((1, head_dim), np.float32), table, True)
     ids, weights = np.full((2, group_size, num_subspaces + 2), -777)
     weights = weights.astype(np.float64)
     for first in range(0, num_subspaces, 2):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.search import SearchPool, reference
 from csattn.search.plan import RANGE_KEYS
 from csattn.search.run import LayerSearch
@@ -32,7 +32,7 @@ SCALE = 0.2  # softmax scale
 
 def run_both(
     q: NDArray[np.float32],
-    index: LayerIndex | SketchIndex,
+    index: ListIndex | SketchIndex,
     tail: ListTail | None,
     top_k: int,
     sink_len: int = 4,
@@ -51,7 +51,7 @@ def assert_same_group_scores(
     got: Selection,
     want: Selection,
     q: NDArray[np.float32],
-    index: LayerIndex | SketchIndex,
+    index: ListIndex | SketchIndex,
     tail: ListTail | None,
     scale: float = SCALE,
 ) -> None:
@@ -248,7 +248,7 @@ def test_listed_keys_whose_group_scores_underflow_can_still_be_chosen() -> None:
     listed[0, 0, 0, 104:204], listed[0, 1, 0, 4:104] = True, True
     scores[0, 0], scores[0, 1] = 1.0, -1.0
     table = lists_of(listed, scores)
-    index = LayerIndex(np.ones((1, 2, 1, 2), np.float32), np.zeros((1, 4), np.float32), table, weigh_by_norm=True)
+    index = ListIndex(np.ones((1, 2, 1, 2), np.float32), np.zeros((1, 4), np.float32), table, weigh_by_norm=True)
     got, want = run_both(np.array([[1e37, 0, 1e-20, 0]] * 2, np.float32), index, None, 150)
     np.testing.assert_array_equal(got.valid_len, want.valid_len)
     assert np.isin(np.arange(104, 204), got.kv_indices).all()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.search import SearchWorkspace, empty_selection
 from csattn.search.group_scores import NOT_SCORED
 from csattn.search.plan import RANGE_KEYS, SAMPLE
@@ -38,7 +38,7 @@ def take(group_scores: NDArray[np.int32], top_k: int, guess: int) -> NDArray[np.
     return chosen[:valid]
 
 
-def search_one_head(index: LayerIndex | SketchIndex, top_k: int) -> NDArray[np.int32]:
+def search_one_head(index: ListIndex | SketchIndex, top_k: int) -> NDArray[np.int32]:
     """Return the rows that a search chooses for a single query of ones."""
     out = empty_selection(1, top_k)
     q = np.ones((1, index.key_mean.shape[-1]), np.float32)
@@ -47,10 +47,10 @@ def search_one_head(index: LayerIndex | SketchIndex, top_k: int) -> NDArray[np.i
     return out.kv_indices[0, : out.valid_len[0]]
 
 
-def list_index(table: ListTable) -> LayerIndex:
+def list_index(table: ListTable) -> ListIndex:
     """Return an index of one centroid over these lists."""
     one = np.ones((1, 1, 1), np.float32)
-    return LayerIndex(one[..., None], np.zeros((1, 1), np.float32), table, False)
+    return ListIndex(one[..., None], np.zeros((1, 1), np.float32), table, False)
 
 
 def select(group_scores: NDArray[Any], top_k: int) -> NDArray[np.int32]:

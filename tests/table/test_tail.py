@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.table.lists import LARGEST_SCORE
 from csattn.table.tail import FOUND_AT_ONCE, ListTail, score_key
 from tests.search.synthetic import IndexSpec, make_index, make_lists
@@ -89,7 +89,7 @@ def test_equal_scores_do_not_enter_a_full_list() -> None:
 
 def test_zero_scores_are_never_minus_zero() -> None:
     scores = np.full((1, 1, 1, 4), -1.0, np.float32)
-    index = LayerIndex(
+    index = ListIndex(
         np.full((1, 1, 1, 1), -1.0, np.float32),
         np.zeros((1, 1), np.float32),
         make_lists(scores, 1.0),
@@ -122,7 +122,7 @@ def test_of_equal_scores_the_last_key_is_evicted_first(context_len: int, rng: np
     keys = rng.integers(-2, 3, (1, context_len)).astype(np.float32)
     scores = np.stack([keys, -keys])[None, None, :, 0]
     codebooks = np.array([[[[1], [-1]]]], np.float32)
-    index = LayerIndex(codebooks, np.zeros((1, 1), np.float32), make_lists(scores, 0.25), True)
+    index = ListIndex(codebooks, np.zeros((1, 1), np.float32), make_lists(scores, 0.25), True)
     tail, own = ListTail(index), rng.integers(-2, 4, 3 * FOUND_AT_ONCE + 5).astype(np.float32)
     for key in own:
         tail.append(key.reshape(1, 1))

@@ -30,7 +30,7 @@ from tests.workers.model.decoding import decode, prefill
 from tests.workers.model.full_context import CONTEXT_LENS, greedy, logits_after, make_runner
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.gpu.engine import GpuEngine
-from workers.engine.own_choice import model_selects_rows
+from workers.engine.model_choice import model_selects_rows
 from workers.serving.step_engine import StepEngine, StepRow
 from workers.session import csattn_session
 
@@ -45,7 +45,7 @@ EMULATED = [
     "gpt_oss",
     "qwen3_next",
 ]  # families whose layers all have kernels for the device
-OWN_CHOICE = ["deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"]  # these have other kernels
+MODEL_CHOICE = ["deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"]  # these have other kernels
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def test_gpu_logits_equal_transformers(family: Family, placement: str) -> None:
         compare_on_gpu(family, placement, following)
 
 
-@pytest.mark.parametrize("family", [*EMULATED, *OWN_CHOICE], indirect=True)
+@pytest.mark.parametrize("family", [*EMULATED, *MODEL_CHOICE], indirect=True)
 def test_emulated_gpu_kernels_equal_transformers(
     family: Family, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

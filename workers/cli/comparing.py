@@ -21,7 +21,7 @@ from index_build.plan import make_plan
 from offload.codecs.formats import KvFormat
 from workers.cli.building import run_build, show_loading, use_threads
 from workers.cli.terminal import counting, err, out, table
-from workers.engine.own_choice import require_plain_rows
+from workers.engine.model_choice import require_plain_rows
 from workers.evaluate import full_attention, measure
 
 _CHOOSE_NOTHING: tuple[SelectorName, ...] = ("window", "full")  # so there is nothing to look ahead for

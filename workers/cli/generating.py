@@ -24,8 +24,8 @@ from workers.cli.building import show_loading, use_threads
 from workers.cli.terminal import err, out, reading, steps, table, write
 from workers.engine.answer import Answer, answer, question_tokens
 from workers.engine.gpu.memory import require_weights
+from workers.engine.model_choice import SELECTOR as MODEL_CHOICE
 from workers.engine.opening import open_engine, require_together
-from workers.engine.own_choice import SELECTOR as OWN_CHOICE
 from workers.serving.step_engine import StepEngine
 from workers.settings import EngineSettings
 
@@ -120,7 +120,7 @@ def _placed(options: AskOptions, name: str, weights: str | None, artifact: Artif
 
 def _requested(config: SearchConfig, result: Answer, artifact: Artifact) -> dict[str, Any]:
     """Return the options, besides the selector, that the answer depends on."""
-    if result.selector == OWN_CHOICE:
+    if result.selector == MODEL_CHOICE:
         return {"keep": None, "rest": "none"}
     selector = cast(SelectorName, result.selector)
     rest = resolve_rest(config, selector, artifact.spec.index_config.layout)
@@ -185,7 +185,7 @@ def comparison(title: str, sparse: Answer, full: Answer) -> Any:
     """Return a table of both answers' speed and rows read."""
     rows = [
         [
-            "the model's own choice" if result.selector == OWN_CHOICE else name,
+            "the model's own choice" if result.selector == MODEL_CHOICE else name,
             result.selector,
             f"{result.first_token_s * 1e3:.0f} ms",
             f"{result.tokens_per_s:.1f}",

@@ -28,7 +28,7 @@ from workers.capacity import context_bytes, reported_context_lens, room_for_cont
 from workers.doctor.facts import Facts
 from workers.doctor.findings import Finding, gib
 from workers.engine.gpu.memory import require_heads
-from workers.engine.own_choice import cached_row_kind, index_key_share, model_selects_rows, require_choice_placed
+from workers.engine.model_choice import cached_row_kind, index_key_share, model_selects_rows, require_choice_placed
 from workers.settings import EngineSettings
 
 _ITEM_BYTES = 2  # of bfloat16

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from csattn.artifact import Artifact
 from csattn.artifact.share import index_of_heads
 from csattn.errors import SearchLostError
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.search import LayerSearch, SearchPool, SearchSeries, TokenSelections, make_series
 from csattn.sketch import SketchIndex
 from offload.shared_memory import SharedMemory, array_in
@@ -97,7 +97,7 @@ class StepSearches:
 
     def __init__(self, pool: SearchPool) -> None:
         self.pool = pool
-        self._layers: dict[int, Sequence[LayerIndex | SketchIndex]] = {}
+        self._layers: dict[int, Sequence[ListIndex | SketchIndex]] = {}
         self._plans: dict[int, NDArray[np.void]] = {}  # records, by the plan's number
         self._series: dict[tuple[int, int], list[SearchSeries]] = {}  # by the plan's number and layer
         self._searches: dict[bytes, LayerSearch] = {}  # by record
@@ -117,7 +117,7 @@ class StepSearches:
         if indexes:
             self.pool.search_layers([_first_search(artifact)])
 
-    def load_layers(self, context_id: int, layers: Sequence[LayerIndex | SketchIndex]) -> None:
+    def load_layers(self, context_id: int, layers: Sequence[ListIndex | SketchIndex]) -> None:
         self._forget()
         self._layers[context_id] = layers
 

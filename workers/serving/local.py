@@ -219,7 +219,7 @@ class LocalBackend:
             budget_bytes=self._settings.engine.context_bytes,
             has_room=self._residency.has_room,
             held=self._residency.held(self._settings.store.path),
-            failed_builds=self._prefixes.own_contexts.backoff.report(),
+            failed_builds=self._prefixes.prompt_contexts.backoff.report(),
         )
 
     async def hold(self, contexts: Sequence[Held]) -> None:
@@ -248,7 +248,7 @@ class LocalBackend:
         return self._measured.collect()
 
     def context_counts(self) -> ContextCounts:
-        prompt_contexts = self._prefixes.own_contexts
+        prompt_contexts = self._prefixes.prompt_contexts
         return ContextCounts(
             builds={"registered": self._contexts.counts, "prompt": prompt_contexts.counts},
             loaded_bytes=self._residency.held_bytes,

@@ -20,7 +20,7 @@ from workers.serving.drafts import Drafts, Ngrams
 from workers.serving.examiner import Examiner
 from workers.serving.kept_rows import KeptRows, is_keepable, open_prefix_cache, row_identity
 from workers.serving.messages import Ask, ContextNotReadyError
-from workers.serving.own_contexts import STEP, Found, OwnContexts, num_common, prefix_len
+from workers.serving.prompt_contexts import STEP, Found, PromptContexts, num_common, prefix_len
 from workers.serving.prompts import head_ids, prompt_ids, require_embedded, room_for, whole_ids
 from workers.serving.residency import Residency
 from workers.serving.resident import Resident
@@ -77,7 +77,7 @@ class Prefixes:
     ) -> None:
         self._loaded, self._settings, self._engine, self._threads = loaded, settings, engine, threads
         self._contexts, self._residency = contexts, residency
-        self.own_contexts = OwnContexts(loaded, settings, examiner, residency, builder)
+        self.prompt_contexts = PromptContexts(loaded, settings, examiner, residency, builder)
         self.cache = open_prefix_cache(loaded, settings)
 
     async def find(self, ask: Ask, config: SearchConfig, selector: SelectorName) -> Prefix:
@@ -98,7 +98,7 @@ class Prefixes:
                         "service's log has the details for its operator",
                         detail=str(error),
                     ) from error
-                await self.own_contexts.drop(found.path)
+                await self.prompt_contexts.drop(found.path)
                 without.add(found.path)
         try:
             if whole is None:
@@ -117,7 +117,7 @@ class Prefixes:
 
     async def close(self) -> None:
         """Cancel builds of contexts. Rows are still kept, until `flush`."""
-        await self.own_contexts.close()
+        await self.prompt_contexts.close()
 
     def flush(self) -> None:
         """Write the kept rows to disk, and close. No request may be running."""
@@ -138,7 +138,7 @@ class Prefixes:
             found = Found(None)
         else:
             registered = await self._contexts.paths()
-            found = await self.own_contexts.find(whole, ask.cache_salt, registered, without)
+            found = await self.prompt_contexts.find(whole, ask.cache_salt, registered, without)
             following, answer = whole[found.num_tokens :], min(ask.sampling.max_new_tokens, engine.tail_capacity // 2)
             identity = self._identity(ask, config, selector, None if found.path is None else found.path.name)
             num_kept = 0 if identity is None else await self._in_thread(self.cache.num_kept, identity, following)
@@ -147,7 +147,7 @@ class Prefixes:
             if (is_much or not fits) and prefix_len(len(whole)) > found.num_tokens:
                 cut = await self._in_thread(self._cut, ask, whole, found, room)
                 try:
-                    return await self.own_contexts.make(whole[:cut], ask.cache_salt)
+                    return await self.prompt_contexts.make(whole[:cut], ask.cache_salt)
                 except ContextNotReadyError:  # a full disk, say
                     if not fits:
                         raise

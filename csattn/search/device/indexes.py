@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.sketch import SketchIndex
 from csattn.sketch.index import min_top_k_for_marks
 
@@ -20,7 +20,7 @@ PIECE_KEYS = 4  # of which one word each makes 16 bytes
 
 @dataclass(frozen=True, slots=True)
 class DeviceLists:
-    """One layer's lists, as a search on the device reads them. See `LayerIndex` and `ListTable` for the layouts."""
+    """One layer's lists, as a search on the device reads them. See `ListIndex` and `ListTable` for the layouts."""
 
     codebooks: Tensor  # [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32
     scores: Tensor  # [num_index_heads, num_subspaces, num_centroids, list_len padded to whole units] float16
@@ -79,7 +79,7 @@ def place_codes(codes: Tensor) -> Tensor:
     return placed.flatten(3)
 
 
-def to_device(index: LayerIndex | SketchIndex, device: torch.device) -> DeviceLayerIndex:
+def to_device(index: ListIndex | SketchIndex, device: torch.device) -> DeviceLayerIndex:
     """Copy one layer's index to the device."""
     copy = partial(_copied, device=device)
     if isinstance(index, SketchIndex):

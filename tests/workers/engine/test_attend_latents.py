@@ -20,13 +20,13 @@ from offload.pinned import PinnedRows
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.offload.soundness import check
 from tests.workers.engine.emulated_engine import ignore
-from workers.engine import own_choice
+from workers.engine import model_choice
 from workers.engine.gpu import attend_latents as attending
 from workers.engine.gpu import latent_memory
 from workers.engine.gpu.attend_latents import AttendLatents
 from workers.engine.gpu.latent_memory import CachedLatents, LatentPlaces
 from workers.engine.gpu.shape import EngineShape
-from workers.engine.own_choice import least_slots
+from workers.engine.model_choice import least_slots
 
 INDEXER = IndexerSpec(num_heads=5, head_dim=21, interleaved=False)
 CHOOSES = LatentSpec(
@@ -75,7 +75,7 @@ def kernels(request: pytest.FixtureRequest, emulator: Emulator, monkeypatch: pyt
 def test_a_context_has_slots_for_all_that_the_rows_of_a_step_choose() -> None:
     latent = replace(MODELS["chooses"][0], top_k=5)
     assert [least_slots(latent, context_len, 3) for context_len in (14, 15, 16)] == [14, 15, 15]
-    assert least_slots(latent, 1000, 100) == least_slots(latent, 1000) == 5 * own_choice.ROWS_AT_ONCE
+    assert least_slots(latent, 1000, 100) == least_slots(latent, 1000) == 5 * model_choice.ROWS_AT_ONCE
 
 
 @pytest.mark.parametrize(("model", "placement"), [("chooses", "device"), ("chooses", "hybrid"), ("all", "device")])
@@ -84,7 +84,7 @@ def test_steps_over_latents_on_a_device_equal_the_definition(
 ) -> None:
     """Also over a context loaded where another was unloaded. Memory that no row sees is NaN."""
     emulator.stand_in(monkeypatch, gather, slot_cache, latent_memory)
-    monkeypatch.setattr(own_choice, "ROWS_AT_ONCE", 2)  # as many rows as see the longer context
+    monkeypatch.setattr(model_choice, "ROWS_AT_ONCE", 2)  # as many rows as see the longer context
     layers, generator = MODELS[model], torch.Generator().manual_seed(3)
     shape = make_shape(len(layers), layers[0])
     num_cache_slots = least_slots(layers[0], shape.max_context_len, len(ROWS))  # exactly as many as a step may need

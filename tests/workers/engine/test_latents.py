@@ -21,13 +21,13 @@ from offload.codecs.formats import KvFormat
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.tiny import byte_tokenizer, loaded, make_model, tiny_config, token_ids
 from tests.workers.engine.emulated_engine import emulate
-from workers.engine import own_choice
+from workers.engine import model_choice
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.gpu.engine import GpuEngine
 from workers.engine.gpu.latent_memory import CachedLatents, LatentPlaces
 from workers.engine.gpu.memory import require_weights
+from workers.engine.model_choice import require_choice_placed
 from workers.engine.opening import open_engine
-from workers.engine.own_choice import require_choice_placed
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 
 CONTEXT, QUESTION = token_ids(300), token_ids(7, seed=5).tolist()
@@ -245,7 +245,7 @@ def test_a_step_is_split_if_its_rows_need_more_slots_than_the_cache_has(
     model: LoadedModel, artifact: Artifact, on_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The context has slots for the choice of one row only; rows without a context need no slots."""
-    monkeypatch.setattr(own_choice, "ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(model_choice, "ROWS_AT_ONCE", 1)
     logits, num_steps = [], Counter[str]()
     for placement, slot_share in (("device", 1.0), ("hybrid", 0.05)):
         with make_engine(model, placement, slot_share=slot_share) as engine:

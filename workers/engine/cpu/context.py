@@ -14,7 +14,7 @@ from csattn.artifact import Artifact, ModelGeometry
 from csattn.config import SearchConfig
 from csattn.cpu.arguments import word
 from csattn.errors import ConfigError
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.lightning import CompressedState
 from csattn.models.compressed import compressed_states, empty_state
 from csattn.models.loader import DTYPES
@@ -90,7 +90,7 @@ class CpuContext:
     local_kv: list[Tensor]  # per layer without an index: its last rows, or its latents, also mapped
     store: KvStore  # of the rows that steps attend to
     in_place: bool  # whether steps read rows where they lie; otherwise rows are gathered and streamed
-    indexes: list[LayerIndex | SketchIndex]  # per layer
+    indexes: list[ListIndex | SketchIndex]  # per layer
     states: Sequence[Mapping[str, NDArray[np.float32]]]  # per layer that keeps a state: conv and memory
     compressed: Sequence[CompressedState] = ()  # per layer of compressed attention, whose windows are in `local_kv`
     # per layer, what a selector has computed from the context: before the first request with it, then kept for all

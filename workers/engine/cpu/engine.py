@@ -50,7 +50,13 @@ from workers.engine.cpu.preparation import Preparation
 from workers.engine.cpu.row_by_row import RowByRow
 from workers.engine.cpu.row_plan import RowPlan, RowPlans
 from workers.engine.fidelity import Observer
-from workers.engine.own_choice import SELECTOR, model_selects_rows, require_own_choice, require_plain_rows, rows_read
+from workers.engine.model_choice import (
+    SELECTOR,
+    model_selects_rows,
+    require_model_choice,
+    require_plain_rows,
+    rows_read,
+)
 from workers.engine.own_segments import OWN_SKETCH, OwnSegments, grows_without_context
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.rows import require_tokens
@@ -365,7 +371,7 @@ class CpuEngine(StepEngine):
         """Return what such a request needs. Raises ConfigError for what this engine cannot do."""
         context = self.context(context_id)
         view = ContextView(context.context_len, self._scale, config, self._cap)
-        require_own_choice(self._model.spec, config, selector)
+        require_model_choice(self._model.spec, config, selector)
         if context.artifact is None or not context.kv:  # there are no rows to choose from, or the model itself chooses
             may_grow = bool(context.kv) and selector == "csattn" and config.keep < 1 and self._cap is None
             own_sketch = OWN_SKETCH if may_grow and grows_without_context(config) else None

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from csattn.artifact import Artifact
 from csattn.cpu.team import Team
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.search import LayerSearch, SearchPool
 from csattn.search.workspace import TokenSelections
 from csattn.sketch import SketchIndex
@@ -33,7 +33,7 @@ class PoolSearcher:
 
     def __init__(self, threads: int | Team) -> None:
         self._pool = SearchPool(threads)
-        self._indexes: dict[int, list[LayerIndex | SketchIndex]] = {}
+        self._indexes: dict[int, list[ListIndex | SketchIndex]] = {}
         self._kept: weakref.WeakKeyDictionary[RowSearch, dict[int, LayerSearch]] = weakref.WeakKeyDictionary()
         self._waiting: list[LayerSearch] = []  # of the current layer, last first; the pool runs one at a time
 

@@ -52,11 +52,11 @@ from workers.engine.gpu.sparse_or_full import all_are_faster
 from workers.engine.gpu.step_model import StepModel, step_model
 from workers.engine.gpu.step_results import LogitsOnHost, joined, kept
 from workers.engine.gpu.stream_thread import stream_thread, synchronize_stream
-from workers.engine.own_choice import (
+from workers.engine.model_choice import (
     SELECTOR,
     model_selects_rows,
     require_choice_placed,
-    require_own_choice,
+    require_model_choice,
     require_plain_rows,
     rows_read,
 )
@@ -151,7 +151,7 @@ class GpuEngine(StepEngine):
         require_heads(spec, self.model.dtype)
         require_device()
         require_selector(selector, self.placement, kv_format)
-        require_own_choice(spec, config, selector)
+        require_model_choice(spec, config, selector)
         if kv_format is not None:
             require_plain_rows(spec, "a KV codec")
         self.batch_sizes, self.max_rows, self.max_requests = batch_sizes, batch_sizes[-1], max_requests
@@ -217,7 +217,7 @@ class GpuEngine(StepEngine):
     def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         placed_id = self._placed_id(context_id)
         require_free_request_slot(request_slot, self.max_requests, self._requests)
-        require_own_choice(self.model.spec, config, selector)
+        require_model_choice(self.model.spec, config, selector)
         chooses = model_selects_rows(self.model.spec)  # then the request's configuration does not matter
         if not chooses:
             self._require_as_captured(config, selector)

@@ -17,7 +17,7 @@ from offload.slot_cache import SlotCache
 from offload.staging import copy_to_device
 from workers.engine.gpu.far_rows import cache_shape
 from workers.engine.gpu.shape import EngineShape
-from workers.engine.own_choice import least_slots
+from workers.engine.model_choice import least_slots
 
 _SOURCE = Path(__file__).with_name("latent_places.cu")
 _THREADS = 256

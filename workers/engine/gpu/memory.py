@@ -32,7 +32,7 @@ from workers.engine.gpu.on_device import make_searches
 from workers.engine.gpu.own_on_device import own_bytes, own_cache_bytes, own_shape
 from workers.engine.gpu.schedule import schedule_bytes
 from workers.engine.gpu.shape import EngineShape
-from workers.engine.own_choice import model_selects_rows, require_choice_placed
+from workers.engine.model_choice import model_selects_rows, require_choice_placed
 from workers.model.devices import require_device
 
 Placement = Literal["device", "hybrid", "host"]

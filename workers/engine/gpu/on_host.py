@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.batch import DeviceSelection, StepRows
-from csattn.index import LayerIndex
+from csattn.index import ListIndex
 from csattn.search.device import IndexShape, SketchShape, to_device
 from csattn.sketch import SketchIndex
 from offload.shared_memory import SharedMemory, piece_bytes
@@ -75,7 +75,7 @@ class SearchOnHost(AttendChosen):
         self,
         context_id: int,
         kv: Sequence[Tensor],  # like plain, as `SearchOnDevice.load` takes it
-        index: Sequence[LayerIndex | SketchIndex],
+        index: Sequence[ListIndex | SketchIndex],
         plain: Sequence[Tensor] | None = None,
     ) -> None:
         """Load a context whose rows `far` has. No step may be in flight."""

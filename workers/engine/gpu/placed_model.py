@@ -34,7 +34,7 @@ from workers.engine.gpu.sparse_or_full import SparseOrFull, full_attention_shape
 from workers.engine.gpu.step_model import StepModel
 from workers.engine.gpu.stream_thread import run_in_thread, stream_thread, synchronize_stream
 from workers.engine.lossy_keys import warn_of_lossy_keys
-from workers.engine.own_choice import model_selects_rows
+from workers.engine.model_choice import model_selects_rows
 from workers.model import ModelRunner
 from workers.model.attention import StepAttention
 

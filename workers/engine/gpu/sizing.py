@@ -17,7 +17,7 @@ from workers.engine.gpu.memory import Placement, plan_memory
 from workers.engine.gpu.shape import EngineShape
 from workers.engine.gpu.sparse_or_full import require_both, require_model
 from workers.engine.gpu.step_model import StepModel
-from workers.engine.own_choice import latents_of, least_slots
+from workers.engine.model_choice import latents_of, least_slots
 
 LEAST_OWN_ROWS = 2048
 OWN_PART_OF_DEVICE, OWN_PART_OF_HOST = 8, 4  # own rows take at most 1/8 and 1/4 of the free memory

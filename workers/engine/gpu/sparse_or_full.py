@@ -14,7 +14,7 @@ from csattn.errors import ConfigError
 from csattn.models.spec import ModelSpec
 from offload.codecs.formats import KvFormat
 from workers.engine.gpu.shape import EngineShape
-from workers.engine.own_choice import cached_row_kind, model_selects_rows
+from workers.engine.model_choice import cached_row_kind, model_selects_rows
 from workers.model.attention import StepAttention
 
 # Measured on an H100 over `default`, 2 %, four query heads to a KV head (bench/log.md, "Many requests on one context"):

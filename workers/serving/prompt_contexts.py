@@ -62,7 +62,7 @@ class _Build(Build):
     num_waiting: int = 0  # requests that wait for it
 
 
-class OwnContexts:
+class PromptContexts:
     """Finds, builds and removes such contexts. For one event loop.
 
     The directories are authoritative: several services, also of other models, may share them.

@@ -20,7 +20,7 @@ from csattn.errors import ArtifactError, ArtifactRoomError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
 from tests.workers.serving.requests import Clock
-from workers.serving import examiner, kept_store, own_contexts, prefixes, residency
+from workers.serving import examiner, kept_store, prefixes, prompt_contexts, residency
 from workers.serving.backoff import FIRST_WAIT_S, LONGEST_WAIT_S, BuildBackoff
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts, ContextCounts
@@ -28,7 +28,7 @@ from workers.serving.contexts import name_artifact
 from workers.serving.kept_rows import BLOCK_ROWS
 from workers.serving.kept_store import DIRECTORY
 from workers.serving.messages import Ask, ContextNotReadyError, ContextTooLongError, ServingError, Turn, WorkerLostError
-from workers.serving.own_contexts import Found, OwnContexts
+from workers.serving.prompt_contexts import Found, PromptContexts
 from workers.serving.residency import Residency
 from workers.settings import BuildSettings
 
@@ -40,7 +40,7 @@ def test_a_long_prompts_beginning_becomes_a_context_that_others_reuse(tmp_path, 
     question = ask(DOCUMENT + "Which are red?"), ask(DOCUMENT + "How many hours does lamp 3 burn?")
     (_, first), (said, second) = answers(tmp_path / "kept", *question)
     assert len(builds) == 1 and first.context_tokens == second.context_tokens == 512
-    begun, built = [record.getMessage() for record in caplog.records if record.name.endswith("own_contexts")]
+    begun, built = [record.getMessage() for record in caplog.records if record.name.endswith("prompt_contexts")]
     assert begun == "a context of 512 tokens is being built from a prompt"
     assert re.fullmatch(r"a context of 512 tokens was built in \d+\.\d s", built)
     assert first.cached_tokens == 0 and second.cached_tokens >= second.context_tokens
@@ -54,7 +54,7 @@ def test_a_long_prompts_beginning_becomes_a_context_that_others_reuse(tmp_path, 
 @pytest.fixture
 def fine_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets short contexts end in more places."""
-    for module, name in ((own_contexts, "STEP"), (own_contexts, "LEFT_OUT"), (prefixes, "STEP")):
+    for module, name in ((prompt_contexts, "STEP"), (prompt_contexts, "LEFT_OUT"), (prefixes, "STEP")):
         monkeypatch.setattr(module, name, 64)
 
 
@@ -118,7 +118,7 @@ def test_no_context_is_built_for_requests_cancelled_before_its_build(tmp_path, b
 
     async def main() -> None:
         async with make_backend(tmp_path) as backend:
-            own, salts = backend._prefixes.own_contexts, ["left", "left", "left", "back", "stayed", "stayed"]
+            own, salts = backend._prefixes.prompt_contexts, ["left", "left", "left", "back", "stayed", "stayed"]
             coming = [asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt="first")))]
             await begun.wait()
             for salt in salts:
@@ -138,14 +138,14 @@ def test_no_context_is_built_for_requests_cancelled_before_its_build(tmp_path, b
 
 def test_no_build_starts_in_a_closing_service(tmp_path, builds, monkeypatch) -> None:
     """Earlier requests that still look for a context, and later ones, fail with WorkerLostError."""
-    is_looking, may_go_on, real = threading.Event(), threading.Event(), OwnContexts._longest
+    is_looking, may_go_on, real = threading.Event(), threading.Event(), PromptContexts._longest
 
     def look(*args: Any) -> Found:
         is_looking.set()
         may_go_on.wait(10.0)
         return real(*args)
 
-    monkeypatch.setattr(OwnContexts, "_longest", look)
+    monkeypatch.setattr(PromptContexts, "_longest", look)
 
     async def main() -> None:
         backend = make_backend(tmp_path)
@@ -185,7 +185,7 @@ def test_a_damaged_context_is_rebuilt(tmp_path, builds, name) -> None:
 def test_concurrent_requests_verify_a_context_once(tmp_path, builds, monkeypatch) -> None:
     """Otherwise all threads would read the same bytes, and everyone who needs a file of the store would wait."""
     answers(tmp_path, ask(DOCUMENT + FIRST, new=1))
-    looks, real = [], own_contexts.open_artifact
+    looks, real = [], prompt_contexts.open_artifact
 
     def look(path: Path, **options: Any) -> Artifact:
         looks.append(path)
@@ -201,7 +201,7 @@ def test_concurrent_requests_verify_a_context_once(tmp_path, builds, monkeypatch
             await asyncio.wait(finds)
             assert finds[0].cancelled() and all(find.result()[1].context_tokens for find in finds[1:])
 
-    monkeypatch.setattr(own_contexts, "open_artifact", look)
+    monkeypatch.setattr(prompt_contexts, "open_artifact", look)
     asyncio.run(main())
     assert len(looks) == 1
 
@@ -218,8 +218,8 @@ def test_a_context_that_cannot_be_mapped_for_lack_of_files_is_not_removed(tmp_pa
     async def main() -> None:
         async with make_backend(tmp_path) as backend:
             with monkeypatch.context() as patch:
-                patch.setattr(own_contexts, "open_artifact", refuse)
-                assert not await backend._prefixes.own_contexts._is_intact(made)
+                patch.setattr(prompt_contexts, "open_artifact", refuse)
+                assert not await backend._prefixes.prompt_contexts._is_intact(made)
             assert made.stat().st_ino == inode
             assert (await answer(backend, asked))[0] == want and len(builds) == 1
 
@@ -350,7 +350,7 @@ def test_a_failing_build_is_retried_with_exponential_backoff(tmp_path, builds, m
     async def main() -> None:
         nonlocal is_full
         async with make_backend(tmp_path) as backend:
-            backend._prefixes.own_contexts.backoff = BuildBackoff(clock)
+            backend._prefixes.prompt_contexts.backoff = BuildBackoff(clock)
             for _ in range(100):
                 with pytest.raises(ContextNotReadyError, match="not tried again for") as refused:
                     await answer(backend, ask(DOCUMENT + "Which are red?"))
@@ -361,7 +361,7 @@ def test_a_failing_build_is_retried_with_exponential_backoff(tmp_path, builds, m
             assert caplog.text.count("tried again") == len(tries)
             [failed] = backend.status().failed_builds
             assert (failed.num_tokens, failed.num_tries, failed.why) == (512, 5, "the disk is full")
-            assert backend._prefixes.own_contexts.counts.num_failed == 5
+            assert backend._prefixes.prompt_contexts.counts.num_failed == 5
             is_full = False
             await answer(backend, ask("Another. " + DOCUMENT))
             clock.now += failed.retry_in_s
@@ -418,7 +418,7 @@ def test_kept_contexts_stay_within_their_budget(tmp_path, builds) -> None:
         async with make_backend(tmp_path, context_bytes=0) as backend:
             for document in documents:
                 await answer(backend, document)
-            own = backend._prefixes.own_contexts
+            own = backend._prefixes.prompt_contexts
             return sum(own._sizes().values()), backend.context_counts()
 
     num_bytes, counts = asyncio.run(main())
@@ -440,7 +440,7 @@ def test_removed_salts_and_contexts_leave_no_directories_or_records(tmp_path, bu
             assert len(builds) == 6 and len(left) <= 2, "the newest, and one that it was made room with"
             for backend in (one, two):
                 assert not backend._residency._wanted and len(backend._examiner._known) <= 3
-            assert len(one._prefixes.own_contexts._checked) == 1
+            assert len(one._prefixes.prompt_contexts._checked) == 1
             await answer(two, ask("And now: " + DOCUMENT))
             loaded = two._residency.loaded_below(tmp_path)
             assert len(loaded) == 2 and all(path.exists() for path in loaded), "nothing that is gone is still mapped"

@@ -54,7 +54,7 @@ def _rows_of(of: CompressedSpec, num_seen: int) -> int:
     return min(of.window, num_seen) + (min(of.top_k, far) if of.indexer is not None else far)
 
 
-def require_own_choice(spec: ModelSpec, config: SearchConfig, selector: str) -> None:
+def require_model_choice(spec: ModelSpec, config: SearchConfig, selector: str) -> None:
     """Raise ConfigError for a request that sets selector or `rest` where the model chooses. `keep` is ignored there."""
     if not model_selects_rows(spec) or (selector in ("csattn", "full") and config.rest in (None, "none")):
         return

@@ -51,13 +51,22 @@ def csattn(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=120)
 
 
-def test_the_base_installation_suffices(artifact: Path) -> None:
-    """torch's builds for CPUs come without Triton, and this environment has it, like what the extras install."""
-    absent = "triton", "cupy", "ray", "fastapi", "llguidance", "prometheus_client", "uvicorn", "jsonschema", "openai"
+@pytest.mark.parametrize(
+    ("package", "absent"),
+    [
+        ("cli", ("triton", "cupy", "ray", "fastapi", "llguidance", "prometheus_client", "uvicorn", "openai")),
+        ("service", ("triton", "cupy", "openai")),
+    ],
+)
+def test_a_cpu_needs_no_more_than_what_is_installed_for_it(
+    artifact: Path, package: str, absent: tuple[str, ...]
+) -> None:
+    """torch's builds for CPUs come without Triton, which this environment has, like what the extras install."""
     start = (
-        f"import pkgutil, sys, importlib; sys.modules.update(dict.fromkeys({absent})); import workers.cli as cli\n"
-        "for module in pkgutil.iter_modules(cli.__path__): importlib.import_module(f'workers.cli.{module.name}')\n"
-        "cli.main()"
+        f"import pkgutil, sys; from importlib import import_module; sys.modules.update(dict.fromkeys({absent}))\n"
+        f"of = import_module('workers.{package}')\n"
+        "for module in pkgutil.iter_modules(of.__path__): import_module(f'{of.__name__}.{module.name}')\n"
+        "from workers.cli import main; main()"
     )
     asked = "generate", str(artifact), "--prompt", "who?", "--max-new-tokens", "2", "--json"
     command = [sys.executable, "-c", start, *asked]

@@ -94,8 +94,9 @@ def _pair(given: str) -> tuple[str, str]:
 def _chosen(settings: Settings, left: Sequence[str], contexts: Sequence[tuple[str, str]]) -> Settings:
     """Choose the settings that are left to csattn: see UNTIL_CHOSEN. contexts: names with artifacts."""
     if "build.dtype" in left and contexts:
-        from workers.serving.contexts import spec_named
+        from workers.serving.contexts import require_name, spec_named
 
+        require_name(contexts[0][0])
         dtype = spec_named(settings.store.path, contexts[0][1]).kv_dtype
         settings = replace(settings, build=replace(settings.build, dtype=dtype))
         left = [key for key in left if key != "build.dtype"]

@@ -110,7 +110,7 @@ def on_cpu(layers: Layers, states: list[list[Any]]) -> Steps:
     spec, num_layers = describe(layers.model.config), len(layers.weights)
     buffers_of_layers: dict[int, CompressedBuffers] = {i: buffers_of(layers, i) for i in range(num_layers)}
     model: Any = SimpleNamespace(
-        shape=SimpleNamespace(num_layers=num_layers),
+        spec=SimpleNamespace(num_layers=num_layers),
         max_rows=MAX_ROWS,
         tails=[torch.full((NUM_TAILS, 1, CAPACITY, 2, spec.head_dim), torch.nan) for _ in buffers_of_layers],
         compressed=lambda i: (spec.layers[i].compressed, buffers_of_layers[i], layers.weights[i]),

@@ -59,7 +59,7 @@ def choose_artifact(names: list[str], store: Path | str, prefix: str) -> str:
         return names[0]
     if not names:
         raise ArtifactNotFoundError(
-            f"there is no artifact {prefix!r} in {store}; give STORE/ID, such as store/{prefix}. "
+            f"there is no artifact {prefix!r} in {store}; give STORE/ID, such as store/{prefix.rpartition('/')[2]}. "
             "`csattn ls --store STORE` lists the artifacts of a store"
         )
     raise ArtifactNotFoundError(

@@ -14,10 +14,9 @@ from typing import Any, get_args
 from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
 from csattn.models import LoadedModel, load_model
-from csattn.models.loader import dtype_for
 from csattn.models.quantized_model import drop_quantized
 from index_build.board import BuildProgress, BuildState, Outcome
-from index_build.inputs import choose_device, read_text
+from index_build.inputs import choose_device, read_text, with_dtype
 from index_build.job_list import Job
 from index_build.pipeline import build_plan
 from index_build.plan import Plan, plan_text
@@ -90,13 +89,13 @@ def run_batch(
     *,
     device: str = "auto",
     num_threads: int | None = None,
-    require_room: Callable[[BuildOptions, str], object] = lambda options, device: None,
+    require_room: Callable[[BuildOptions], object] = lambda options: None,
     on_progress: OnJobProgress = lambda job_idx, state: None,
     on_result: OnJobResult = lambda job_idx, result: None,
 ) -> BatchReport:
     """Build all jobs one after another, those of one model together; the report includes failures.
 
-    require_room: called with the options and the device before a model is loaded; raises if memory has no room for it.
+    require_room: called before a model is loaded; raises if memory has no room for it.
     """
     started = time.perf_counter()
     device = choose_device(device)
@@ -129,8 +128,8 @@ def sentence(error: Exception) -> str:
 
 def model_for_builds(options: BuildOptions, device: str) -> LoadedModel:
     """Load a model as `load_model` does, without the low-bit copies of its weights: prefill uses the decoded ones."""
-    dtype = dtype_for(device, options.model, options.dtype, options.weights)
-    loaded = load_model(options.model, dtype, device, weights=options.weights, may_offload=True)
+    options = with_dtype(options, device)
+    loaded = load_model(options.model, options.dtype, device, weights=options.weights, may_offload=True)
     drop_quantized(loaded.model)
     return loaded
 
@@ -141,16 +140,16 @@ def _run_group(
     store: Path | str,
     device: str,
     num_threads: int | None,
-    require_room: Callable[[BuildOptions, str], object],
+    require_room: Callable[[BuildOptions], object],
     on_progress: OnJobProgress,
     on_result: OnJobResult,
 ) -> Iterator[tuple[int, JobResult]]:
     """Build the jobs of one model, and free it afterwards. Jobs that another process builds come last."""
-    options = jobs[group[0]].options
     loaded: LoadedModel | None = None
     fault = ""
     try:
-        require_room(options, device)
+        options = with_dtype(jobs[group[0]].options, device)
+        require_room(options)
         loaded = model_for_builds(options, device)
     except Exception as error:
         fault = sentence(error)

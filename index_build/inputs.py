@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from csattn.build_options import BuildOptions
 from csattn.checks import require_text
 from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ConfigError, ContextError
+from csattn.models.loader import dtype_for
 from csattn.plain_text import how_to_convert, why_not_plain
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -83,6 +85,11 @@ def make_config(preset_name: str, changes: dict[str, Any], device: str) -> Index
     config = replace(config, **given)
     # an artifact's id has 1 and 1.0 apart, and JSON may give either
     return replace(config, list_len=float(config.list_len)) if isinstance(config, ListConfig) else config
+
+
+def with_dtype(options: BuildOptions, device: str) -> BuildOptions:
+    """Return the options with the dtype that `auto` stands for on the device."""
+    return replace(options, dtype=dtype_for(device, options.model, options.dtype, options.weights))
 
 
 def choose_device(device: str) -> str:

@@ -1,8 +1,7 @@
 """What `auto` stands for: a placement on a GPU, if this machine has one with room for the model, and a GPU's dtype."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,12 +16,11 @@ from csattn.models.weight_sizes import weight_bytes
 from offload.budget import available_memory
 from offload.errors import NoDeviceError
 from workers.capacity import room_for_contexts, spec_of
-from workers.doctor.facts import ask, visible_gpus
 from workers.doctor.findings import gib
 from workers.engine.gpu.memory import KERNELS_BYTES, require_weights
 from workers.engine.opening import require_together
 from workers.model.devices import require_device
-from workers.settings import EngineSettings, Settings
+from workers.settings import EngineSettings
 
 Chosen = Literal["cpu", "device", "hybrid"]
 _ON_GPU: tuple[Chosen, ...] = ("device", "hybrid")  # the faster one first
@@ -69,26 +67,12 @@ def choose_placement(
     return "cpu", reason
 
 
-def choose_for_service(settings: Settings, left: Sequence[str]) -> tuple[Settings, str]:
-    """Choose a service's placement, its dtype, or both; return also why a GPU that is there is not used.
+def choose_for_service(given: str) -> dict[str, str]:
+    """Choose a service's placement, its dtype, or both; say also why a GPU that is there is not used.
 
-    The placement is chosen for contexts of as many tokens as the model has positions, at most 131,072. A GPU is
-    examined in another process: this one may live as long as the service, and holds no memory of the device.
-    left: the settings to choose, of `workers.settings.UNTIL_CHOSEN`; the settings have them as it says.
+    The placement is chosen for contexts of as many tokens as the model has positions, at most 131,072. given, in JSON:
+    the model's name, dtype, rounding and preset, the engine's settings, and the settings to choose, of UNTIL_CHOSEN.
     """
-    engine, build, model = settings.engine, settings.build, settings.model
-    if engine.placement == "cpu" and ("engine.placement" not in left or not visible_gpus()):
-        return settings, ""
-    given = [model.name, build.dtype, model.weights, build.preset, asdict(engine), list(left)]
-    found = ask("auto", json.dumps(given))
-    if error := found.get("error"):
-        return settings, error
-    engine, build = replace(engine, placement=found["placement"]), replace(build, dtype=found["dtype"])
-    return replace(settings, engine=engine, build=build), found["reason"]
-
-
-def answer_probe(given: str) -> dict[str, str]:
-    """Compute what `choose_for_service` asks for."""
     name, dtype, weights, preset, fields, left = json.loads(given)
     engine, on_gpu = EngineSettings(**fields), dtype
     if "build.dtype" in left:

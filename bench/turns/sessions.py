@@ -23,10 +23,7 @@ from workers.serving.prompt_contexts import STEP
 COMMON = (TEXTS / "speech.txt").read_text()[:22_000]
 TASKS = (TEXTS / "novel.txt").read_text()
 TASK_CHARS, MAX_TOKENS = 3600, 24
-FIRST_CHEAP = {
-    "instructions": 1,
-    "document": 2,
-}  # by place of the common text, number of that session
+FIRST_CHEAP = {"instructions": 1, "document": 2}  # by place of the common text, number of that session
 
 
 def messages(place: str, session: int) -> list[Any]:

@@ -6,6 +6,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from csattn.artifact.durable import store_errors
+from csattn.artifact.lock import BuildLock
+
+BUILDING_PREFIX = ".building-"
+LOCK_SUFFIX = ".lock"
 _AHEAD_S = 86400.0  # how far another machine's clock may be ahead
 
 
@@ -22,6 +27,30 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def remove_artifact(path: Path) -> bool:
+    """Remove a finished artifact, at once for all readers; return whether it was there and no other process held it.
+
+    Those that have it open can still read it, through their memory maps.
+    """
+    gone = path.with_name(f"{BUILDING_PREFIX}{path.name}")
+    lock = lock_of(gone)
+    if not lock.try_acquire():
+        return False
+    with lock, store_errors(f"remove {path}", path.parent):
+        remove(gone)
+        try:
+            os.rename(path, gone)
+        except FileNotFoundError:  # another process has removed it
+            return False
+        remove(gone)
+    return True
+
+
+def lock_of(work: Path) -> BuildLock:
+    """The lock of a work directory, `.building-ID`, and of the artifact that it becomes."""
+    return BuildLock(work.with_name(f"{work.name}{LOCK_SUFFIX}"))
 
 
 def num_bytes_below(path: Path) -> int:

@@ -16,15 +16,21 @@ from typing import Any
 
 import fsspec
 
-from csattn.artifact.directories import num_bytes_below, remove, remove_except, used_at
+from csattn.artifact.directories import (
+    BUILDING_PREFIX,
+    lock_of,
+    num_bytes_below,
+    remove,
+    remove_artifact,
+    remove_except,
+    used_at,
+)
 from csattn.artifact.durable import FileRecord, NewFile, fsync_dir, new_file, require_space, store_errors, write_bytes
 from csattn.artifact.find import choose_artifact, is_artifact_id, store_entries
 from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE
-from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import Manifest
 from csattn.artifact.reader import Progress, has_hash, is_whole, open_artifact, parse_manifest
 from csattn.artifact.tensor_file import repair_advice
-from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, remove_published
 from csattn.cache import cache_dir
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 
@@ -100,7 +106,7 @@ class RemoteStore:
             return target
         with store_errors(f"make the cache {cache}", cache):
             cache.mkdir(parents=True, exist_ok=True)
-        with BuildLock(cache / f"{BUILDING_PREFIX}{artifact_id}{LOCK_SUFFIX}").acquire():
+        with lock_of(cache / f"{BUILDING_PREFIX}{artifact_id}").acquire():
             if not _is_here(target):
                 self._download(artifact_id, cache, target)
         return target
@@ -126,7 +132,7 @@ class RemoteStore:
         with _remote_errors(f"remove {self.url}/{artifact_id}"):
             self._fs.rm_file(self._file(artifact_id, MANIFEST_FILE))
             self._fs.rm(f"{self._root}/{artifact_id}", recursive=True)
-        remove_published(cache_store() / artifact_id)
+        remove_artifact(cache_store() / artifact_id)
 
     def _put(self, path: Path, files: Mapping[str, int]) -> bool:
         """Upload files of these sizes, the manifest last; false if another machine has begun to upload its own."""
@@ -239,7 +245,7 @@ def shrink_cache(max_bytes: int) -> list[Path]:
     removed, left_bytes = [], 0
     for path in used:
         left_bytes += (num_bytes := num_bytes_below(path))
-        if left_bytes > max_bytes and remove_published(path):
+        if left_bytes > max_bytes and remove_artifact(path):
             left_bytes -= num_bytes
             removed.append(path)
     return removed

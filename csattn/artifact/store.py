@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from csattn.artifact.directories import remove
+from csattn.artifact.directories import BUILDING_PREFIX, LOCK_SUFFIX, lock_of, remove
 from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id, store_entries
-from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import Manifest
 from csattn.artifact.places import is_url, local_path
 from csattn.artifact.reader import open_artifact
-from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX
 from csattn.errors import ArtifactError, ConfigError
 
 _WORK = re.compile(rf"({re.escape(BUILDING_PREFIX)}[0-9a-f]{{16}})({re.escape(LOCK_SUFFIX)})?")
@@ -57,7 +55,7 @@ def unfinished_builds(store: Path | str) -> list[Path]:
 
 def is_being_built(work: Path) -> bool:
     """Whether a process holds the lock of one of the `unfinished_builds`."""
-    return BuildLock(work.with_name(f"{work.name}{LOCK_SUFFIX}")).is_held()
+    return lock_of(work).is_held()
 
 
 def collect_garbage(store: Path | str) -> list[Path]:
@@ -75,7 +73,7 @@ def remove_unfinished(store: Path, artifact_id: str) -> None:
 
 
 def _remove_unless_held(work: Path) -> bool:
-    lock = BuildLock(work.with_name(f"{work.name}{LOCK_SUFFIX}"))
+    lock = lock_of(work)
     if not lock.try_acquire():
         return False
     with lock, store_errors(f"remove {work}", work.parent):

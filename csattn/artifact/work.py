@@ -9,7 +9,6 @@ Every file is written under another name, flushed and renamed, by the holder of 
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from csattn.artifact.directories import remove
+from csattn.artifact.directories import BUILDING_PREFIX
 from csattn.artifact.durable import FileRecord, store_errors, write_bytes
 from csattn.artifact.layout import (
     KV_DTYPES,
@@ -30,7 +29,6 @@ from csattn.artifact.layout import (
     layer_files,
     next_query_arrays,
 )
-from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, canonical_json
 from csattn.artifact.reader import NO_ROOM, ROOM_ADVICE, as_tensor, hash_file
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
@@ -38,8 +36,6 @@ from csattn.errors import ArtifactError, ArtifactRoomError
 from csattn.index import ListIndex, NoIndex
 from csattn.sketch import SketchIndex
 
-BUILDING_PREFIX = ".building-"
-LOCK_SUFFIX = ".lock"
 CHECKPOINT_FILE = "checkpoint.json"
 
 
@@ -147,25 +143,6 @@ def files_from_json(record: dict[str, Any] | None) -> dict[str, FileRecord]:
         return {} if record is None else {name: FileRecord(**value) for name, value in record["files"].items()}
     except (AttributeError, KeyError, TypeError):
         return {}
-
-
-def remove_published(path: Path) -> bool:
-    """Remove a finished artifact, at once for all readers; return whether it was there and no other process held it.
-
-    Those that have it open can still read it, through their memory maps.
-    """
-    gone = path.with_name(f"{BUILDING_PREFIX}{path.name}")
-    lock = BuildLock(gone.with_name(f"{gone.name}{LOCK_SUFFIX}"))
-    if not lock.try_acquire():
-        return False
-    with lock, store_errors(f"remove {path}", path.parent):
-        remove(gone)
-        try:
-            os.rename(path, gone)
-        except FileNotFoundError:  # another process has removed it
-            return False
-        remove(gone)
-    return True
 
 
 def matches_record(path: Path, layout: FileLayout, record: FileRecord | None) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.artifact.directories import remove, remove_except
+from csattn.artifact.directories import BUILDING_PREFIX, lock_of, remove, remove_except
 from csattn.artifact.durable import (
     FileRecord,
     fsync_dir,
@@ -26,10 +26,9 @@ from csattn.artifact.durable import (
 )
 from csattn.artifact.find import require_place_for_store
 from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FILE, artifact_bytes, file_names
-from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.reader import is_whole, manifest_hash_line
-from csattn.artifact.work import BUILDING_PREFIX, CHECKPOINT_FILE, LOCK_SUFFIX, WorkDir
+from csattn.artifact.work import CHECKPOINT_FILE, WorkDir
 from csattn.errors import ArtifactError, StoreFullError
 
 
@@ -61,7 +60,7 @@ class ArtifactWriter:
         self._token_ids = token_ids
         self._on_wait = on_wait
         self._target = store / spec.artifact_id
-        self._lock = BuildLock(store / f"{BUILDING_PREFIX}{spec.artifact_id}{LOCK_SUFFIX}")
+        self._lock = lock_of(store / f"{BUILDING_PREFIX}{spec.artifact_id}")
         self._locked = False
         self._layers: dict[int, dict[str, FileRecord]] = {}  # of the finished layers, by file name
 

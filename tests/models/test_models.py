@@ -107,9 +107,9 @@ def test_a_saved_model_loads_with_the_same_fingerprint(tmp_path: Path) -> None:
 def test_loading_hides_progress_bars_and_restores_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading shows no progress bars, and then restores the process's setting."""
     shows, had_bars = transformers.utils.logging, transformers.utils.logging.is_progress_bar_enabled()
-    resolve, meanwhile = loader._resolve, []
+    resolve, meanwhile = loader.source_of, []
     monkeypatch.setattr(
-        loader, "_resolve", lambda *of: meanwhile.append(shows.is_progress_bar_enabled()) or resolve(*of)
+        loader, "source_of", lambda *of: meanwhile.append(shows.is_progress_bar_enabled()) or resolve(*of)
     )
     try:
         for turn in (shows.enable_progress_bar, shows.disable_progress_bar):
@@ -312,7 +312,7 @@ def test_a_directory_named_like_the_demo_model_does_not_rename_it(
     save(tmp_path / "model")
     (tmp_path / loader.DEMO_MODEL).mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loader, "_resolve", lambda name, dtype: "model")
+    monkeypatch.setattr(loader, "source_of", lambda name, dtype: "model")
     assert load_model().name == loader.DEMO_MODEL
 
 

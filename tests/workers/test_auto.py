@@ -18,7 +18,7 @@ from offload.budget import AvailableMemory
 from offload.errors import NoDeviceError
 from tests.tiny import byte_tokenizer, make_model, save, tiny_config
 from workers import auto, capacity
-from workers.auto import choose_for_service, choose_placement
+from workers.auto import choose_placement
 from workers.capacity import context_bytes, spec_of
 from workers.cli import serving
 from workers.doctor.facts import Gpu
@@ -97,14 +97,14 @@ def test_a_service_is_placed_for_contexts_of_all_positions(
 ) -> None:
     loaded = load_settings(None, {}, {"model.name": model})
     settings, left = loaded.settings, loaded.left_to_csattn
-    monkeypatch.setattr(auto, "ask", lambda probe, given: PROBES[probe](given))
-    assert choose_for_service(settings, left) == (settings, "")
+    monkeypatch.setattr(serving, "ask", lambda probe, given: PROBES[probe](given))
+    assert serving._chosen(settings, left, []) == settings
 
     def chosen(settings: Settings, left: list[str]) -> tuple[str, str]:
         settings = serving._chosen(settings, left, [])
         return settings.engine.placement, settings.build.dtype
 
-    monkeypatch.setattr(auto, "visible_gpus", lambda: (Gpu("imaginary", "570.1", 1, 1),))
+    monkeypatch.setattr(serving, "visible_gpus", lambda: (Gpu("imaginary", "570.1", 1, 1),))
     have_gpu(monkeypatch, 40 * GIB)
     assert chosen(settings, left) == ("device", "float32"), "the dtype of the model's files"
     assert chosen(settings, ["build.dtype"]) == ("cpu", "float32")
@@ -122,7 +122,7 @@ def test_a_service_is_placed_for_contexts_of_all_positions(
     assert chosen(settings, left) == ("hybrid", "float32"), "there is room for 3 contexts of 4"
     have_gpu(monkeypatch, 1000)
     assert chosen(of_narrow, left) == ("cpu", "float32")
-    monkeypatch.setattr(auto, "ask", lambda probe, given: {"error": "no answer within 120 s"})
+    monkeypatch.setattr(serving, "ask", lambda probe, given: {"error": "no answer within 120 s"})
     assert chosen(settings, left) == ("cpu", "float32")
     assert capsys.readouterr().err.endswith("\ndecoding on the CPU: no answer within 120 s\n")
 
@@ -164,5 +164,5 @@ def test_auto_is_bfloat16_for_quantized_models_on_a_gpu_but_not_for_the_demo(tmp
 @pytest.mark.gpu
 def test_a_gpu_is_found_in_another_process(model: str) -> None:
     loaded = load_settings(None, {}, {"model.name": model})
-    settings, reason = choose_for_service(loaded.settings, loaded.left_to_csattn)
-    assert (settings.engine.placement, settings.build.dtype, reason) == ("device", "float32", "")
+    settings = serving._chosen(loaded.settings, loaded.left_to_csattn, [])
+    assert (settings.engine.placement, settings.build.dtype) == ("device", "float32")

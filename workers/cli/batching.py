@@ -9,7 +9,6 @@ from typing import Any
 
 from csattn.artifact.durable import unsynced
 from csattn.build_options import BuildOptions
-from csattn.models.loader import dtype_for
 from index_build.batch import OUTCOMES, BatchReport, JobResult, run_batch
 from index_build.board import BuildState
 from index_build.job_list import Job, read_jobs
@@ -60,9 +59,8 @@ def build_jobs(
     return report.to_json()
 
 
-def _require_room(options: BuildOptions, device: str) -> None:
-    dtype = dtype_for(device, options.model, options.dtype, options.weights)
-    require_room_for_weights(options.model, dtype, options.weights)
+def _require_room(options: BuildOptions) -> None:
+    require_room_for_weights(options.model, options.dtype, options.weights)
 
 
 def require_one_source(

@@ -13,10 +13,11 @@ from csattn.checks import require_num_threads
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
-from csattn.models.loader import dtype_for, is_to_be_converted, model_name, require_dtype_and_rounding
+from csattn.models.loader import is_to_be_converted, require_dtype_and_rounding
 from csattn.models.prompt import num_special, require_not_far_too_long
 from csattn.models.quantized_model import drop_quantized
-from index_build.inputs import choose_device, make_config, read_text, read_tokens
+from csattn.models.source import model_name
+from index_build.inputs import choose_device, make_config, read_text, read_tokens, with_dtype
 from index_build.pipeline import BuildReport, build_plan
 from index_build.plan import Plan, plan_text, plan_tokens
 from workers.capacity import require_room_for_weights
@@ -44,8 +45,8 @@ def build(
         require_place_for_store(local_path(store))
     ids = None if tokens is None else read_tokens(tokens)
     text = "" if context is None else read_text(context)
-    dtype = dtype_for(device, options.model, options.dtype, options.weights)
-    loaded = show_loading(options.model, dtype, device, weights=options.weights)
+    options = with_dtype(options, device)
+    loaded = show_loading(options.model, options.dtype, device, weights=options.weights)
     drop_quantized(loaded.model)
     if ids is not None:
         plan = plan_tokens(ids, options, loaded, device)
@@ -63,7 +64,7 @@ def build(
         "reused": report.reused,
         "resumed_at_layer": report.resumed_at,
         "device": device,
-        "dtype": dtype,
+        "dtype": options.dtype,
         "index_config": plan.spec.index_config.to_json(),
         "context_len": manifest.spec.context_len,
         "size_bytes": manifest.size_bytes,

@@ -5,8 +5,9 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, redirect_stdout, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
+from json import dumps as to_json
 from pathlib import Path
 from threading import Event
 
@@ -16,6 +17,7 @@ from csattn.selector_names import SELECTOR_NAMES
 from csattn.signals import ending_signals
 from workers.cli import signals
 from workers.cli.terminal import err, output_that_may_fail, print_json, write
+from workers.doctor.facts import ask, visible_gpus
 from workers.service.addresses import listen, reserve_port
 from workers.settings import EngineSettings, Settings, load_settings
 
@@ -85,28 +87,37 @@ def _with_absolute_paths(settings: Settings) -> Settings:
 
 def _pair(given: str) -> tuple[str, str]:
     """Split NAME=ARTIFACT."""
+    from workers.serving.contexts import require_name
+
     name, equals, artifact_id = given.partition("=")
     if not (equals and artifact_id):
         raise ConfigError(f"--context takes NAME=ARTIFACT, such as handbook=3f2a, got {given!r}")
+    require_name(name)
     return name, artifact_id
 
 
 def _chosen(settings: Settings, left: Sequence[str], contexts: Sequence[tuple[str, str]]) -> Settings:
-    """Choose the settings that are left to csattn: see UNTIL_CHOSEN. contexts: names with artifacts."""
-    if "build.dtype" in left and contexts:
-        from workers.serving.contexts import require_name, spec_named
+    """Choose the settings that are left to csattn: see UNTIL_CHOSEN. contexts: names with artifacts.
 
-        require_name(contexts[0][0])
+    A GPU is examined in another process: this one may live as long as the service, and holds no memory of the device.
+    """
+    if "build.dtype" in left and contexts:
+        from workers.serving.contexts import spec_named
+
         dtype = spec_named(settings.store.path, contexts[0][1]).kv_dtype
         settings = replace(settings, build=replace(settings.build, dtype=dtype))
         left = [key for key in left if key != "build.dtype"]
-    if left:
-        from workers.auto import choose_for_service
-
-        settings, reason = choose_for_service(settings, left)
-        if reason:
-            err.print(f"decoding on the CPU: {reason}")
-    return settings
+    engine, build, model = settings.engine, settings.build, settings.model
+    if not left or (engine.placement == "cpu" and ("engine.placement" not in left or not visible_gpus())):
+        return settings
+    given = model.name, build.dtype, model.weights, build.preset, asdict(engine), left
+    found = ask("auto", to_json(given))
+    if reason := found.get("error") or found["reason"]:
+        err.print(f"decoding on the CPU: {reason}")
+    if "error" in found:
+        return settings
+    engine, build = replace(engine, placement=found["placement"]), replace(build, dtype=found["dtype"])
+    return replace(settings, engine=engine, build=build)
 
 
 def _named(settings: Settings, contexts: Sequence[tuple[str, str]]) -> dict[str, str]:

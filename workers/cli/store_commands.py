@@ -24,10 +24,10 @@ from csattn.artifact import (
     unfinished_builds,
     verify_artifact,
 )
+from csattn.artifact.directories import remove_artifact
 from csattn.artifact.find import is_artifact_id, require_place_for_store, store_entries
 from csattn.artifact.layout import MANIFEST_FILE
 from csattn.artifact.manifest import NOT_ROUNDED
-from csattn.artifact.work import remove_published
 from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError, ConfigError, CsattnError
 from workers.cli.terminal import counting, err, out, table
@@ -231,7 +231,7 @@ def remove(places: Sequence[Path | str]) -> dict[str, Any]:
         if isinstance(place, str):
             store, _, artifact_id = place.rpartition("/")
             RemoteStore(store).remove(artifact_id)
-        elif remove_published(place):
+        elif remove_artifact(place):
             names = ", ".join(_registered(place.parent).get(place.name, ()))
         else:
             raise ArtifactError(f"another process builds or removes {place}; try again when it has ended")

@@ -16,11 +16,11 @@ from csattn.models.loader import (
     has_low_bit_weights,
     is_to_be_converted,
     load_tokenizer,
-    model_name,
     read_config,
     require_dtype_and_rounding,
     require_unrounded,
 )
+from csattn.models.source import model_name
 from csattn.models.spec import ModelSpec
 from csattn.models.weight_sizes import WeightBytes, conversion_bytes, weight_bytes
 from offload.budget import SPARE_BYTES

@@ -143,9 +143,9 @@ def _pin() -> dict[str, Any]:
 
 def probe_auto(given: str) -> dict[str, str]:
     """Report what `auto` stands for in the settings of a service."""
-    from workers.auto import answer_probe
+    from workers.auto import choose_for_service
 
-    return answer_probe(given)
+    return choose_for_service(given)
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {

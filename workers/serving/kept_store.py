@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csattn.artifact import collect_garbage
-from csattn.artifact.directories import num_bytes_below
+from csattn.artifact.directories import BUILDING_PREFIX, num_bytes_below
 from csattn.artifact.durable import available_bytes
 from csattn.artifact.find import is_artifact_id
 from csattn.artifact.lock import alone_in
-from csattn.artifact.work import BUILDING_PREFIX
 from csattn.errors import ArtifactError
 from offload.block_files import PARTIAL, SUFFIX
 from workers.words import size

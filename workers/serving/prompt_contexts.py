@@ -21,10 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from csattn.artifact import open_artifact
-from csattn.artifact.directories import num_bytes_below, used_at
+from csattn.artifact.directories import BUILDING_PREFIX, num_bytes_below, used_at
 from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id
-from csattn.artifact.work import BUILDING_PREFIX
 from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ArtifactError, ArtifactRoomError, CsattnError
 from csattn.models import LoadedModel

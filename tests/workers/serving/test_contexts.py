@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from csattn.artifact import Artifact
+from csattn.artifact.directories import BUILDING_PREFIX, LOCK_SUFFIX
 from csattn.artifact.lock import BuildLock
-from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX
 from csattn.config import preset
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ConfigError, ContextError
 from csattn.models import load_model

@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
+from csattn.artifact.directories import BUILDING_PREFIX, LOCK_SUFFIX
 from csattn.artifact.lock import BuildLock
-from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX
 from tests.index_build.batches import hashes
 from tests.tiny import save
 from workers.serving import context_build

@@ -105,7 +105,7 @@ def main() -> None:
                 case |= {"points": arguments.points, "width": heads.head_dim // config.num_subspaces}
                 print(case, flush=True)
                 cases.append(case)
-    header = {"bench": "kmeans", "shape": SHAPE, "machine": machine(), **faiss_version()}
+    header = {"bench": "kmeans", "shape": SHAPE, "machine": machine(), **faiss_version(), "faiss_gpus": num_gpus()}
     finish({**header, "num_centroids": config.num_centroids, "cases": cases}, arguments.json)
 
 

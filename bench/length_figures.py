@@ -14,7 +14,7 @@ from bench.shapes import shape_named
 from bench.step_figures import AHEAD, EVERY_STEP
 from workers.capacity import context_bytes, spec_of
 
-STEPS, KLS, SCHEDULES = "lengths-h200.json", "kl-h100.json", "schedules.json"
+STEPS, KLS, SCHEDULES = "lengths-h200.json", "kl-h200.json", "schedules.json"
 AS_GOOD_KLS = "kl-as-good.json"
 LISTS = "lists-h200.json"  # a later run, with its own times of full attention
 PUBLISHED = {  # schedules: share kept -> name in cases, name in tables

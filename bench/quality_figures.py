@@ -276,7 +276,7 @@ def rest_mass() -> list[str]:
 
 def needles() -> list[str]:
     """Return a table of passkeys found, by length and depth, by full attention, `default` and exact Top-K."""
-    cases = measured("needles-h100.json")
+    cases = measured("needles-h200.json")
     depths = sorted({case["depth"] for case in cases})
     lines = [
         "| passkeys found by full attention, `default`, exact Top-K | asked at each depth | "

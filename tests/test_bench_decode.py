@@ -19,7 +19,7 @@ from bench.decode.recording import Recording, load_recording, save_recording
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, layer_bytes, row_bytes, weight_bytes
 from bench.decode.sparse_op import SparseOp
 from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries, merge_requests, split_requests
-from bench.decode.variants import INDEXES, of_variant
+from bench.decode.variants import INDEXES, of_variant, require_known
 from bench.decode.widened import (
     NUM_WIDE_LAYERS,
     Heads,
@@ -356,6 +356,15 @@ def test_a_variant_names_an_index_and_a_kind_of_rest():
     assert of_variant("lists+moments", search) == (INDEXES["lists"], replace(search, rest="moments"))
     with pytest.raises(ConfigError, match="needs an index that is a sketch"):
         of_variant("lists+sketch", search)
+
+
+def test_an_unknown_variant_is_refused_with_the_known_ones():
+    search = SearchConfig()
+    require_known(["full", "default+none", "lists"], ["full", "window"], search)
+    with pytest.raises(GateError, match=r"variants are full, window, default, lists, paper, .*'ful' is none of them"):
+        require_known(["full", "ful"], ["full", "window"], search)
+    with pytest.raises(ConfigError, match="sketches"):
+        require_known(["default+sketches"], [], search)
 
 
 @pytest.mark.parametrize("num_contexts", [3, 1])

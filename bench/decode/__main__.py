@@ -24,8 +24,9 @@ from bench.decode.options import SCHEDULES, SLOTS
 from bench.decode.recording import default_path, load_recording
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
-from bench.timing import finish, gate, numbers
+from bench.timing import GateError, finish, gate, numbers
 from csattn.config import SearchConfig
+from csattn.errors import CsattnError
 
 CONTEXT_LENS = "8192,16384,32768,65536,131072,262144,524288,1048576"
 VARIANTS = "full,streamed,window,default,lists"
@@ -80,16 +81,19 @@ def main() -> None:
     elif arguments.command == "show":
         _show(arguments)
     else:
-        _measure(arguments)
+        try:
+            _measure(arguments)
+        except (CsattnError, GateError) as error:
+            raise SystemExit(f"error: {error}") from error
 
 
 def _measure(arguments: argparse.Namespace) -> None:
     import torch
 
-    from bench.decode.end_to_end import run_end_to_end
+    from bench.decode import end_to_end, op
     from bench.decode.gpu_timing import ceilings, device_machine
-    from bench.decode.op import run_op_cases
     from bench.decode.options import Options
+    from bench.decode.variants import require_known
     from bench.shapes import shape_named
     from offload.codecs.formats import KvFormat
 
@@ -101,6 +105,8 @@ def _measure(arguments: argparse.Namespace) -> None:
         from tests.ampere import take_for_ampere
 
         take_for_ampere(pytest.MonkeyPatch())
+    search = SearchConfig(keep=arguments.keep, search_period=getattr(arguments, "search_period", 1))
+    require_known(arguments.variants, op.OTHERS if arguments.command == "op" else end_to_end.OTHERS, search)
     machine = device_machine()
     earlier = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
     rates = earlier["ceilings"] if earlier.get("machine") == machine else ceilings()
@@ -112,7 +118,6 @@ def _measure(arguments: argparse.Namespace) -> None:
         header["device_gb"] = device_gb
         torch.cuda.set_per_process_memory_fraction(device_gb * 1e9 / machine["hbm_bytes"])
     print(json.dumps(header), flush=True)
-    search = SearchConfig(keep=arguments.keep, search_period=getattr(arguments, "search_period", 1))
     names, schedules = _names(arguments.shape), tuple(getattr(arguments, "schedules", ()))
     gate(set(schedules) <= set(SCHEDULES), f"schedules are {', '.join(SCHEDULES)}, not {', '.join(schedules)}")
     options = Options(
@@ -131,12 +136,12 @@ def _measure(arguments: argparse.Namespace) -> None:
     results = Results(arguments.out, header, tuple(fixed))
     which = results, recording, options, arguments.contexts, arguments.batches
     if arguments.command == "op":
-        run_op_cases(*which, arguments.variants)
+        op.run_op_cases(*which, arguments.variants)
     for name in names if arguments.command == "e2e" else ():
         if len(names) > 1:
             options = replace(options, shape=shape_named(name), shape_name=name)
         which = results, recording, options, arguments.contexts, arguments.batches
-        run_end_to_end(*which, arguments.variants, arguments.placements, arguments.weights)
+        end_to_end.run_end_to_end(*which, arguments.variants, arguments.placements, arguments.weights)
     finish(results.content, None)  # the file already has every case, and the header of its last run
 
 

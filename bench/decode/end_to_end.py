@@ -31,6 +31,11 @@ from csattn.models.weights import ModelWeights
 from workers.model import ModelRunner, StepAttention
 from workers.model.devices import Devices
 
+BASELINES: dict[str, Callable[[Workload, Options], Prepared]] = {
+    **{"full": full_attention, "all": all_rows, "streamed": streamed, "window": window_only},
+    **{name: partial(low_bit_rows, name=name) for name in FORMATS},
+}
+OTHERS = *BASELINES, *other_methods.INDEXES, *sampled.TABLES  # variants that `of_variant` does not read
 WARM_UP_STEPS, SLOW_STEPS = 48, 8  # warm-up steps also fill the slot cache
 PROFILED_STEPS = 4
 
@@ -41,7 +46,7 @@ def run_end_to_end(
     options: Options,
     context_lens: list[int],
     batch_sizes: list[int],
-    variants: list[str],  # "full", "all", "streamed", "window", `FORMATS`, other methods, or as `of_variant` reads them
+    variants: list[str],  # of `OTHERS`, or as `of_variant` reads them
     placements: list[str],  # of other methods and of what `of_variant` reads
     formats: list[str],  # of weights: "bf16", or one of `FEW`
 ) -> None:
@@ -96,17 +101,15 @@ def _run_with(
 def _cases(
     work: Workload, options: Options, variants: list[str], placements: list[str]
 ) -> Iterator[tuple[Case, Callable[[], Prepared]]]:
-    baselines = {"full": full_attention, "all": all_rows, "streamed": streamed, "window": window_only}
-    baselines |= {name: partial(low_bit_rows, name=name) for name in FORMATS}
     key = _key(work, options)
     codec = {} if options.kv_format is None else {"kv_codec": str(options.kv_format)}
     for variant in variants:
         if variant in sampled.TABLES:
             continue
         of = {**key, **({} if variant in ("full", "window", *FORMATS) else codec), "variant": variant}
-        if variant in baselines:
+        if variant in BASELINES:
             place = "host" if variant == "streamed" else "device"
-            yield {**of, "placement": place, "schedule": "none"}, partial(baselines[variant], work, options)
+            yield {**of, "placement": place, "schedule": "none"}, partial(BASELINES[variant], work, options)
             continue
         for placement in placements:
             for schedule, search in schedules(options.search, placement):

@@ -19,6 +19,7 @@ from bench.decode.workload import Workload
 from bench.timing import gate
 from csattn.errors import CsattnError
 
+OTHERS = "full", "streamed", "window"  # variants that `of_variant` does not read
 STREAMED_LAYERS = 4
 PROFILED_RUNS = 3
 
@@ -29,7 +30,7 @@ def run_op_cases(
     options: Options,
     context_lens: list[int],
     batch_sizes: list[int],
-    variants: list[str],  # "full", "streamed", "window", or as `variants.of_variant` reads them
+    variants: list[str],  # of `OTHERS`, or as `variants.of_variant` reads them
 ) -> None:
     """Measure the cases that the results do not hold yet, in the order of the arguments."""
     for context_len in context_lens:
@@ -42,7 +43,7 @@ def run_op_cases(
                     "batch_size": batch_size,
                     "variant": variant,
                     "placement": "host" if variant == "streamed" else "device",
-                    "schedule": "none" if variant in ("full", "streamed", "window") else "every step",
+                    "schedule": "none" if variant in OTHERS else "every step",
                 }
                 if results.has(**case):
                     continue

@@ -23,6 +23,7 @@ class Examination:
 
     fault: str = ""  # why this service cannot answer from it
     is_lost: bool = False  # opening it has shown that it is missing or damaged, so it can be built again
+    is_foreign: bool = False  # another model or tokenizer made it, as its id says: that does not change
     token_ids: Tokens | None = None  # [context_len]; None with a fault
     spec: ArtifactSpec | None = None  # None with a fault
     stamp: int = 0  # `_stamp` of its files when they were examined
@@ -52,9 +53,9 @@ class Examiner:
         return known
 
     def recall(self, path: Path) -> Examination:
-        """`examine`, but without touching the disk if the artifact was usable when it was last examined."""
+        """`examine`, without touching the disk if the artifact was usable, or another model's, when last examined."""
         known = self._known.get(path)
-        return self.examine(path) if known is None or known.fault else known
+        return known if known is not None and (known.is_foreign or not known.fault) else self.examine(path)
 
     def forget(self, path: Path) -> None:
         """Forget an artifact that has been removed."""
@@ -113,8 +114,8 @@ class Examiner:
             artifact.require_model(self._fingerprint, self._geometry)
             artifact.require_tokenizer(self._tokenizer_hash)
         except ArtifactMismatchError as error:
-            return Examination(f"{_CANNOT}: {error}", stamp=stamp)
-        return Examination("", False, np.array(artifact.token_ids), spec, stamp)
+            return Examination(f"{_CANNOT}: {error}", is_foreign=True, stamp=stamp)
+        return Examination(token_ids=np.array(artifact.token_ids), spec=spec, stamp=stamp)
 
 
 def _stamp(path: Path) -> int:

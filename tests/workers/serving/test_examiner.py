@@ -79,6 +79,17 @@ def test_a_context_built_with_another_model_is_reported_as_failed(store: Path, o
     asyncio.run(main())
 
 
+def test_prompts_pass_over_contexts_of_another_model_without_touching_the_disk(
+    store: Path, other: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = (path for path in store.iterdir() if (path / "manifest.json").exists())
+    examines = examiner.Examiner(other)
+    first = examines.recall(path)
+    assert first.is_foreign and not first.is_lost
+    monkeypatch.setattr(examiner, "_stamp", lambda path: pytest.fail("its files are looked at again"))
+    assert examines.recall(path) is first
+
+
 def test_asking_for_one_context_does_not_examine_the_others(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name_artifact(store, "otter", build(store, text_of("otter")), "float32")
     looked: list[Path] = []

@@ -125,11 +125,18 @@ def layer_type(config: Any, layer_idx: int) -> str:
 def _require_reproduced(config: Any, family: Family) -> None:
     _require_one_or_more(config, "num_hidden_layers")
     layers = range(config.num_hidden_layers)
-    types = _LAYER_TYPES | (set(_COMPRESSED) if family.compressed else set())
-    if unknown := {layer_type(config, layer_idx) for layer_idx in layers} - types:
+    types = {layer_type(config, layer_idx) for layer_idx in layers}
+    known = _LAYER_TYPES | (set(_COMPRESSED) if family.compressed else set())
+    # in families without this field, transformers' models ignore it, and its caches do not
+    if not hasattr(type(config), "layer_types") and (types != {"full_attention"} or "" not in rope_parameters(config)):
+        raise ModelError(
+            f"the config has layers of certain types ({', '.join(sorted(types))} in layer_types), and all layers of "
+            f"family {config.model_type!r} are alike; use its published config"
+        )
+    if unknown := types - known:
         raise ModelError(
             f"some layers of this model are {', '.join(sorted(unknown))}, which csattn does not compute; it has "
-            f"{', '.join(sorted(types))}"
+            f"{', '.join(sorted(known))}"
         )
     if family.compressed:
         _require_compressed(config)

@@ -37,6 +37,19 @@ from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, make_model, 
             "linear attention of a kind that",
         ),
         (
+            "llama",
+            {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 37},
+            "full_attention, sliding_attention in layer_types.*layers of family 'llama' are alike",
+        ),
+        (
+            "llama",
+            {
+                "layer_types": 3 * ["full_attention"],
+                "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 500.0}},
+            },
+            "full_attention in layer_types.* are alike",
+        ),
+        (
             "ministral3",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
             "lack llama_4_scaling_beta or original_max_position_embeddings; add them",

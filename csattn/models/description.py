@@ -280,11 +280,13 @@ def _reach(config: Any, family: Family, layer_idx: int) -> Reach | None:
         return None
     kind = layer_type(config, layer_idx)
     most = max_positions(config)
-    window = family.field(config, "sliding_window", None) or most  # the window of all layers
-    if kind == "full_attention" and window < most:
+    window = family.field(config, "sliding_window", None)  # of all layers
+    if kind == "full_attention" and window is not None and window < most:
         kind = "sliding_attention"
-    num_rows = getattr(config, _REACHES[kind]) if kind in _REACHES else None
-    return None if num_rows is None else Reach(num_rows=num_rows, chunked=kind == "chunked_attention")
+    if kind not in _REACHES or (num_rows := getattr(config, _REACHES[kind])) is None:
+        return None
+    _require_one_or_more(config, _REACHES[kind])
+    return Reach(num_rows=num_rows, chunked=kind == "chunked_attention")
 
 
 def _heads(config: Any, family: Family) -> tuple[tuple[int, int], tuple[int, int] | None]:

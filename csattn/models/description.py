@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from csattn.errors import ModelError
 from csattn.models.experts import experts_of, mlp_width
-from csattn.models.families import FAMILIES, Family, unsupported
+from csattn.models.families import FAMILIES, Family, own_field, unsupported
 from csattn.models.positions import max_positions, rope_parameters, rope_specs, unrotated_rope
 from csattn.models.spec import (
     Activation,
@@ -65,7 +65,7 @@ def describe(config: Any) -> ModelSpec:
         max_positions=max_positions(config),
         norm_eps=config.layer_norm_eps if family.centred else config.rms_norm_eps,
         local_heads=local_heads,
-        layer_input_width=getattr(config, "hidden_size_per_layer_input", 0) or 0,
+        layer_input_width=own_field(config, "hidden_size_per_layer_input", 0) or 0,
         streams=_streams(config) if family.compressed else None,
         ropes=rope_specs(config, family),
         centred=family.centred,
@@ -125,11 +125,18 @@ def layer_type(config: Any, layer_idx: int) -> str:
 def _require_reproduced(config: Any, family: Family) -> None:
     _require_one_or_more(config, "num_hidden_layers")
     layers = range(config.num_hidden_layers)
-    types = _LAYER_TYPES | (set(_COMPRESSED) if family.compressed else set())
-    if unknown := {layer_type(config, layer_idx) for layer_idx in layers} - types:
+    types = {layer_type(config, layer_idx) for layer_idx in layers}
+    known = _LAYER_TYPES | (set(_COMPRESSED) if family.compressed else set())
+    # in families without this field, transformers' models ignore it, and its caches do not
+    if not hasattr(type(config), "layer_types") and (types != {"full_attention"} or "" not in rope_parameters(config)):
+        raise ModelError(
+            f"the config has layers of certain types ({', '.join(sorted(types))} in layer_types), and all layers of "
+            f"family {config.model_type!r} are alike; use its published config"
+        )
+    if unknown := types - known:
         raise ModelError(
             f"some layers of this model are {', '.join(sorted(unknown))}, which csattn does not compute; it has "
-            f"{', '.join(sorted(types))}"
+            f"{', '.join(sorted(known))}"
         )
     if family.compressed:
         _require_compressed(config)
@@ -138,7 +145,7 @@ def _require_reproduced(config: Any, family: Family) -> None:
             "every layer of this model attends through a sliding window, so nothing of a long context can be read "
             "beyond it; use a model with full attention in some layers (for Mistral, v0.2 or later)"
         )
-    if getattr(config, "hidden_size_per_layer_input", 0) and config.vocab_size_per_layer_input < config.vocab_size:
+    if own_field(config, "hidden_size_per_layer_input", 0) and config.vocab_size_per_layer_input < config.vocab_size:
         raise ModelError(
             "this model's layers have embeddings of only some tokens, and csattn needs them for all tokens"
         )
@@ -146,7 +153,7 @@ def _require_reproduced(config: Any, family: Family) -> None:
         raise ModelError(
             "this model attends to later tokens too, which csattn does not; use a model that generates text"
         )
-    if family.interleaved_indexer is not None and getattr(config, "indexer_types", ["full"])[0] != "full":
+    if family.interleaved_indexer is not None and own_field(config, "indexer_types", ["full"])[0] != "full":
         raise ModelError("this model's first layer reuses the choice of an earlier layer, and there is none")
     if getattr(config, "clip_qkv", None) is not None:
         raise ModelError("this model clips queries, keys and values, which csattn does not; use one that does not")
@@ -200,7 +207,7 @@ def _delta(config: Any) -> DeltaSpec:
 
 def _latent(config: Any, family: Family, layer_idx: int) -> LatentSpec:
     indexer, interleaved = None, family.interleaved_indexer
-    if interleaved is not None and getattr(config, "indexer_types", {layer_idx: "full"})[layer_idx] == "full":
+    if interleaved is not None and own_field(config, "indexer_types", {layer_idx: "full"})[layer_idx] == "full":
         sizes = {"num_heads": config.index_n_heads, "head_dim": config.index_head_dim}
         indexer = IndexerSpec(**sizes, interleaved=interleaved)
     return LatentSpec(
@@ -273,11 +280,13 @@ def _reach(config: Any, family: Family, layer_idx: int) -> Reach | None:
         return None
     kind = layer_type(config, layer_idx)
     most = max_positions(config)
-    window = family.field(config, "sliding_window", None) or most  # the window of all layers
-    if kind == "full_attention" and window < most:
+    window = family.field(config, "sliding_window", None)  # of all layers
+    if kind == "full_attention" and window is not None and window < most:
         kind = "sliding_attention"
-    num_rows = getattr(config, _REACHES[kind]) if kind in _REACHES else None
-    return None if num_rows is None else Reach(num_rows=num_rows, chunked=kind == "chunked_attention")
+    if kind not in _REACHES or (num_rows := getattr(config, _REACHES[kind])) is None:
+        return None
+    _require_one_or_more(config, _REACHES[kind])
+    return Reach(num_rows=num_rows, chunked=kind == "chunked_attention")
 
 
 def _heads(config: Any, family: Family) -> tuple[tuple[int, int], tuple[int, int] | None]:
@@ -300,7 +309,7 @@ def _heads(config: Any, family: Family) -> tuple[tuple[int, int], tuple[int, int
 
 def _rows_of(config: Any, layer_idx: int) -> int | None:
     """The layer whose rows this one shares: the last of its type that has rows; None: it has its own."""
-    first = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+    first = config.num_hidden_layers - own_field(config, "num_kv_shared_layers", 0)
     kind = layer_type(config, layer_idx)
     if layer_idx < first:
         return None
@@ -311,7 +320,7 @@ def _rows_of(config: Any, layer_idx: int) -> int | None:
 
 
 def _k_is_v(config: Any, layer_idx: int) -> bool:
-    is_so = getattr(config, "attention_k_eq_v", False) and layer_type(config, layer_idx) == "full_attention"
+    is_so = own_field(config, "attention_k_eq_v", False) and layer_type(config, layer_idx) == "full_attention"
     return is_so and _rows_of(config, layer_idx) is None
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from csattn.errors import ModelError
+from csattn.models.families import own_field
 from csattn.models.spec import Activation, ExpertsSpec
 
 
@@ -27,7 +28,7 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
     """Return the experts of a layer: the routed ones, then a shared expert with a gate of its own, if any."""
     if not has_experts(config, layer_idx):
         return ()
-    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    width = own_field(config, "moe_intermediate_size", None) or config.intermediate_size
     routed: dict[str, Any] = {
         "num_experts": getattr(config, "num_local_experts", None) or config.num_experts,
         "num_chosen": getattr(config, "num_experts_per_tok", None) or config.top_k_experts,

@@ -197,6 +197,11 @@ FAMILIES = {
 }
 
 
+def own_field(config: Any, name: str, default: Any) -> Any:
+    """Return a field that only some families have, or `default` in others, whose configs may carry it unread."""
+    return getattr(config, name) if hasattr(type(config), name) else default
+
+
 def unsupported(family: str | None) -> ModelError:
     """Return the error for a family that is not supported. family: `model_type` in configs."""
     why = f": {_REFUSED[family]}" if family in _REFUSED else ""

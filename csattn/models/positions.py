@@ -3,7 +3,7 @@
 from typing import Any
 
 from csattn.errors import ModelError
-from csattn.models.families import Family
+from csattn.models.families import Family, own_field
 from csattn.models.spec import RopeSpec, Temper
 
 # With these, the angle of a position depends on the position alone, so captured keys stay valid however long the
@@ -85,7 +85,7 @@ def _rope_spec(config: Any, parameters: dict[str, Any], family: Family) -> RopeS
 
 def unrotated_rope(config: Any) -> tuple[RopeSpec, ...]:
     """The temperature of queries in layers without RoPE, as a RopeSpec that does not rotate; empty if none."""
-    if not getattr(config, "attn_temperature_tuning", False):
+    if not own_field(config, "attn_temperature_tuning", False):
         return ()
     temper = Temper(beta=float(config.attn_scale), every=int(config.floor_scale), offset=1)
     return (RopeSpec(parameters=None, temper=temper),)

@@ -1,8 +1,8 @@
-"""What `auto` stands for: a placement on a GPU, if this machine has one with room for the model, and a GPU's dtype."""
+"""What `auto` stands for: a placement on a GPU, if this machine has one with room for the model, and a dtype."""
 
 import json
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -74,12 +74,13 @@ def choose_for_service(given: str) -> dict[str, str]:
     the model's name, dtype, rounding and preset, the engine's settings, and the settings to choose, of UNTIL_CHOSEN.
     """
     name, dtype, weights, preset, fields, left = json.loads(given)
-    engine, on_gpu = EngineSettings(**fields), dtype
-    if "build.dtype" in left:
-        on_gpu = dtype_for("cuda", name, AUTO, weights)
-    if "engine.placement" not in left:
-        return {"placement": engine.placement, "dtype": on_gpu, "reason": ""}
-    geometry = geometry_of(describe(read_config(name, on_gpu)))
-    context_len = min(engine.max_context_len or _LONGEST, geometry.max_positions)
-    placement, reason = choose_placement(name, on_gpu, weights, engine, spec_of(geometry, context_len, on_gpu, preset))
-    return {"placement": placement, "dtype": dtype if placement == "cpu" else on_gpu, "reason": reason}
+    engine, asked = EngineSettings(**fields), AUTO if "build.dtype" in left else dtype
+    placement, reason = engine.placement, ""
+    on_gpu: Any = dtype_for("cuda", name, asked, weights)
+    if "engine.placement" in left:
+        geometry = geometry_of(describe(read_config(name, on_gpu)))
+        context_len = min(engine.max_context_len or _LONGEST, geometry.max_positions)
+        spec = spec_of(geometry, context_len, on_gpu, preset)
+        placement, reason = choose_placement(name, on_gpu, weights, engine, spec)
+    dtype = dtype_for("cpu", name, asked, weights) if placement == "cpu" else on_gpu
+    return {"placement": placement, "dtype": dtype, "reason": reason}

@@ -14,6 +14,7 @@ from torch import Tensor
 from csattn.artifact import ModelGeometry
 from csattn.build_options import AUTO
 from csattn.cpu.heap import trim_heap
+from csattn.cpus import multiplies_bfloat16
 from csattn.errors import ConfigError, CsattnError, ModelError
 from csattn.models import deepseek_files
 from csattn.models.checkpoint_files import require_weights
@@ -195,21 +196,23 @@ def require_dtype_and_rounding(dtype: str, weights: str | None) -> Rounding | No
 
 
 def dtype_for(device: str, name: str | None, dtype: str, weights: str | None = None) -> str:
-    """Return the dtype that `auto` stands for: float32, or on a GPU that of the model's files if it is a 16-bit one.
+    """Return the dtype that `auto` stands for: that of the model's files if the device multiplies it fast, or float32.
 
-    For weights in fewer bits, that is bfloat16. The demo model is always in float32. device: cpu or cuda. The other
-    arguments are those of `load_model`.
+    A GPU does so with all 16-bit ones, a CPU with bfloat16 if it has instructions for that. For weights in fewer bits,
+    it is bfloat16. The demo model is always in float32. device: cpu or cuda. The other arguments are those of
+    `load_model`.
     """
     if dtype != AUTO:
         return dtype
+    fast = set(DTYPES) if device != "cpu" else {"bfloat16"} if multiplies_bfloat16() else set[str]()
     name = model_name(name)
-    if device == "cpu" or name == DEMO_MODEL:
+    if name == DEMO_MODEL or not fast:
         return "float32"
     if weights is not None or gguf_of(name) is not None:
         return "bfloat16"
     config = read_config(name)
     own = torch.bfloat16 if has_low_bit_weights(config, weights) else config.dtype
-    return next((known for known, its in DTYPES.items() if its == own), "float32")
+    return next((known for known in fast if DTYPES[known] == own), "float32")
 
 
 def read_config(name: str | None, dtype: str = "float32") -> Any:

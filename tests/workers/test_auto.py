@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from csattn.artifact import ArtifactSpec
+from csattn.cpus import multiplies_bfloat16
 from csattn.errors import ConfigError
+from csattn.models import loader
 from csattn.models.description import describe
 from csattn.models.identity import geometry_of
 from csattn.models.loader import dtype_for, read_config, wrap_model
@@ -98,6 +100,8 @@ def test_a_service_is_placed_for_contexts_of_all_positions(
     loaded = load_settings(None, {}, {"model.name": model})
     settings, left = loaded.settings, loaded.left_to_csattn
     monkeypatch.setattr(serving, "ask", lambda probe, given: PROBES[probe](given))
+    for module in (loader, serving):
+        monkeypatch.setattr(module, "multiplies_bfloat16", lambda: False)
     assert serving._chosen(settings, left, []) == settings
 
     def chosen(settings: Settings, left: list[str]) -> tuple[str, str]:
@@ -127,6 +131,29 @@ def test_a_service_is_placed_for_contexts_of_all_positions(
     assert capsys.readouterr().err.endswith("\ndecoding on the CPU: no answer within 120 s\n")
 
 
+def test_a_service_on_a_cpu_has_the_dtype_of_a_models_files_where_it_is_fast(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_model("llama").bfloat16().save_pretrained(tmp_path)
+    loaded = load_settings(None, {}, {"model.name": str(tmp_path)})
+    monkeypatch.setattr(serving, "ask", lambda probe, given: PROBES[probe](given))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(serving, "visible_gpus", lambda: ())
+    capsys.readouterr()
+    for fast, wanted in ((False, "float32"), (True, "bfloat16")):
+        for module in (loader, serving):
+            monkeypatch.setattr(module, "multiplies_bfloat16", lambda fast=fast: fast)
+        settings = serving._chosen(loaded.settings, loaded.left_to_csattn, [])
+        assert (settings.engine.placement, settings.build.dtype) == ("cpu", wanted)
+        assert serving._chosen(loaded.settings, ["engine.placement"], []).build.dtype == "float32"
+    assert capsys.readouterr().err == ""
+
+
+def test_the_instructions_of_this_cpu_are_read() -> None:
+    supported = [name for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported") if getattr(torch.cpu, name)()]
+    assert multiplies_bfloat16() == bool(supported)
+
+
 def test_a_service_has_the_dtype_of_its_first_named_artifact(tmp_path: Path) -> None:
     built = build_context(wrap_model(make_model().bfloat16(), byte_tokenizer(), "tiny"), "word " * 100, tmp_path)
     settings = load_settings(None, {}, {"store.path": tmp_path}).settings
@@ -138,27 +165,38 @@ def test_a_service_has_the_dtype_of_its_first_named_artifact(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weights", "wanted"),
-    [(None, None, "float32"), ("float16", None, "float16"), ("bfloat16", None, "bfloat16"), (None, "fp8", "bfloat16")],
+    ("dtype", "weights", "on_gpu", "on_cpu"),
+    [
+        (None, None, "float32", "float32"),
+        ("float16", None, "float16", "float32"),
+        ("bfloat16", None, "bfloat16", "bfloat16"),
+        (None, "fp8", "bfloat16", "bfloat16"),
+    ],
 )
-def test_auto_is_the_dtype_of_a_models_files_on_a_gpu(
-    tmp_path: Path, dtype: str | None, weights: str | None, wanted: str
+def test_auto_is_the_dtype_of_a_models_files_where_it_is_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None, weights: str | None, on_gpu: str, on_cpu: str
 ) -> None:
     config = tiny_config("llama")
     config.dtype = dtype
     config.save_pretrained(tmp_path)
-    assert dtype_for("cuda", str(tmp_path), "auto", weights) == wanted
-    assert dtype_for("cpu", str(tmp_path), "auto", weights) == "float32"
-    assert dtype_for("cuda", str(tmp_path), "float16", weights) == "float16"
+    assert dtype_for("cuda", str(tmp_path), "auto", weights) == on_gpu
+    for fast, wanted in ((False, "float32"), (True, on_cpu)):
+        monkeypatch.setattr(loader, "multiplies_bfloat16", lambda fast=fast: fast)
+        assert dtype_for("cpu", str(tmp_path), "auto", weights) == wanted
+        assert dtype_for("cpu", str(tmp_path), "float16", weights) == "float16"
 
 
-def test_auto_is_bfloat16_for_quantized_models_on_a_gpu_but_not_for_the_demo(tmp_path: Path) -> None:
+def test_auto_is_bfloat16_for_quantized_models_but_not_for_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config("llama")
     config.quantization_config = {"quant_method": "awq", "bits": 4}
     config.save_pretrained(tmp_path)
     (gguf := tmp_path / "model.gguf").touch()
-    assert dtype_for("cuda", str(tmp_path), "auto") == dtype_for("cuda", str(gguf), "auto") == "bfloat16"
-    assert dtype_for("cuda", None, "auto") == "float32"
+    monkeypatch.setattr(loader, "multiplies_bfloat16", lambda: True)
+    for device in ("cpu", "cuda"):
+        assert dtype_for(device, str(tmp_path), "auto") == dtype_for(device, str(gguf), "auto") == "bfloat16"
+        assert dtype_for(device, None, "auto") == "float32"
 
 
 @pytest.mark.gpu

@@ -103,7 +103,7 @@ def build(
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help=f"{DTYPE_HELP} auto: float32, or on a GPU that of the model's files.")
+        str, typer.Option(help=f"{DTYPE_HELP} auto: that of the model's files where it is fast, else float32.")
     ] = _BUILD.dtype,
     weights: Weights = None,
     chat: Annotated[bool, typer.Option(help="Wrap the context in the model's chat template.")] = _BUILD.chat,

@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event
 
 from csattn.artifact.find import require_place_for_store
+from csattn.cpus import multiplies_bfloat16
 from csattn.errors import ConfigError
 from csattn.selector_names import SELECTOR_NAMES
 from csattn.signals import ending_signals
@@ -99,7 +100,7 @@ def _pair(given: str) -> tuple[str, str]:
 def _chosen(settings: Settings, left: Sequence[str], contexts: Sequence[tuple[str, str]]) -> Settings:
     """Choose the settings that are left to csattn: see UNTIL_CHOSEN. contexts: names with artifacts.
 
-    A GPU is examined in another process: this one may live as long as the service, and holds no memory of the device.
+    That is done in another process: this one may live as long as the service, and holds no memory of a device.
     """
     if "build.dtype" in left and contexts:
         from workers.serving.contexts import spec_named
@@ -108,11 +109,13 @@ def _chosen(settings: Settings, left: Sequence[str], contexts: Sequence[tuple[st
         settings = replace(settings, build=replace(settings.build, dtype=dtype))
         left = [key for key in left if key != "build.dtype"]
     engine, build, model = settings.engine, settings.build, settings.model
-    if not left or (engine.placement == "cpu" and ("engine.placement" not in left or not visible_gpus())):
+    may_use_gpu = engine.placement != "cpu" or ("engine.placement" in left and bool(visible_gpus()))
+    has_choice_of_dtype = "build.dtype" in left and model.name is not None and multiplies_bfloat16()
+    if not (may_use_gpu or has_choice_of_dtype):
         return settings
     given = model.name, build.dtype, model.weights, build.preset, asdict(engine), left
     found = ask("auto", to_json(given))
-    if reason := found.get("error") or found["reason"]:
+    if may_use_gpu and (reason := found.get("error") or found["reason"]):
         err.print(f"decoding on the CPU: {reason}")
     if "error" in found:
         return settings

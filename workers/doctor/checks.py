@@ -1,10 +1,10 @@
 """The checks: small functions from facts to findings, so that tests can try any machine without having it."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from csattn.config import KMEANS_ON_CPU
+from csattn.cpus import multiplies_bfloat16
 from workers.doctor.facts import Answer, Facts
 from workers.doctor.findings import GIB, Finding, Status, gib, sentence
 from workers.doctor.store_checks import check_kept, check_store
@@ -12,7 +12,6 @@ from workers.doctor.store_checks import check_kept, check_store
 LOW_HOST_BYTES = 2 * GIB
 LOW_SHARED_BYTES = GIB // 2
 LOW_DEVICE_BYTES = 4 * GIB
-NARROW_PAYS = 2.0  # speedup of bfloat16 products from which it is recommended
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -52,7 +51,9 @@ def check_device(facts: Facts) -> Sequence[Finding]:
             remedy = "Update the driver, or install a torch for an older CUDA; also check CUDA_VISIBLE_DEVICES."
             return [Finding("device", "problem", text, remedy)]
         text = "No GPU is in use: prefill, search and decoding run on the CPU."
-        return [Finding("device", "ok", text + _narrow_products(torch.get("products", {})))]
+        if multiplies_bfloat16():
+            text += " It has instructions for bfloat16, in which csattn then computes models of 16 bits and fewer."
+        return [Finding("device", "ok", text)]
     driver = f", driver {seen[0].driver}" if seen else ""
     findings = []
     for idx, device in enumerate(devices):
@@ -219,17 +220,6 @@ def release(version: str) -> tuple[int, int]:
     """Return the first two numbers of a version; parts that are not numbers count as 0."""
     parts = [part if part.isdigit() else "0" for part in version.split("+")[0].split(".")] + ["0", "0"]
     return int(parts[0]), int(parts[1])
-
-
-def _narrow_products(rates: Mapping[str, float]) -> str:
-    """Recommend bfloat16 to a CPU with instructions for it, which gains much. Without them, bfloat16 is slower."""
-    faster = rates.get("bfloat16", 0.0) / rates.get("float32", math.inf)
-    if faster < NARROW_PAYS:
-        return ""
-    return (
-        f" This CPU multiplies bfloat16 {faster:.0f} times as fast as float32: with --dtype bfloat16 (for a service "
-        "--set build.dtype=bfloat16) builds and steps take less time, and contexts half the bytes."
-    )
 
 
 def _has_gpu(facts: Facts) -> bool:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from csattn.artifact import ModelGeometry
+from csattn.build_options import AUTO
 from csattn.errors import ConfigError, ModelError
 from csattn.models.checkpoint_files import require_weights
 from csattn.models.description import describe
 from csattn.models.identity import geometry_of
 from csattn.models.loader import (
+    dtype_for,
     has_low_bit_weights,
     is_to_be_converted,
     load_tokenizer,
@@ -50,7 +52,8 @@ def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[F
         said = str(error) if name in str(error) else f"{name}: {error}"
         return [Finding("model", "problem", said, _MODELS)]
     can_be_rounded = not has_low_bit_weights(config, weights)
-    needs = _needs(name, spec, geometry, size, can_be_rounded, converting, facts)
+    is_wide = not facts.probes["torch"].get("devices") and dtype_for("cpu", name, AUTO, weights) == "float32"
+    needs = _needs(name, spec, geometry, size, can_be_rounded, converting, is_wide, facts)
     return [*needs, *_faults_of_files(name, config), *_refusals(spec)]
 
 
@@ -78,6 +81,7 @@ def _needs(
     size: WeightBytes,
     can_be_rounded: bool,
     converting: int,  # bytes of memory that a first conversion takes; 0: none
+    is_wide: bool,  # whether csattn computes in float32 here unless it is told otherwise
     facts: Facts,
 ) -> list[Finding]:
     indexed = len(geometry.indexed_layers)
@@ -86,7 +90,7 @@ def _needs(
     if not indexed:
         layers = f"{local} layers with {kept}, from which the model itself chooses"
     devices = facts.probes["torch"].get("devices") or []
-    wide = "" if devices else f", {gib(2 * size.decoded)} in float32, the default"
+    wide = f", {gib(2 * size.decoded)} in float32, the default" if is_wide else ""
     text = f"{name} has {layers}; its weights take {gib(size.decoded)} in bfloat16{wide}."
     if size.quantized:
         aside = f" (and, decoded, {gib(size.mapped)} of disk)" if size.mapped else ""
@@ -129,10 +133,10 @@ def _needs(
     rooms = [f"{room(spec)} of {spec.context_len:,}" for spec in specs]
     placed = f"`{engine.placement}`, engine.num_contexts {engine.num_contexts}" if devices else "this machine"
     text += f" Room for contexts ({placed}): {', '.join(rooms)}."
-    if not devices and 2 * size.decoded > memory:
+    if is_wide and 2 * size.decoded > memory:
         remedy = "Use --dtype bfloat16, for a service --set build.dtype=bfloat16: in float32 the model does not fit."
         return [Finding("model", "warning", text, remedy)]
-    if not devices:
+    if is_wide:
         wide_specs = [spec_of(geometry, spec.context_len, "float32") for spec in specs]
         wide_room = partial(room, host_bytes=memory - 2 * size.decoded)
         rooms = [f"{wide_room(spec)} of {spec.context_len:,}" for spec in wide_specs]

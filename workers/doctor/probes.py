@@ -6,12 +6,10 @@ prints one JSON object as its last line. An exception here is a finding of the c
 """
 
 import json
-import math
 import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
@@ -41,14 +39,13 @@ def probe_numba() -> dict[str, Any]:
 
 
 def probe_torch() -> dict[str, Any]:
-    """Report torch, its GPUs, and whether host memory can be pinned for them; without a GPU, the speed of the CPU."""
+    """Report torch, its GPUs, and whether host memory can be pinned for them."""
     import torch
 
     from csattn.cuda import missing_for_kernels
 
     found: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": [], "pinning": None}
     if not torch.cuda.is_available():
-        found["products"] = _product_rates()
         return found
     for idx in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(idx)
@@ -107,22 +104,6 @@ def probe_kept(path: str) -> dict[str, Any]:
 
     kept = load_settings(None, os.environ, {}).settings.kept
     return {**asdict(kept_files(Path(path))), "most_bytes": kept.context_bytes + kept.disk_bytes}
-
-
-def _product_rates() -> dict[str, float]:
-    """Return this CPU's GFLOP/s by dtype, the best of a few matrix products like those of a prefill."""
-    import torch
-
-    rates = {}
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        rows, weights = torch.ones(512, 512, dtype=dtype), torch.ones(1024, 512, dtype=dtype)
-        least_s = math.inf
-        for _ in range(5):
-            started = time.perf_counter()
-            rows @ weights.T
-            least_s = min(least_s, time.perf_counter() - started)
-        rates[name] = 2 * 512 * 512 * 1024 / least_s / 1e9
-    return rates
 
 
 def _pin() -> dict[str, Any]:

@@ -381,7 +381,7 @@ KEYS = {f"{section}.{name}": key for section, part in SECTIONS.items() for name,
 UNTIL_CHOSEN = {"engine.placement": "cpu", "build.dtype": "float32"}  # what auto is in `Settings`
 _AUTO_WORDS = {
     "engine.placement": "auto: device or hybrid where a GPU has room for the model, else cpu.",
-    "build.dtype": "auto: that of the first --context; else float32 or, decoding on a GPU, that of the model's files.",
+    "build.dtype": "auto: that of the first --context; else as `csattn build` chooses where the service decodes.",
 }
 for _key, _words in _AUTO_WORDS.items():
     _of = KEYS[_key]

@@ -146,7 +146,7 @@ def main() -> None:
     loaded = (
         random_model(given.shape, given.layers, given.device)
         if given.shape
-        else load_model(given.model, device=given.device)
+        else load_model(given.model, "float32", device=given.device)
     )
     config = make_config(given.preset, {}, given.device)
 

@@ -213,7 +213,7 @@ def main() -> None:
         if not arguments.no_speed and not records.has(speed=name):
             records.add(speed(name))
     texts = [name for name in arguments.texts.split(",") if name]
-    loaded = load_model(arguments.model) if texts else None
+    loaded = load_model(arguments.model, "float32") if texts else None
     for text in texts:
         assert loaded is not None
         for case in quality(loaded, text, judged, records):

@@ -55,7 +55,7 @@ def main() -> None:
         loaded = random_model(arguments.shape, arguments.layers, arguments.device)
         ids, sha256 = np.resize(np.frombuffer(TEXT.read_bytes(), np.uint8), num_ids).astype(np.int32), ""
     else:
-        loaded = load_model(arguments.model, device=arguments.device, stretch=arguments.stretch)
+        loaded = load_model(arguments.model, "float32", device=arguments.device, stretch=arguments.stretch)
         ids, sha256 = read_text(arguments.text, loaded.tokenizer, arguments.context_len, arguments.own_len)
     context, following = ids[: arguments.context_len], ids[arguments.context_len :]
     gate(len(ids) == num_ids, "the text is too short")

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--len", type=int, default=2048, help="tokens of each text")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    loaded, cases = load_model(arguments.model), []
+    loaded, cases = load_model(arguments.model, "float32"), []
     texts = {name: tokenize(find_text(name), loaded.tokenizer)[: arguments.len] for name in arguments.texts.split(",")}
     for name, token_ids in texts.items():
         gate(
@@ -36,7 +36,7 @@ def main() -> None:
         )
     exact = {name: log_probs(loaded.model, token_ids) for name, token_ids in texts.items()}
     for weights in arguments.weights.split(","):
-        rounded = load_model(arguments.model, weights=weights).model
+        rounded = load_model(arguments.model, "float32", weights=weights).model
         for name, token_ids in texts.items():
             cases.append({"text": name, "weights": weights, **distance(exact[name], log_probs(rounded, token_ids))})
             line = "{text:8} {weights:5} KL {kl:.4f}, same most likely token {top1_agreement:.3f}"

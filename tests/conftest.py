@@ -64,6 +64,14 @@ def taken_for_ampere(pytestconfig: pytest.Config) -> Generator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def same_on_all_cpus() -> Generator[None]:
+    """Let `auto` be the dtype that it is on a CPU without instructions for bfloat16."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("csattn.models.loader.multiplies_bfloat16", lambda: False)
+        yield
+
+
 @pytest.fixture
 def as_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the GPU as Ampere for one test; kernels that were compiled before are unchanged."""

@@ -250,7 +250,11 @@ def _groups() -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    loaded = None if arguments.show else load_model(arguments.model, device=arguments.device, stretch=arguments.stretch)
+    loaded = (
+        None
+        if arguments.show
+        else load_model(arguments.model, "float32", device=arguments.device, stretch=arguments.stretch)
+    )
     header = {"bench": "long", "search": asdict(SearchConfig()), "torch": torch.__version__}
     fixed_fields = () if loaded is None else ("search",)
     records = Records(arguments.json, {**header, "machine": machine()}, KEY, fixed_fields)

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     records = Records(arguments.json, {"bench": "rest", "machine": machine()}, KEY)
-    loaded, lengths = load_model(arguments.model, device="cpu"), (arguments.context_len, arguments.eval_len)
+    loaded, lengths = load_model(arguments.model, "float32"), (arguments.context_len, arguments.eval_len)
     for text in arguments.texts.split(","):
         records.add(compare(loaded, text, lengths, SearchConfig()))
     finish(records.content, arguments.json)

@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     contenders = find_contenders(arguments.selectors)
-    loaded = load_model(arguments.model)
+    loaded = load_model(arguments.model, "float32")
     search = {name: value for name, value in asdict(SearchConfig()).items() if name != "keep"}  # each case has its own
     header = {"bench": "selectors", "model": loaded.name, "search": search, "machine": machine()}
     records = Records(arguments.json, header, KEY, fixed_fields=("search",))

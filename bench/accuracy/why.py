@@ -202,7 +202,7 @@ def run(arguments: argparse.Namespace) -> None:
     header = {"bench": "why", "torch": torch.__version__, "machine": machine()}
     records = Records(arguments.json, header, KEY)
     if not arguments.show:
-        loaded = load_model(arguments.model, device="cpu")
+        loaded = load_model(arguments.model, "float32")
         for text in arguments.texts.split(","):
             if not compare(loaded, text, lengths, found, arguments.keep, records, deadline):
                 print("time is up; call again to go on")

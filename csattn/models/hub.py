@@ -1,14 +1,17 @@
 """Models of Hugging Face's hub: the present version if the hub answers, else the copy that was fetched before."""
 
+from functools import cache
+
 from csattn.errors import ModelError
 
 _ANSWER_S = 5.0
 
 
+@cache  # its config may be read before it is loaded
 def hub_source(hub_id: str) -> str:
     """Return the id if the hub answers, else the directory of the copy that was fetched before.
 
-    The hub is asked once, with a short timeout: `transformers` would try for half a minute, again for each file.
+    A process asks the hub once, with a short timeout: `transformers` would try for half a minute, again for each file.
     Raises ModelError if the hub does not answer and there is no copy.
     """
     from huggingface_hub import HfApi, snapshot_download

@@ -113,7 +113,7 @@ def _without_bars() -> Iterator[None]:
 @_without_bars()
 def load_model(
     name: str | Path | None = None,
-    dtype: str = "float32",
+    dtype: str = AUTO,
     device: str = "cpu",
     stretch: float = 1.0,
     weights: str | None = None,
@@ -123,6 +123,7 @@ def load_model(
 
     name: a directory, a `.gguf` file, a hub id, or None for the demo model. A GGUF file is converted once for
     each dtype, into the cache directory ($CSATTN_CACHE, else ~/.cache/csattn).
+    dtype: float32, bfloat16 or float16; auto: see `dtype_for`.
     stretch: multiplies the number of positions (YaRN).
     weights: fp8 or int4, to round those of linear layers and experts to; this makes it a different model, with the
     rounded weights.
@@ -130,8 +131,10 @@ def load_model(
     Raises ModelError if the model cannot be found or loaded, or is of an unsupported kind, and ConfigError for an empty
     name, an unknown dtype or rounding, or a device that does not exist.
     """
-    rounding, name = require_dtype_and_rounding(dtype, weights), model_name(name)
+    name = model_name(name)
     _require_device(device)
+    dtype = dtype_for(device, name, dtype, weights)
+    rounding = require_dtype_and_rounding(dtype, weights)
     source = source_of(name, DTYPES[dtype])
     try:
         whole = _whole_config(source)
@@ -200,7 +203,7 @@ def dtype_for(device: str, name: str | None, dtype: str, weights: str | None = N
 
     A GPU does so with all 16-bit ones, a CPU with bfloat16 if it has instructions for that. For weights in fewer bits,
     it is bfloat16. The demo model is always in float32. device: cpu or cuda. The other arguments are those of
-    `load_model`.
+    `load_model`. Raises ModelError if there is no config.
     """
     if dtype != AUTO:
         return dtype

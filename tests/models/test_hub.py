@@ -1,5 +1,6 @@
 """Models of the Hugging Face hub, with and without a connection to it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -9,13 +10,20 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
 from csattn.errors import ModelError
-from csattn.models import load_model
+from csattn.models import load_model, loader
 from csattn.models.hub import fetched, hub_source
 from tests.tiny import save
 
 
 class NoAnswer(Exception):
     """An error of a class that csattn does not know, as HTTP clients raise."""
+
+
+@pytest.fixture(autouse=True)
+def not_asked_before() -> Iterator[None]:
+    hub_source.cache_clear()
+    yield
+    hub_source.cache_clear()
 
 
 @pytest.fixture
@@ -48,7 +56,10 @@ def test_offline_a_model_that_was_not_downloaded_is_refused_after_one_short_time
     assert len(timeouts_of_hub) == 1 and timeouts_of_hub[0] < 10
 
 
-def test_offline_a_model_that_was_downloaded_before_is_loaded(cache: Path, timeouts_of_hub: list[float]) -> None:
+def test_offline_a_model_that_was_downloaded_before_is_loaded(
+    cache: Path, timeouts_of_hub: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "multiplies_bfloat16", lambda: True)  # so its config is read for its dtype, too
     of = cache / "models--some--model"
     save(of / "snapshots" / ("0" * 40))
     (of / "refs").mkdir()
@@ -76,5 +87,5 @@ def test_if_the_hub_answers_even_with_an_error_the_hub_id_is_the_source(monkeypa
         raise HfHubHTTPError.__new__(HfHubHTTPError)
 
     monkeypatch.setattr(HfApi, "model_info", refuse)
-    assert hub_source("some/model") == "some/model"
+    assert hub_source("some/other") == "some/other"
     assert hub_source("some/ model ") == "some/ model "

@@ -11,7 +11,7 @@ import torch
 from csattn.artifact import ArtifactSpec
 from csattn.cpus import multiplies_bfloat16
 from csattn.errors import ConfigError
-from csattn.models import loader
+from csattn.models import load_model, loader
 from csattn.models.description import describe
 from csattn.models.identity import geometry_of
 from csattn.models.loader import dtype_for, read_config, wrap_model
@@ -184,6 +184,15 @@ def test_auto_is_the_dtype_of_a_models_files_where_it_is_fast(
         monkeypatch.setattr(loader, "multiplies_bfloat16", lambda fast=fast: fast)
         assert dtype_for("cpu", str(tmp_path), "auto", weights) == wanted
         assert dtype_for("cpu", str(tmp_path), "float16", weights) == "float16"
+
+
+def test_load_model_computes_in_that_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model().bfloat16().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).model.dtype == torch.float32
+    monkeypatch.setattr(loader, "multiplies_bfloat16", lambda: True)
+    assert load_model(str(tmp_path)).model.dtype == torch.bfloat16
+    assert load_model(str(tmp_path), "float32").model.dtype == torch.float32
 
 
 def test_auto_is_bfloat16_for_quantized_models_but_not_for_the_demo(

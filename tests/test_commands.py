@@ -21,6 +21,7 @@ from workers.settings import load_settings
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("bench/*.md"), ROOT / "workers/api/README.md"]
 LACKING = re.compile(r"are required|expected .* argument|requires an argument|^$|choice: 'NAME'")  # in an example
+OUTSIDE_QUOTES = r"(?=(?:[^']*'[^']*')*[^']*$)"  # an even number of them follows
 
 
 class Parsed(Exception):
@@ -75,7 +76,8 @@ def documented(start: str) -> Iterator[tuple[str, list[str]]]:
     seen = set()
     for where, text in texts():
         for found in re.finditer(rf"{start}(?P<command>[^`\n]+)", text):
-            plain = re.sub(r"--[\w-]+ \.\.\.|\.\.\.|[\[\]]|\|\w+| \|(?= )|  +.*|[,;:] .*| [#(].*", "", found["command"])
+            plain = re.sub(r"--[\w-]+ \.\.\.|\.\.\.|[\[\]]|\|\w+| \|(?= )|  +.*| [#(].*", "", found["command"])
+            plain = re.sub(rf"[,;:] {OUTSIDE_QUOTES}.*", "", plain)
             words = shlex.split(re.sub(r"\b([A-Z]|PID)\b", "1", plain))
             if (key := tuple(words)) not in seen and words:
                 seen.add(key)

@@ -71,6 +71,9 @@ class Quantization:
                 f"its weights have {num_bits} bits, which do not fill a word evenly; use a checkpoint with 2, 4 "
                 "or 8 bits"
             )
+        of_modules = (config.get("dynamic") or {}).values() if method == "gptq" else ()
+        if any(isinstance(of, dict) and of.get("bits", num_bits) != num_bits for of in of_modules):
+            raise _several_ways()
         if of_weights.get("type") == "float" and num_bits != 8:
             raise ModelError(
                 f"its weights are floats of {num_bits} bits ({config.get('format')}), which csattn cannot read in "
@@ -114,8 +117,12 @@ def _of_weights(groups: Any) -> Mapping[str, Any]:
         raise _unread("config_groups", groups, "an object for each group")
     found = {json.dumps(weights, sort_keys=True): weights for of in groups.values() if (weights := of.get("weights"))}
     if len(found) > 1:
-        raise ModelError("its layers are quantized in several ways, and csattn reads only one; use another checkpoint")
+        raise _several_ways()
     return next(iter(found.values()), {})
+
+
+def _several_ways() -> ModelError:
+    return ModelError("its layers are quantized in several ways, and csattn reads only one; use another checkpoint")
 
 
 def _layout(method: str, config: Mapping[str, Any]) -> str:

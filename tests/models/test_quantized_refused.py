@@ -146,6 +146,7 @@ def test_scales_of_another_block_size_are_refused(plain: Path, tmp_path: Path, r
             {"quant_method": "gptq", "checkpoint_format": "marlin"},
             "laid out as 'marlin', .* of version gptq or gptq_v2",
         ),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up_proj": {"bits": 8}, "-:.*o": {}}}, "in several"),
         ({"quant_method": "gptq", "bits": 16}, "16 bits, which do not fill a word evenly"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "has blocks of 128, wanted two whole numbers; use its"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"has blocks of \[0, 128\], wanted two positive"),

@@ -49,8 +49,15 @@ class CheckpointTensors:
         return self.read_scales(name)
 
     def read_scales(self, name: str) -> Tensor:
-        """Read a tensor of scales. Raises ModelError if any is NaN."""
+        """Read a tensor of scales; uint8 are exponents. Raises ModelError if any is NaN, or for other integers."""
         scales = self.read(name)
+        if scales.dtype == torch.uint8:
+            scales = scales.view(torch.float8_e8m0fnu)
+        if not scales.is_floating_point():
+            raise ModelError(
+                f"{name} has scales in {str(scales.dtype).removeprefix('torch.')}, which csattn cannot read; use a "
+                "checkpoint with scales in float32, bfloat16 or exponents of 8 bits"
+            )
         if scales.float().isnan().any():
             raise ModelError(f"{name} has scales that are NaN; download the checkpoint again")
         return scales

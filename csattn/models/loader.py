@@ -1,8 +1,9 @@
 """Find, load and identify a language model, given as a directory, a GGUF file, a hub id, or the demo model."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -295,7 +296,10 @@ def load_tokenizer(source: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, clean_up_tokenization_spaces=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, clean_up_tokenization_spaces=False)
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = _processors_template(source, tokenizer)
+        return tokenizer
     except MemoryError:
         raise
     except Exception as error:  # for damaged or missing files, libraries raise errors of any class
@@ -303,6 +307,20 @@ def load_tokenizer(source: str) -> Any:
             f"its tokenizer could not be read: {first_line(error)}; put tokenizer.json and tokenizer_config.json "
             "there or, if it has only a tokenizer.model, install sentencepiece (a checkpoint's own code is not run)"
         ) from error
+
+
+def _processors_template(source: str, tokenizer: Any) -> str | None:
+    """Return the chat template beside the tokenizer of a model that sees images; None if it writes no plain texts."""
+    from transformers.utils import cached_file
+
+    if (found := cached_file(source, "chat_template.json", _raise_exceptions_for_missing_entries=False)) is None:
+        return None
+    template: str = json.loads(Path(found).read_text())["chat_template"]
+    with suppress(Exception):  # a template's own
+        chat = [{"role": "user", "content": "⟨text⟩"}]
+        written = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False)
+        return template if "⟨text⟩" in written else None
+    return None
 
 
 def are_copied(config: Any, dtype: str, weights: str | None = None) -> bool:

@@ -53,7 +53,7 @@ def read_state(
             continue
         try:
             whole, tensor, quantized_form = _decoded(files, name, quantization, dtype)
-        except (RuntimeError, IndexError) as error:  # from torch, for shapes that do not fit
+        except (RuntimeError, IndexError, ValueError) as error:  # from torch, for shapes that do not fit
             whole, what = name.removesuffix("_blocks"), str(error).splitlines()[0]
             raise ModelError(f"{whole} cannot be decoded: {what}; the checkpoint is damaged") from error
         place = named(whole) or whole
@@ -85,7 +85,7 @@ def _decoded(
     module = name.rpartition(".")[0]
     if name.endswith("_blocks"):
         whole = name.removesuffix("_blocks")
-        experts = mxfp4(files.read(name), files.read(f"{whole}_scales"))
+        experts = mxfp4(files.read(name), files.read_scales(f"{whole}_scales"))
         decoded = torch.stack([expert.decoded(dtype).T for expert in experts])  # [experts, num_in, num_out]
         return whole, decoded, _if_readable(joined(experts))
     if quantization.method == "fp8" and files.dtype(name) == torch.int8:
@@ -104,7 +104,7 @@ def _decoded(
     if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
         raise ModelError(
             f"its {name} is in {str(tensor.dtype).removeprefix('torch.')}, a format that csattn does not read; use a "
-            "checkpoint in float8_e4m3fn or int8"
+            "checkpoint in float8_e4m3fn or int8, with a matrix for each expert"
         )
     return name, tensor, None
 
@@ -153,6 +153,6 @@ def _matrix(files: CheckpointTensors, name: str, quantization: Quantization) -> 
         return awq(files, module, quantization) if quantization.method == "awq" else gptq(files, module, quantization)
     if last == "weight_packed":
         return packed(files, module, quantization)
-    if files.dtype(name) in _BYTE_TYPES:
+    if last == "weight" and files.dtype(name) in _BYTE_TYPES:
         return scaled(files, module, files.read(name), files.scale(module).float(), quantization)
     return None

@@ -62,14 +62,18 @@ def scaled(
         scale = scale.reshape(-1, 1)
     num_out, num_in = weight.shape
     outs, ins = quantization.block or (1, quantization.group_size or num_in)
-    outs, ins = (num_out if scale.shape[0] == 1 else outs), (num_in if scale.shape[1] == 1 else ins)
+    if scale.numel() == 1:  # of the whole matrix
+        outs, ins = num_out, num_in
     expected = -(-num_out // outs), -(-num_in // ins)
     _require_scales(module, weight, scale, expected)
     zeros = None
     if (name := f"{module}.weight_zero_point") in files and (stored := files.read(name).to(torch.int32)).any():
         zeros = stored.reshape(scale.shape).repeat_interleave(outs, 0)[:num_out]
     scales = scale.repeat_interleave(outs, 0)[:num_out]
-    return Matrix(weight, 8, scales, zeros, torch.arange(num_in) // ins)
+    groups = torch.arange(num_in) // ins
+    if (name := f"{module}.weight_g_idx") in files:
+        groups = _groups_of(files, name, num_in, scale.shape[1], quantization)
+    return Matrix(weight, 8, scales, zeros, groups)
 
 
 def _require_scales(module: str, weight: Tensor, scale: Tensor, expected: tuple[int, int]) -> None:
@@ -87,7 +91,9 @@ def packed(files: CheckpointTensors, module: str, quantization: Quantization) ->
     groups = _groups_of(files, f"{module}.weight_g_idx", num_in, scale.shape[1], quantization)
     zeros = torch.full_like(scale, 1 << (bits - 1), dtype=torch.int32)
     if not quantization.symmetric:
-        zeros = _unpack(files.read(f"{module}.weight_zero_point"), bits, 0)[:num_out]
+        stored = files.read(f"{module}.weight_zero_point")
+        # older files have signed ones, one by one
+        zeros = zeros + stored if stored.dtype == torch.int8 else _unpack(stored, bits, 0)[:num_out]
     return _checked(module, _unpack(packed, bits, 1)[:num_out, :num_in], bits, scale, zeros, groups)
 
 
@@ -125,11 +131,11 @@ def _checked(module: str, numbers: Tensor, bits: int, scales: Tensor, zeros: Ten
 
 def mxfp4(
     blocks: Tensor,  # [experts, num_out, groups, 16] uint8: two numbers in each, the first in the low bits
-    scales: Tensor,  # [experts, num_out, groups] uint8
+    scales: Tensor,  # [experts, num_out, groups] uint8 or float8_e8m0fnu
 ) -> list[QuantizedWeight]:
     """Return the matrix [num_out, num_in] of each expert."""
     experts = []
-    for block, scale in zip(blocks, scales, strict=True):
+    for block, scale in zip(blocks, scales.view(torch.uint8), strict=True):
         codes = torch.stack([block & 15, block >> 4], dim=-1).flatten(1)
         if scale.shape != block.shape[:2]:
             raise RuntimeError(f"scales of shape {tuple(scale.shape)} for blocks of shape {tuple(block.shape)}")
@@ -146,12 +152,17 @@ def fp4(
     num_out, num_pairs = weight.shape
     _require_scales(module, weight, scale, (num_out, num_pairs // pairs))
     blocks = weight.view(torch.uint8).view(1, num_out, -1, pairs)
-    (matrix,) = mxfp4(blocks, scale.view(torch.uint8)[None])
+    (matrix,) = mxfp4(blocks, scale[None])
     return matrix
 
 
 def _unpack(words: Tensor, bits: int, dim: int) -> Tensor:
     """Unpack int32 words [_, _] into the unsigned numbers in them, lowest bits first, along one dimension."""
+    if words.dtype != torch.int32:
+        raise ModelError(
+            f"its numbers are packed into {str(words.dtype).removeprefix('torch.')}, which csattn cannot read; use a "
+            "checkpoint that packs them into int32"
+        )
     shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
     numbers = (words.unsqueeze(dim + 1) >> (shifts[:, None] if dim == 0 else shifts)) & ((1 << bits) - 1)
     return numbers.flatten(dim, dim + 1)

@@ -10,12 +10,14 @@ from csattn.models.families import FAMILIES
 
 # name prefixes of text models in checkpoints, as the text model alone has them; and of the parts beside it
 TEXT_MODEL_AT = {
-    r"^model\.language_model\.": "model.",
+    r"^model\.(language|text)_model\.": "model.",
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head": "lm_head",
 }
 _OF_QUANTIZED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
-NOT_TEXT = re.compile(r"(model\.)?(vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
+NOT_TEXT = re.compile(
+    r"(model\.)?(vision|visual|audio|multi_modal|embed_vision|embed_audio|connector|image_newline|mtp)"
+)
 
 
 def text_config(config: Any) -> Any:
@@ -25,8 +27,10 @@ def text_config(config: Any) -> Any:
         return config
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantization
-    text.tie_word_embeddings = config.tie_word_embeddings
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     text.dtype = text.dtype or config.dtype  # published files have it only at the top
+    if (ends := getattr(config, "eos_token_id", None)) is not None:
+        text.eos_token_id = ends
     return text
 
 

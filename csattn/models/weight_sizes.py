@@ -1,5 +1,6 @@
 """How many bytes a model's weights take: decoded on the host, quantized on a GPU."""
 
+import re
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -11,6 +12,9 @@ from csattn.models.quantization import Quantization
 from csattn.models.quantized_model import experts_of_layers, linears_of_layers
 from csattn.models.quantized_weight import QuantizedWeight, WeightFormat, rounding_named
 from csattn.models.text_part import named_as_text
+
+# fields of a quantization_config with the modules that are not quantized
+_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")
 
 
 class WeightBytes(NamedTuple):
@@ -54,8 +58,8 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
     expert_format: tuple[WeightFormat, int] | None = None
     skipped: list[str] = []
     if (published := getattr(config, "quantization_config", None)) is not None:
-        quantization, left_out = Quantization.read(published), published.get("modules_to_not_convert") or []
-        skipped = [named_as_text(name) for name in left_out]
+        quantization = Quantization.read(published)
+        skipped = [named_as_text(name) for field in _LEFT_OUT for name in published.get(field) or []]
         if config.model_type == "deepseek_v4":
             skipped += deepseek_files.PLAIN
         linear_format, expert_format = quantization.linear_format, quantization.expert_format
@@ -63,11 +67,11 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
         linear_format = expert_format = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
     quantized = linears = experts = 0
     for name, linear in linears_of_layers(model):
-        if linear_format is not None and not any(part in name for part in skipped):
+        if linear_format is not None and not _is_left_out(name, skipped):
             quantized += QuantizedWeight.size(*linear_format, *linear.weight.shape)
             linears += linear.weight.numel() * item_bytes
     for name, _, of in experts_of_layers(model):
-        if expert_format is None or any(part in name for part in skipped):
+        if expert_format is None or _is_left_out(name, skipped):
             continue
         for num_out, num_in in (
             (2 * of.intermediate_size, config.hidden_size),
@@ -82,6 +86,14 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
         for name, parameter in model.named_parameters()
     )
     return WeightBytes(decoded, quantized, linears, experts)
+
+
+def _is_left_out(module: str, patterns: list[str]) -> bool:
+    """Whether a config names the module as not quantized, by parts of its name or, after `re:`, a pattern."""
+    return any(
+        re.match(pattern[3:], module) if pattern.startswith("re:") else f".{pattern}." in f".{module}."
+        for pattern in patterns
+    )
 
 
 def conversion_bytes(config: Any, item_bytes: int) -> int:

@@ -65,7 +65,7 @@ def awq(shape: tuple[int, int], rng: np.random.Generator) -> Written:
     return {"qweight": pack(q, 4, order), "qzeros": pack(zeros, 4, order), "scales": scales}, torch.from_numpy(weight)
 
 
-def packed(shape: tuple[int, int], rng: np.random.Generator, symmetric: bool) -> Written:
+def packed(shape: tuple[int, int], rng: np.random.Generator, symmetric: bool, packed_zeros: bool = True) -> Written:
     num_out, num_in = shape
     q = rng.integers(-8, 8, shape)
     zeros = np.zeros((num_out, num_in // GROUP), int) if symmetric else rng.integers(-8, 8, (num_out, num_in // GROUP))
@@ -76,7 +76,8 @@ def packed(shape: tuple[int, int], rng: np.random.Generator, symmetric: bool) ->
             weight[o, i] = (q[o, i] - zeros[o, i // GROUP]) * float(steps[o, i // GROUP])
     parts = {"weight_packed": pack(q + 8, 4), "weight_scale": scales, "weight_shape": torch.tensor(shape)}
     if not symmetric:
-        parts["weight_zero_point"] = pack((zeros + 8).T, 4).T.contiguous()
+        stored = pack((zeros + 8).T, 4).T.contiguous() if packed_zeros else torch.from_numpy(zeros.astype(np.int8))
+        parts["weight_zero_point"] = stored
     return parts, torch.from_numpy(weight)
 
 
@@ -86,7 +87,12 @@ def eight_bits(shape: tuple[int, int], rng: np.random.Generator, of_scales: str)
     size = {"output": (num_out, 1), "matrix": (1,)}.get(of_scales, (-(-num_out // 40), -(-num_in // block[1])))
     q = torch.from_numpy(rng.normal(size=shape)).to(torch.float8_e4m3fn)
     scales = torch.from_numpy(rng.uniform(0.01, 0.1, size)).float()
-    weight, numbers, steps = np.empty(shape, np.float32), q.float().numpy(), scales.numpy()
+    steps = scales.numpy()
+    if of_scales == "exponents":
+        block, size = (1, GROUP), (num_out, num_in // GROUP)
+        exponents = rng.integers(118, 126, size, dtype=np.uint8)
+        scales, steps = torch.from_numpy(exponents), np.float32(2.0) ** (exponents.astype(np.float32) - 127)
+    weight, numbers = np.empty(shape, np.float32), q.float().numpy()
     for o in range(num_out):
         for i in range(num_in):
             at = {"output": (o, 0), "matrix": (0,)}.get(of_scales, (o // block[0], i // block[1]))
@@ -95,11 +101,15 @@ def eight_bits(shape: tuple[int, int], rng: np.random.Generator, of_scales: str)
     return {"weight": q, name: scales}, torch.from_numpy(weight)
 
 
-def with_zeros(shape: tuple[int, int], rng: np.random.Generator) -> Written:
-    q, zeros = rng.integers(-128, 128, shape, np.int8), rng.integers(-128, 128, (shape[0], 1), np.int8)
-    scales = rng.uniform(0.001, 0.01, (shape[0], 1)).astype(np.float32)
-    weight = (q.astype(np.float32) - zeros.astype(np.float32)) * scales
+def with_zeros(shape: tuple[int, int], rng: np.random.Generator, reordered: bool = False) -> Written:
+    num_groups = shape[1] // GROUP if reordered else 1
+    group_of = np.random.default_rng(7).permutation(shape[1]).astype(np.int32) % num_groups
+    size = shape[0], num_groups
+    q, zeros = rng.integers(-128, 128, shape, np.int8), rng.integers(-128, 128, size, np.int8)
+    scales = rng.uniform(0.001, 0.01, size).astype(np.float32)
+    weight = (q.astype(np.float32) - zeros.astype(np.float32)[:, group_of]) * scales[:, group_of]
     parts = {"weight": q, "weight_scale": scales, "weight_zero_point": zeros}
+    parts |= {"weight_g_idx": group_of} if reordered else {}
     return {name: torch.from_numpy(part) for name, part in parts.items()}, torch.from_numpy(weight)
 
 
@@ -137,6 +147,14 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
         with_zeros,
         compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
     ),
+    "int8 in reordered groups": (
+        lambda *of: with_zeros(*of, reordered=True),
+        compressed("int-quantized", num_bits=8, type="int", group_size=GROUP, symmetric=False, actorder="group"),
+    ),
+    "fp8 by exponents": (
+        lambda *of: eight_bits(*of, "exponents"),
+        compressed("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=GROUP),
+    ),
     "packed": (
         lambda *of: packed(*of, symmetric=True),
         compressed("pack-quantized", num_bits=4, group_size=GROUP, symmetric=True),
@@ -145,11 +163,19 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda *of: packed(*of, symmetric=False),
         compressed("pack-quantized", num_bits=4, group_size=GROUP, symmetric=False),
     ),
+    "packed with zero points one by one": (
+        lambda *of: packed(*of, symmetric=False, packed_zeros=False),
+        compressed("pack-quantized", num_bits=4, group_size=GROUP, symmetric=False),
+    ),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}),
     "gptq of 8 bits": (lambda *of: gptq(*of, bits=8), {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
     "gptq v2": (
         lambda *of: gptq(*of, v2=True),
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq v2, named as a format": (
+        lambda *of: gptq(*of, v2=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "format": "gptq_v2"},
     ),
     "gptq in order": (
         lambda *of: gptq(*of, in_order=True),

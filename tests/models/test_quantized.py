@@ -1,6 +1,7 @@
 """Checkpoints published in 8 and 4 bits are decoded as their formats define."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ from tests.models.quantized_files import FORMATS, NUM_LAYERS, change, compressed
 from tests.tiny import save
 
 # formats that a GPU does not keep: decoded once, when loaded
-NOT_KEPT = ("fp8 by small block", "gptq of 8 bits", "int8 with zero points")
+NOT_KEPT = (
+    "fp8 by small block",
+    "gptq of 8 bits",
+    "int8 with zero points",
+    "int8 in reordered groups",
+    "fp8 by exponents",
+)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -133,7 +140,8 @@ def test_experts_can_be_rounded_while_loading(family: str, rounding: str, tmp_pa
     require_bytes_of(folder, rounded, rounding)
 
 
-def test_mxfp4_experts_decode_to_the_values_of_their_nibbles_and_scales(tmp_path: Path, rng) -> None:
+@pytest.mark.parametrize("of_scales", [torch.uint8, torch.float8_e8m0fnu])
+def test_mxfp4_experts_decode_to_the_values_of_their_nibbles_and_scales(of_scales, tmp_path: Path, rng) -> None:
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     blocks = rng.integers(0, 256, (2, 5, 3, 16), dtype=np.uint8)  # experts, outputs, groups of 32 inputs
     scales = rng.integers(120, 134, (2, 5, 3), dtype=np.uint8)
@@ -143,7 +151,8 @@ def test_mxfp4_experts_decode_to_the_values_of_their_nibbles_and_scales(tmp_path
             number = blocks[expert, out, group, pair] >> 4 * half & 15
             value = values[number & 7] * (-1 if number & 8 else 1) * 2.0 ** (int(scales[expert, out, group]) - 127)
             meant[expert, 32 * group + 2 * pair + half, out] = value
-    tensors = {"mlp.experts.up_blocks": torch.from_numpy(blocks), "mlp.experts.up_scales": torch.from_numpy(scales)}
+    stored = torch.from_numpy(scales).view(of_scales)
+    tensors = {"mlp.experts.up_blocks": torch.from_numpy(blocks), "mlp.experts.up_scales": stored}
     save_file(tensors, tmp_path / "model.safetensors")
     state, kept = read_state(tmp_path, {"quant_method": "mxfp4"}, torch.float32)
     assert not kept  # some scales are 2 ** 2 or more
@@ -203,6 +212,31 @@ def test_a_second_copy_of_the_weights_in_another_layout_is_ignored(
         index = {"weight_map": dict.fromkeys(load_file(file), file.name)}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert load_model(tmp_path).fingerprint == load_model(in_gptq).fingerprint
+
+
+@pytest.mark.parametrize(
+    "of_groups",
+    [{}, {"group_0": {"targets": ["Linear"], "weights": None, "input_activations": {"num_bits": 8, "type": "float"}}}],
+)
+def test_weights_are_plain_where_only_activations_or_kv_are_quantized(of_groups, plain: Path, tmp_path: Path) -> None:
+    state = load_file(plain / "model.safetensors")
+    config = {"quant_method": "compressed-tensors", "config_groups": of_groups, "kv_cache_scheme": {"num_bits": 8}}
+    scales = {"model.layers.0.self_attn.k_scale": torch.ones(1)}
+    change(plain, tmp_path / "of kv", state | scales, quantization_config=config)
+    assert load_model(tmp_path / "of kv").fingerprint == load_model(plain).fingerprint
+
+
+@pytest.mark.parametrize("left_out", ["re:.*self_attn.*", "model.layers.1.self_attn"])
+def test_layers_that_a_config_ignores_are_counted_as_not_quantized(left_out: str, plain: Path, tmp_path, rng) -> None:
+    quantize(plain, tmp_path / "quantized", "packed", rng)
+    state = load_file(tmp_path / "quantized" / "model.safetensors")
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if "_proj" in module and re.match(left_out.removeprefix("re:"), module):
+            state = {other: x for other, x in state.items() if not other.startswith(f"{module}.")} | {name: tensor}
+    config = FORMATS["packed"][1] | {"ignore": ["lm_head", left_out]}
+    change(plain, tmp_path / "ignoring", state, quantization_config=config)
+    require_bytes_of(tmp_path / "ignoring", load_model(tmp_path / "ignoring", "bfloat16"))
 
 
 @pytest.mark.parametrize("group_size", [40, 60, 96])

@@ -38,7 +38,7 @@ DAMAGED = {
     ),
     "weights of another type": (
         lambda state: state.update({f"{MODULE}.qweight": state[f"{MODULE}.qweight"].float()}),
-        "cannot be decoded",
+        "numbers are packed into float32, which csattn cannot read",
     ),
     "a group that is not there": (
         lambda state: state[f"{MODULE}.g_idx"].fill_(99),
@@ -92,6 +92,37 @@ def test_one_byte_dtypes_that_are_not_read_are_refused(dtype: torch.dtype, tmp_p
         read_state(tmp_path, {"quant_method": "fp8"}, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("tensors", "config", "match"),
+    [
+        (
+            {"m.experts.gate_up_proj": torch.ones(2, 8, 64).to(torch.float8_e4m3fn)},
+            {"quant_method": "fbgemm_fp8"},
+            r"m\.experts\.gate_up_proj is in float8_e4m3fn, a format .* with a matrix for each expert",
+        ),
+        (
+            {"m.weight": torch.ones(8, 64).to(torch.float8_e4m3fn), "m.weight_scale": torch.ones(8, dtype=torch.int32)},
+            {"quant_method": "fp8"},
+            r"m\.weight_scale has scales in int32, which csattn cannot read",
+        ),
+        (
+            {"m.weight": torch.ones(64, 64).to(torch.float8_e4m3fn), "m.weight_scale": torch.ones(2, 1)},
+            {"quant_method": "fp8", "weight_block_size": [32, 32]},
+            r"have scales of shape \(2, 1\) where \(2, 2\) were expected",
+        ),
+        (
+            {"m.qweight": torch.ones(16, 64, dtype=torch.int16), "m.scales": torch.ones(1, 64)},
+            {"quant_method": "gptq", "bits": 4},
+            "numbers are packed into int16, which csattn cannot read",
+        ),
+    ],
+)
+def test_layouts_that_are_not_read_are_refused(tensors, config, match: str, tmp_path: Path) -> None:
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=match):
+        read_state(tmp_path, config, torch.float32)
+
+
 def test_scales_of_another_block_size_are_refused(plain: Path, tmp_path: Path, rng) -> None:
     quantize(plain, tmp_path / "quantized", "fp8 by small block", rng)
     config = tmp_path / "quantized" / "config.json"
@@ -109,7 +140,20 @@ def test_scales_of_another_block_size_are_refused(plain: Path, tmp_path: Path, r
         ({"quant_method": "gptq", "bits": 0}, "0 bits, which do not fill a word evenly"),
         ({"quant_method": "gptq", "bits": None}, "quantization_config has bits None, wanted a whole number; use its"),
         ({"quant_method": "gptq", "group_size": "x"}, "quantization_config has group_size 'x', wanted a whole number"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "laid out as 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ weights are laid out as 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "AWQ weights are laid out as 'gemv'"),
+        (
+            {"quant_method": "gptq", "checkpoint_format": "marlin"},
+            "laid out as 'marlin', .* of version gptq or gptq_v2",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up_proj": {"bits": 8}, "-:.*o": {}}}, "in several"),
+        ({"quant_method": "gptq", "bits": 16}, "16 bits, which do not fill a word evenly"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "has blocks of 128, wanted two whole numbers; use its"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"has blocks of \[0, 128\], wanted two positive"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"W4A16": ["Linear"]}},
+            "has config_groups {'W4A16': .*, wanted an object for each group; use its published config",
+        ),
         (
             {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R3": {}}}},
             r"its weights are rotated \(transform_config\)",

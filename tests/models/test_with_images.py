@@ -1,5 +1,6 @@
 """The text model is loaded from the checkpoint of a model that also takes images."""
 
+import json
 import re
 import shutil
 from dataclasses import dataclass, field
@@ -37,9 +38,11 @@ KINDS = {
     "gemma3": Kind("gemma3_text", {**_SMALL, **_PATCHES}, {"final_logit_softcapping": None}),
     "gemma4": Kind("gemma4_text", {**_SMALL, "head_dim": 8, "num_key_value_heads": 2}, {"pad_token_id": 0}),
     "llama4": Kind("llama4_text", {**_SMALL, **_PATCHES}),
+    "llava_next": Kind("llama", {"model_type": "clip_vision_model", **_SMALL, **_PATCHES}),
     "mistral3": Kind("mistral", {"model_type": "pixtral", **_SMALL, **_PATCHES}),
     "qwen3_5": Kind("qwen3_5_text", _OF_QWEN),
     "qwen3_5_moe": Kind("qwen3_5_moe_text", _OF_QWEN),
+    "smolvlm": Kind("llama", {**_SMALL, **_PATCHES}),
 }
 
 
@@ -94,9 +97,12 @@ def test_quantized_weights_of_an_image_models_text_part_are_read_and_kept(kind: 
     shutil.copytree(plain, few := tmp_path / "few")
     save_file(coded, few / "model.safetensors", {"format": "pt"})
     whole.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [8, 1024]}
+    whole.config.eos_token_id = [7, 9]
     whole.config.save_pretrained(few)
+    (few / "generation_config.json").unlink(missing_ok=True)
     got, want = load_model(str(few), "bfloat16"), load_model(str(plain), "bfloat16")
     assert linears and got.fingerprint == want.fingerprint
+    assert got.stop_ids >= {7, 9}
     for name, tensor in want.model.state_dict().items():
         assert torch.equal(got.model.state_dict()[name], tensor), name
     kept = [name for name, module in got.model.named_modules() if hasattr(module, "quantized")]
@@ -111,3 +117,25 @@ def test_modules_to_not_convert_are_named_as_in_the_whole_image_model(tmp_path: 
         whole.config.save_pretrained(tmp_path)
         sizes.append(weight_bytes(read_config(str(tmp_path)), 2).on_gpu)
     assert sizes[0] != sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("template", "is_used"),
+    [
+        ("{{ messages[0].content }}", True),
+        ("{% for part in messages[0].content if part.type == 'text' %}{{ part.text }}{% endfor %}", False),
+        ("{{ raise_exception('no') }}", False),
+    ],
+)
+def test_a_chat_template_of_the_processor_is_the_models_if_it_writes_texts(template, is_used, tmp_path: Path) -> None:
+    save(tmp_path, "mistral3")
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert load_model(tmp_path).tokenizer.chat_template == (template if is_used else None)
+
+
+def test_whether_embeddings_are_tied_may_be_in_the_text_models_config_only(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("qwen2_audio", text_config=tiny_config("qwen2").to_dict())
+    assert not hasattr(config, "tie_word_embeddings")
+    config.save_pretrained(tmp_path)
+    assert read_config(str(tmp_path)).tie_word_embeddings == config.text_config.tie_word_embeddings

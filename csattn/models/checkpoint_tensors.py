@@ -49,7 +49,7 @@ class CheckpointTensors:
         return self.read_scales(name)
 
     def read_scales(self, name: str) -> Tensor:
-        """Read a tensor of scales; uint8 are exponents. Raises ModelError if any is NaN, or for other integers."""
+        """Read a tensor of scales; uint8 are exponents. Raises ModelError if any is not finite, or an integer."""
         scales = self.read(name)
         if scales.dtype == torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
@@ -58,6 +58,6 @@ class CheckpointTensors:
                 f"{name} has scales in {str(scales.dtype).removeprefix('torch.')}, which csattn cannot read; use a "
                 "checkpoint with scales in float32, bfloat16 or exponents of 8 bits"
             )
-        if scales.float().isnan().any():
-            raise ModelError(f"{name} has scales that are NaN; download the checkpoint again")
+        if not scales.float().isfinite().all():
+            raise ModelError(f"{name} has scales that are not finite; download the checkpoint again")
         return scales

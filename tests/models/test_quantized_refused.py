@@ -31,7 +31,8 @@ DAMAGED = {
         lambda state: state.update({f"{MODULE}.scales": state[f"{MODULE}.scales"][:, :50].contiguous()}),
         "have scales of shape",
     ),
-    "scales that are NaN": (lambda state: state[f"{MODULE}.scales"][1].fill_(torch.nan), "scales that are NaN"),
+    "scales that are NaN": (lambda state: state[f"{MODULE}.scales"][1].fill_(torch.nan), "scales that are not finite"),
+    "infinite scales": (lambda state: state[f"{MODULE}.scales"][1].fill_(torch.inf), "scales that are not finite"),
     "zero points of another shape": (
         lambda state: state.update({f"{MODULE}.qzeros": state[f"{MODULE}.qzeros"][:1].contiguous()}),
         "have zero points of shape",

@@ -32,6 +32,7 @@ from workers.engine.gpu import engine as gpu_engine
 from workers.engine.gpu import placed_model, step_model
 from workers.engine.gpu.memory import PLACEMENTS, plan_context, plan_memory
 from workers.engine.gpu.on_device import SearchOnDevice
+from workers.engine.gpu.on_host import SearchOnHost
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.messages import Sampling
 from workers.serving.sampling import adjust_logits, draw, draw_spec, likelihood_of
@@ -303,6 +304,20 @@ def test_a_failed_fidelity_measurement_leaves_no_search_pending(artifacts, monke
                 result = engine.step([StepRow(0, 5)], watch=(0, 0))
                 assert result.fidelity is not None and result.fidelity.recall <= 1
             engine.close_request(0)
+
+
+def test_contexts_can_be_loaded_right_after_a_failed_step(artifacts, monkeypatch) -> None:
+    """The threads that search for the step wait for no more queries. If they did, loading would never end."""
+    with make_engine("host") as engine:
+        engine.add_context(0, artifacts[0])
+        engine.open(0, 0, CONFIG, "csattn")
+        engine.step([StepRow(0, 5)])
+        with monkeypatch.context() as patch:
+            patch.setattr(SearchOnHost, "attend", lambda *_: (_ for _ in ()).throw(MemoryError))
+            with pytest.raises(MemoryError):
+                engine.step([StepRow(0, 6)], watch=(0, 0))
+        engine.add_context(1, artifacts[1])
+        assert engine.step([StepRow(0, 6)]).next_ids[0] >= 0
 
 
 @pytest.mark.parametrize(("codec", "row_bytes"), [(None, 128), ("fp8", 48), ("float16", 64)])

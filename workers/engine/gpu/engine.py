@@ -304,10 +304,15 @@ class GpuEngine(StepEngine):
             reads_all=reads_all,
         )
         seen = None
-        if watch is None:
-            output = runner.step(batch_size)
-        else:
-            output, seen = self._watched_step(batch_size, rows[watch[0]].request_slot, lens[watch[0]], *watch)
+        try:
+            if watch is None:
+                output = runner.step(batch_size)
+            else:
+                output, seen = self._watched_step(batch_size, rows[watch[0]].request_slot, lens[watch[0]], *watch)
+        except BaseException:
+            if isinstance(attention := self._placing.ready().attention, SearchOnHost):
+                attention.abandon()  # or its searches wait for queries for ever, and the next context's load for them
+            raise
         self._draws.enqueue(rows, output)
         # a copy that waits for the GPU keeps other threads out of the driver
         synchronize_stream(output.next_ids.device)

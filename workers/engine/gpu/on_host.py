@@ -95,8 +95,7 @@ class SearchOnHost(AttendChosen):
         self._memory.close()
 
     def begin_step(self, rows: StepRows) -> None:
-        if self._searching is not None:
-            self._abandon()  # the step before has failed and was never ended
+        self.abandon()  # the step before, if it was never ended
         mail = self._mail[rows.batch_size]
         self._clock.advance()
         super().begin_step(rows)
@@ -144,22 +143,22 @@ class SearchOnHost(AttendChosen):
             if not done:
                 mail.release(since + self.shape.num_layers)  # or the device waits for ever
 
+    def abandon(self) -> None:
+        """End the searches of a step that has failed, if it has any: its queries will not arrive."""
+        if self._searching is not None:
+            self._give_up[0] = 1
+            self._searching.exception()
+            self._give_up[0] = 0
+            self._searching = None
+
     def _require_sound_device(self) -> None:
         """Raise if the device has failed, because no query will arrive from it."""
         if self._device.type == "cuda":
             try:
                 torch.cuda.current_stream(self._device).query()
             except RuntimeError:
-                self._abandon()
+                self.abandon()
                 raise
-
-    def _abandon(self) -> None:
-        """End the searches of a step whose queries will not arrive."""
-        assert self._searching is not None
-        self._give_up[0] = 1
-        self._searching.exception()
-        self._give_up[0] = 0
-        self._searching = None
 
 
 class _StepMail:

@@ -40,7 +40,7 @@ def main() -> None:
         loaded = random_model(arguments.shape, arguments.layers, "cuda" if on_gpu else "cpu")
         ids = np.resize(np.frombuffer(TEXT.read_bytes(), np.uint8), arguments.context_len).astype(np.int32)
     else:
-        loaded = load_model(arguments.model, device="cuda" if on_gpu else "cpu")
+        loaded = load_model(arguments.model, "float32", device="cuda" if on_gpu else "cpu")
         ids = np.array(loaded.tokenizer(TEXT.read_text()).input_ids[: arguments.context_len], np.int32)
     growth = Growth() if on_gpu else GROWTH
     near = growth.num_near(config.window_len)

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import os
 import shutil
 import tempfile
@@ -292,6 +293,10 @@ def _read_tokenizer(gguf: Path) -> Any:
         given[f"tokenizer.ggml.{name}"].contents() if f"tokenizer.ggml.{name}" in given else ""
         for name in ("model", "pre", "add_space_prefix")
     )
+    if kind == "gpt2":
+        _spell_added_tokens(
+            tokenizer, *(given[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
+        )
     backend = tokenizer.backend_tokenizer
     if kind == "gpt2":
         if pre not in _AS_GPT_2 and isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
@@ -304,6 +309,29 @@ def _read_tokenizer(gguf: Path) -> Any:
         backend.normalizer, backend.pre_tokenizer = normalizers.Replace(" ", "▁"), None
         backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
+
+
+def _spell_added_tokens(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
+    """Let the tokenizer find control and user-defined tokens with letters that stand for no byte (`<｜User｜>`).
+
+    `transformers` spells them in bytes, as if they were parts of words, and gives new ids to BOS and EOS among them.
+    """
+    from gguf import TokenType
+    from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+
+    added, letters = (TokenType.CONTROL, TokenType.USER_DEFINED), set(pre_tokenizers.ByteLevel.alphabet())
+    missed = {i: tokens[i] for i, kind in enumerate(kinds) if kind in added and not letters.issuperset(tokens[i])}
+    if not missed:
+        return
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    spelled = {i: token for token, i in state["model"]["vocab"].items()} | missed
+    state["model"]["vocab"] = {token: i for i, token in spelled.items()}
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < len(tokens)]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state | {"post_processor": None}))
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, special=kinds[i] == TokenType.CONTROL) for i, token in missed.items()]
+    )
+    tokenizer.update_post_processor()
 
 
 def _named_ends(gguf: Path, read: Any) -> list[int] | int | None:
@@ -423,7 +451,10 @@ def _require_tensors_read(gguf: Path, model: Any) -> None:
     num_there = sum(number for name, number in there.items() if name.endswith(".bias"))
     if num_there > sum(number for name, number in read.values() if name.endswith("bias")):
         raise _not_read(f"it has biases where a {family} of transformers has none, a kind of tensor")
-    if (more := sum(there.values()) - sum(number for _, number in read.values())) > 0:
+    more = sum(there.values()) - sum(number for _, number in read.values())
+    if more < 0:  # `transformers` takes zeros for experts' matrices that are not there
+        raise ModelError(f"it lacks {-more} of its model's numbers; convert its model to GGUF again, with llama.cpp")
+    if more > 0:
         raise _not_read(f"it has tensors beyond those of a {family} of transformers ({more} numbers), a kind")
 
 
@@ -431,7 +462,8 @@ def _scale_positions(config: Any, factors: Tensor) -> None:
     """Set Llama 3.1's RoPE in the config. Raises ModelError if these divisors of frequencies are not Llama 3.1's."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    plain = config.rope_parameters
+    if (plain := rope_parameters(config).get("")) is None:  # layers have different ones
+        raise _scaled("rope_freqs.weight")
     config.rope_parameters = {**plain, **_LLAMA_3_ROPE, "factor": float(factors.max())}
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     unscaled = plain["rope_theta"] ** (-torch.arange(len(frequencies)) / len(frequencies))

@@ -186,6 +186,14 @@ def test_tensors_that_are_not_those_of_the_files_fields_are_refused(
     assert not caplog.records
 
 
+def test_a_file_with_fewer_numbers_than_its_model_is_refused(tmp_path: Path) -> None:
+    """transformers takes zeros for experts' gates or ups that are not there."""
+    tensors, its = gguf_of(model := make_model("llama"))
+    tensors.pop("blk.0.ffn_gate.weight")
+    with pytest.raises(ModelError, match="it lacks 6144 of its model's numbers; convert"):
+        gguf_file._require_tensors_read(write_gguf(tmp_path / "model.gguf", tensors, **its), model)
+
+
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
     tensors, its = gguf_of(model := make_model("llama", tie_word_embeddings=True))
@@ -307,6 +315,18 @@ def test_words_that_are_tokens_stay_whole_after_bos_as_the_rules_of_llama_3_say(
     loaded = load_model(write_gguf(tmp_path / "model.gguf", tensors, merges=("c d", "c d"), **its))
     assert loaded.tokenizer("ab").input_ids == want
     assert loaded.tokenizer("ab", add_special_tokens=False).input_ids == [i for i in want if i != 258]
+
+
+def test_special_tokens_with_any_letters_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in DeepSeek's models of Qwen and Llama."""
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama", vocab_size=263))
+    more = ("<|begin▁of▁sentence｜>", "<|User｜>")
+    its |= {"tokenizer.ggml.bos_token_id": 261, "tokenizer.ggml.add_bos_token": True}
+    tokenizer = load_model(write_gguf(tmp_path / "model.gguf", tensors, more_tokens=more, **its)).tokenizer
+    ids = tokenizer(f"{more[1]}ab<|im_end|>").input_ids
+    assert ids == [261, 262, 256, 259] and len(tokenizer) == 263
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab" and tokenizer.decode(ids[:2]) == "".join(more)
 
 
 @pytest.mark.parametrize("prefix", [True, False])

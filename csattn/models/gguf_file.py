@@ -289,16 +289,13 @@ def _read_tokenizer(gguf: Path) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     given = {name: field for name, field in GGUFReader(gguf).fields.items() if name.startswith("tokenizer.ggml.")}
-    kind, pre, prefix = (
+    kind, pre, prefix, tokens, kinds = (
         given[f"tokenizer.ggml.{name}"].contents() if f"tokenizer.ggml.{name}" in given else ""
-        for name in ("model", "pre", "add_space_prefix")
+        for name in ("model", "pre", "add_space_prefix", "tokens", "token_type")
     )
     if kind == "gpt2":
-        _spell_added_tokens(
-            tokenizer, *(given[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
-        )
-    backend = tokenizer.backend_tokenizer
-    if kind == "gpt2":
+        _spell_added_tokens(tokenizer, tokens, kinds)
+        backend = tokenizer.backend_tokenizer
         if pre not in _AS_GPT_2 and isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
             raise _not_read(f"its text is split by the rules {pre!r} (tokenizer.ggml.pre), a kind of rules")
         if pre in _WHOLE_WORDS:
@@ -306,12 +303,13 @@ def _read_tokenizer(gguf: Path) -> Any:
             if tokenizer.bos_token and "tokenizer.ggml.add_bos_token" not in given:
                 tokenizer.add_bos_token = True
     elif kind == "llama" and prefix is False:
+        backend = tokenizer.backend_tokenizer
         backend.normalizer, backend.pre_tokenizer = normalizers.Replace(" ", "▁"), None
         backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 
-def _spell_added_tokens(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
+def _spell_added_tokens(tokenizer: Any, tokens: Any, kinds: Any) -> None:
     """Let the tokenizer find control and user-defined tokens with letters that stand for no byte (`<｜User｜>`).
 
     `transformers` spells them in bytes, as if they were parts of words, and gives new ids to BOS and EOS among them.

@@ -322,7 +322,7 @@ def _spell_added_tokens(tokenizer: Any, tokens: Any, kinds: Any) -> None:
     if not missed:
         return
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    spelled = {i: token for token, i in state["model"]["vocab"].items()} | missed
+    spelled = dict(enumerate(tokens)) | {i: token for token, i in state["model"]["vocab"].items()} | missed
     state["model"]["vocab"] = {token: i for i, token in spelled.items()}
     state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < len(tokens)]
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state | {"post_processor": None}))
@@ -387,6 +387,8 @@ def _require_fields_read(gguf: Path, config: Any) -> None:
     types, needed = getattr(config, "layer_types", None) or (), ["context_length", "attention.layer_norm_rms_epsilon"]
     if "sliding_attention" in types and family != "gemma2":  # whose window llama.cpp knows
         needed.append("attention.sliding_window")
+    if f"{family}.expert_count" in fields:
+        needed.append("expert_used_count")
     if lacking := [name for name in needed if f"{family}.{name}" not in fields]:
         raise ModelError(f"it lacks the field {family}.{lacking[0]}; convert its model to GGUF again, with llama.cpp")
     gates = {"expert_gating_func": (0, 2 if config.model_type == "minimax_m2" else 1)}  # sigmoid, softmax

@@ -130,6 +130,7 @@ def write_gguf(
             {"family": "qwen2moe", "qwen2moe__expert_weights_norm": True},
             "has expert_weights_norm 1, for which transformers takes False",
         ),
+        ({"family": "qwen3moe", "qwen3moe__expert_count": 8}, "lacks the field qwen3moe.expert_used_count; convert"),
         ({"family": "qwen3moe", "qwen3moe__expert_gating_func": 2}, "it has expert_gating_func 2, a field"),
         ({"tokenizer__ggml__pre": "deepseek-coder"}, r"its text is split by the rules 'deepseek-coder'"),
         (
@@ -320,13 +321,14 @@ def test_words_that_are_tokens_stay_whole_after_bos_as_the_rules_of_llama_3_say(
 def test_special_tokens_with_any_letters_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in DeepSeek's models of Qwen and Llama."""
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
-    tensors, its = gguf_of(make_model("llama", vocab_size=263))
-    more = ("<|begin▁of▁sentence｜>", "<|User｜>")
+    tensors, its = gguf_of(make_model("llama", vocab_size=265))
+    more = ("<|begin▁of▁sentence｜>", "<|User｜>", "<| |>", "<|Ġ|>")  # the last two are the same in letters of bytes
     its |= {"tokenizer.ggml.bos_token_id": 261, "tokenizer.ggml.add_bos_token": True}
     tokenizer = load_model(write_gguf(tmp_path / "model.gguf", tensors, more_tokens=more, **its)).tokenizer
     ids = tokenizer(f"{more[1]}ab<|im_end|>").input_ids
-    assert ids == [261, 262, 256, 259] and len(tokenizer) == 263
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab" and tokenizer.decode(ids[:2]) == "".join(more)
+    assert ids == [261, 262, 256, 259] and len(tokenizer) == 265
+    assert tokenizer(more[2] + more[3], add_special_tokens=False).input_ids == [263, 264]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab" and tokenizer.decode(ids[:2]) == "".join(more[:2])
 
 
 @pytest.mark.parametrize("prefix", [True, False])

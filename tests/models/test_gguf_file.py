@@ -33,24 +33,38 @@ GGUF_NAMES = {
 }  # fmt: skip
 
 
+GEMMA_3 = {"family": "gemma3", "gemma3__block_count": 6, "gemma3__attention__key_length": 256}
 EMBEDDING = {"token_embd.weight": np.ones((256, 64), np.float32)}
 
 
 def write_gguf(
-    path: Path, tensors: Mapping[str, NDArray[np.float32]] = MappingProxyType({}), family: str = "llama", **fields: Any
+    path: Path,
+    tensors: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
+    family: str = "llama",
+    more_tokens: tuple[str, ...] = (),
+    merges: tuple[str, ...] = ("a b", "c d"),  # transformers 5.17 makes no tokenizer of a single merge
+    **fields: Any,
 ) -> Path:
     sizes = {"context_length": 512, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96}
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 4, "vocab_size": 256}
     sizes |= {"attention.layer_norm_rms_epsilon": 1e-5}
     writer = GGUFWriter(path, family)
-    writer.add_tokenizer_model("gpt2")
-    tokens = [*byte_tokenizer().convert_ids_to_tokens(range(256)), "ab", "cd", "<|endoftext|>", "<|im_end|>", "<|fim|>"]
+    tokens = [
+        *byte_tokenizer().convert_ids_to_tokens(range(256)),
+        "ab",
+        "cd",
+        "<|endoftext|>",
+        "<|im_end|>",
+        "<|fim|>",
+        *more_tokens,
+    ]
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL if token.startswith("<|") else TokenType.NORMAL for token in tokens])
-    writer.add_token_merges(["a b", "c d"])  # transformers 5.17 makes no tokenizer of a single merge
-    for name, value in {**{f"{family}.{name}": size for name, size in sizes.items()}, **fields}.items():
-        kind = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
-        kind(name.replace("__", "."), value)
+    writer.add_token_merges(merges)
+    kinds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool}
+    its = {f"{family}.{name}": size for name, size in sizes.items()} | {"tokenizer.ggml.model": "gpt2"}
+    for name, value in (its | {name.replace("__", "."): value for name, value in fields.items()}).items():
+        kinds.get(type(value), writer.add_array)(name, value)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -94,9 +108,31 @@ def write_gguf(
             r"has final_logit_softcapping 5, for which transformers takes 30\.0, a field that is not read",
         ),
         (
-            {"family": "gemma3", "gemma3__attention__key_length": 256, "gemma3__attention__sliding_window_pattern": 1},
+            GEMMA_3 | {"gemma3__attention__sliding_window": 64, "gemma3__attention__sliding_window_pattern": 1},
             r"layers with a window are others than transformers takes \(sliding_window_pattern\)",
         ),
+        (GEMMA_3, "lacks the field gemma3.attention.sliding_window; convert"),
+        (
+            GEMMA_3 | {"gemma3__attention__sliding_window": 64},
+            r"has rope.freq_base 10000, for which transformers takes 1e\+06",  # llama.cpp takes 10000
+        ),
+        (
+            GEMMA_3
+            | {"gemma3__attention__sliding_window": 64}
+            | {"gemma3__rope__freq_base": 1e6, "gemma3__rope__freq_base_swa": 5e4},
+            "has rope.freq_base_swa 50000, for which transformers takes 10000",
+        ),
+        ({"llama__rope__scaling__attn_factor": 1.5}, r"it has rope.scaling.attn_factor 1\.5, a field that is not read"),
+        ({"llama__logit_scale": 0.25}, r"it has logit_scale 0\.25, a field that is not read"),
+        ({"llama__attention__causal": False}, "it has attention.causal 0, a field that is not read"),
+        ({"llama__attention__head_count_kv": [4, 2]}, "its layers have one attention.head_count_kv each"),
+        (
+            {"family": "qwen2moe", "qwen2moe__expert_weights_norm": True},
+            "has expert_weights_norm 1, for which transformers takes False",
+        ),
+        ({"family": "qwen3moe", "qwen3moe__expert_count": 8}, "lacks the field qwen3moe.expert_used_count; convert"),
+        ({"family": "qwen3moe", "qwen3moe__expert_gating_func": 2}, "it has expert_gating_func 2, a field"),
+        ({"tokenizer__ggml__pre": "deepseek-coder"}, r"its text is split by the rules 'deepseek-coder'"),
         (
             {"family": "qwen2moe", "qwen2moe__expert_feed_forward_length": 36},
             "has expert_feed_forward_length 36, for which transformers takes 1408",
@@ -149,6 +185,14 @@ def test_tensors_that_are_not_those_of_the_files_fields_are_refused(
     with pytest.raises(ModelError, match=f"model.gguf could not be converted: .*{match}"):
         load_model(write_gguf(tmp_path / "model.gguf", tensors | changed, **its | fields))
     assert not caplog.records
+
+
+def test_a_file_with_fewer_numbers_than_its_model_is_refused(tmp_path: Path) -> None:
+    """transformers takes zeros for experts' gates or ups that are not there."""
+    tensors, its = gguf_of(model := make_model("llama"))
+    tensors.pop("blk.0.ffn_gate.weight")
+    with pytest.raises(ModelError, match="it lacks 6144 of its model's numbers; convert"):
+        gguf_file._require_tensors_read(write_gguf(tmp_path / "model.gguf", tensors, **its), model)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +295,60 @@ def test_a_gguf_models_stop_ids_are_all_tokens_that_end_a_turn(tmp_path: Path, m
     assert end_ids(got.tokenizer) == {258, 259, 262}, "as gpt-oss's end, of several messages"
     directory = load_model(next((tmp_path / "models").iterdir()).rename(tmp_path / "directory.gguf"))
     assert directory.stop_ids == {259}, "a directory has what its author wrote"
+
+
+@pytest.mark.parametrize(
+    ("how", "want"),
+    [
+        ({"pre": "llama-bpe"}, [258, 256]),
+        ({"pre": "tekken"}, [258, 256]),
+        ({"pre": "llama-bpe", "add_bos_token": False}, [256]),
+        ({"pre": "qwen2"}, [64, 65]),
+        ({"pre": "smollm"}, [64, 65]),
+    ],
+)
+def test_words_that_are_tokens_stay_whole_after_bos_as_the_rules_of_llama_3_say(
+    how: dict[str, Any], want: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama", vocab_size=261))
+    its |= {f"tokenizer.ggml.{name}": value for name, value in ({"bos_token_id": 258} | how).items()}
+    loaded = load_model(write_gguf(tmp_path / "model.gguf", tensors, merges=("c d", "c d"), **its))
+    assert loaded.tokenizer("ab").input_ids == want
+    assert loaded.tokenizer("ab", add_special_tokens=False).input_ids == [i for i in want if i != 258]
+
+
+def test_special_tokens_with_any_letters_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in DeepSeek's models of Qwen and Llama."""
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama", vocab_size=265))
+    more = ("<|begin▁of▁sentence｜>", "<|User｜>", "<| |>", "<|Ġ|>")  # the last two are the same in letters of bytes
+    its |= {"tokenizer.ggml.bos_token_id": 261, "tokenizer.ggml.add_bos_token": True}
+    tokenizer = load_model(write_gguf(tmp_path / "model.gguf", tensors, more_tokens=more, **its)).tokenizer
+    ids = tokenizer(f"{more[1]}ab<|im_end|>").input_ids
+    assert ids == [261, 262, 256, 259] and len(tokenizer) == 265
+    assert tokenizer(more[2] + more[3], add_special_tokens=False).input_ids == [263, 264]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab" and tokenizer.decode(ids[:2]) == "".join(more[:2])
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_words_have_a_space_before_them_if_the_file_says_so(
+    prefix: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama", vocab_size=262))
+    its |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.add_space_prefix": prefix}
+    tokenizer = load_model(write_gguf(tmp_path / "model.gguf", tensors, more_tokens=("▁",), **its)).tokenizer
+    ids = tokenizer("ab ab", add_special_tokens=False).input_ids
+    assert ids == [*[261] * prefix, 256, 261, 256] and tokenizer.decode(ids) == "ab ab"
+
+
+@pytest.mark.parametrize("name", ["eot", "eom"])
+def test_tokens_that_a_file_says_end_a_turn_end_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path))
+    tensors, its = gguf_of(make_model("llama", vocab_size=261))
+    file = write_gguf(tmp_path / "model.gguf", tensors, **its, **{f"tokenizer.ggml.{name}_token_id": 260})
+    assert load_model(file).stop_ids == {258, 259, 260}, "and not Llama's default, 2"
 
 
 def test_gguf_files_of_equal_name_and_mtime_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

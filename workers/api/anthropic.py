@@ -192,9 +192,10 @@ def _ending(done: Done) -> dict[str, Any]:
 
 
 def _json_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object, or None if it is cut off."""
+    """Return the JSON object, or None if it is cut off, or has numbers that JSON cannot write (NaN, 1e999)."""
     try:
         value = json.loads(text or "{}")
+        json.dumps(value, allow_nan=False)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
@@ -285,8 +286,8 @@ def _kind(block: Fields, *kinds: str) -> str:
 def _add_user_turns(turns: list[Turn], blocks: list[Fields], most_chars: int, joins: bool) -> None:
     """Add the turns of a message: one for each result of a tool, and one for texts between them.
 
-    joins: a message in the middle of a conversation with role system. Many templates refuse it there, so its text
-    joins the user's before it.
+    joins: a message with role system. Many templates refuse it in the middle of a conversation, so its text joins the
+    user's before it; one at the beginning joins `system`.
     """
     texts: list[str] = []
     of_tool = False  # pages that a tool has read come after its result
@@ -309,10 +310,10 @@ def _add_user_turns(turns: list[Turn], blocks: list[Fields], most_chars: int, jo
         else:
             texts.append(_text(block, kind, most_chars, of_tool))
     text = "\n".join(texts)
-    if joins and turns and turns[-1].role == "user":
-        turns[-1] = Turn("user", f"{turns[-1].content}\n\n{text}")
+    if joins and turns and turns[-1].role in ("user", "system"):
+        turns[-1] = replace(turns[-1], content=f"{turns[-1].content}\n\n{text}")
     elif texts:
-        turns.append(Turn("user", text))
+        turns.append(Turn("system" if joins and not turns else "user", text))
 
 
 def _text(block: Fields, kind: str, most_chars: int, of_tool: bool) -> str:

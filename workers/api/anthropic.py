@@ -95,8 +95,10 @@ class MessageForm:
             self.piece(0, piece)
         self._close()
         # a call that max_tokens cut off is left out, so that no client runs it with a part of its arguments
-        blocks = [block for block in self._blocks if block.get("input", {}) is not None]
-        return self._message(dones[0], blocks) | _ending(dones[0])
+        blocks, done = [block for block in self._blocks if block.get("input", {}) is not None], dones[0]
+        if done.reason == "tool_calls" and not any("input" in block for block in blocks):
+            done = replace(done, reason="stop")
+        return self._message(done, blocks) | _ending(done)
 
     def first(self, index: int, event: Event) -> list[dict[str, Any]]:
         """Return the event that begins the stream."""
@@ -194,7 +196,7 @@ def _ending(done: Done) -> dict[str, Any]:
 def _json_object(text: str) -> dict[str, Any] | None:
     """Return the JSON object, or None if it is cut off, or has numbers that JSON cannot write (NaN, 1e999)."""
     try:
-        value = json.loads(text or "{}")
+        value = json.loads(text or "{}", strict=False)  # models write line ends into texts
         json.dumps(value, allow_nan=False)
     except ValueError:
         return None

@@ -79,7 +79,12 @@ class CompletionForm:
                 ]
             content = {"message": message}
         scores = [score for piece in pieces for score in piece.scores]
-        return {"index": index, **content, "logprobs": self._logprobs(index, scores), "finish_reason": done.reason}
+        return {
+            "index": index,
+            **content,
+            "logprobs": self._logprobs(index, scores, text),
+            "finish_reason": done.reason,
+        }
 
     def _stream_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
@@ -96,14 +101,14 @@ class CompletionForm:
         choice = {
             "index": index,
             "delta" if self._is_chat else "text": content,
-            "logprobs": self._logprobs(index, scores) if scores else None,
+            "logprobs": self._logprobs(index, scores, content) if scores else None,
             "finish_reason": reason,
         }
         so_far = usage([used], [used]) if used and self._parsed.asks[0].reports_usage else None
         with_usage = {"usage": so_far} if self._parsed.include_usage else {}
         return {**self._stream_head(), "choices": [choice], **with_usage}
 
-    def _logprobs(self, index: int, scores: list[TokenScore]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, scores: list[TokenScore], content: Any) -> dict[str, Any] | None:
         if not self._has_logprobs:
             return None
         if self._is_chat:
@@ -111,6 +116,8 @@ class CompletionForm:
         offsets = []
         for score in scores:
             decoder, data = self._decoders[index], _bytes_of(score) if score.is_visible else b""
+            if not (self._num_chars[index] or decoder.getstate()[0] or content.startswith(" ")):
+                data = data.removeprefix(b" ")  # decoders of some models strip the space at the start of a text
             first = decoder.decode(data[:1])
             is_whole = not decoder.getstate()[0]  # the token's first character; `first` may hold one before it too
             offsets.append(self._num_chars[index] + max(0, len(first) - is_whole))

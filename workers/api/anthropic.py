@@ -95,8 +95,10 @@ class MessageForm:
             self.piece(0, piece)
         self._close()
         # a call that max_tokens cut off is left out, so that no client runs it with a part of its arguments
-        blocks = [block for block in self._blocks if block.get("input", {}) is not None]
-        return self._message(dones[0], blocks) | _ending(dones[0])
+        blocks, done = [block for block in self._blocks if block.get("input", {}) is not None], dones[0]
+        if done.reason == "tool_calls" and not any("input" in block for block in blocks):
+            done = replace(done, reason="stop")
+        return self._message(done, blocks) | _ending(done)
 
     def first(self, index: int, event: Event) -> list[dict[str, Any]]:
         """Return the event that begins the stream."""
@@ -192,9 +194,10 @@ def _ending(done: Done) -> dict[str, Any]:
 
 
 def _json_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object, or None if it is cut off."""
+    """Return the JSON object, or None if it is cut off, or has numbers that JSON cannot write (NaN, 1e999)."""
     try:
-        value = json.loads(text or "{}")
+        value = json.loads(text or "{}", strict=False)  # models write line ends into texts
+        json.dumps(value, allow_nan=False)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
@@ -285,8 +288,8 @@ def _kind(block: Fields, *kinds: str) -> str:
 def _add_user_turns(turns: list[Turn], blocks: list[Fields], most_chars: int, joins: bool) -> None:
     """Add the turns of a message: one for each result of a tool, and one for texts between them.
 
-    joins: a message in the middle of a conversation with role system. Many templates refuse it there, so its text
-    joins the user's before it.
+    joins: a message with role system. Many templates refuse it in the middle of a conversation, so its text joins the
+    user's before it; one at the beginning joins `system`.
     """
     texts: list[str] = []
     of_tool = False  # pages that a tool has read come after its result
@@ -309,10 +312,10 @@ def _add_user_turns(turns: list[Turn], blocks: list[Fields], most_chars: int, jo
         else:
             texts.append(_text(block, kind, most_chars, of_tool))
     text = "\n".join(texts)
-    if joins and turns and turns[-1].role == "user":
-        turns[-1] = Turn("user", f"{turns[-1].content}\n\n{text}")
+    if joins and turns and turns[-1].role in ("user", "system"):
+        turns[-1] = replace(turns[-1], content=f"{turns[-1].content}\n\n{text}")
     elif texts:
-        turns.append(Turn("user", text))
+        turns.append(Turn("system" if joins and not turns else "user", text))
 
 
 def _text(block: Fields, kind: str, most_chars: int, of_tool: bool) -> str:

@@ -133,7 +133,9 @@ class ResponseForm:
         events = [] if self._items else self._open("message")
         if self._items[-1]["type"] == "message":
             self._items[-1]["content"][0]["logprobs"] += self._scores
-        events += self._close(status)
+        # a call at the end for which the reason is not tool_calls was cut off by a stop
+        is_cut_call = self._items[-1]["type"] == "function_call" and done.reason != "tool_calls"
+        events += self._close("incomplete" if is_cut_call else status)
         return [*events, self._event(f"response.{status}", response=self._response(done))]
 
     def end(self, dones: list[Done]) -> list[dict[str, Any]]:

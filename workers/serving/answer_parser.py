@@ -57,6 +57,7 @@ class AnswerParser:
         self._lead = ""  # the marker that announced a call, until the call is certain
         self._call = _Call()
         self.num_calls = 0
+        self.is_cut_off = False  # the last call's arguments are incomplete
         self._state: Callable[[], bool]
         if is_thinking:
             self._state = self._read_thought
@@ -158,7 +159,7 @@ class AnswerParser:
         for marker in filter(None, (format.opening, format.closing)):
             if rest.startswith(marker):
                 self._pending = rest.removeprefix(marker)
-                if marker == format.opening:
+                if marker == format.opening or self._lead:
                     self._lead += marker
                 return True
             if not self._is_final and marker.startswith(rest):
@@ -195,6 +196,7 @@ class AnswerParser:
             self._parts.text += whole
             return bool(self._pending)
         self._lead, self._state, self._drops_space = "", self._between_calls, True
+        self.is_cut_off = call.end is None and not call.has_end_at(call.emitted_len)
         if not self._parallel_calls and call.end is not None:
             self.has_ended, self._pending = True, ""
         return bool(self._pending)
@@ -285,6 +287,10 @@ class _Call:
     def arguments_end(self, start: int) -> int:
         """The end of the object, one level down, that begins at `start`, as far as it has been scanned."""
         return next((end for end in self._ends_inside if end >= start), self._seen)
+
+    def has_end_at(self, place: int | None) -> bool:
+        """Whether an object or list one level down ends at that place."""
+        return place in self._ends_inside
 
 
 def answer_parser_for(ask: Ask, template: ChatTemplate) -> AnswerParser | None:

@@ -318,6 +318,7 @@ class LocalBackend:
                 answer_parser_for(ask, template),
                 template.hidden,
                 sampling.min_tokens,
+                ids if ask.prompt is not None or ask.continues else (),
             ),
             grammar=grammar,
             in_prompt=in_prompt,

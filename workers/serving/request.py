@@ -223,10 +223,11 @@ class Writer:
         parser: AnswerParser | None = None,  # None: the text has no reasoning and no tool calls
         shown: dict[int, str] | None = None,  # special tokens that the text has to contain, such as call markers
         min_tokens: int = 0,  # no stop string is looked for in the text of this many first tokens
+        before: Sequence[int] = (),  # tokens that the text continues
     ) -> None:
         self._num_early, self._is_early = min_tokens, False  # how many such tokens are to come; the last was one
         self._tokenizer, self._parser, self._shown = tokenizer, parser, shown or {}
-        self._stream, self._stops = TextStream(tokenizer), StopFinder(stops)
+        self._stream, self._stops = TextStream(tokenizer, before), StopFinder(stops)
         self._scores: deque[tuple[int, TokenScore]] = deque()  # with the offset in the text where the token begins
         self._num_decoded = self._num_emitted = 0  # characters, of all text and of that passed on
 
@@ -241,8 +242,8 @@ class Writer:
 
     @property
     def has_tool_call(self) -> bool:
-        """Whether the answer has a tool call."""
-        return self._parser is not None and self._parser.num_calls > 0
+        """Whether the answer has tool calls, all of them complete."""
+        return self._parser is not None and self._parser.num_calls > 0 and not self._parser.is_cut_off
 
     def is_special(self, token_id: int) -> bool:
         """Whether an answer's text leaves the token out."""

@@ -31,17 +31,28 @@ def _silent_ids(tokenizer: Any) -> frozenset[int]:
 class TextStream:
     """Decodes tokens to pieces of text as they come. Joined, the pieces are exactly `decode` of all tokens."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._token_ids: list[int] = []  # the first and the last tokens; those between no longer affect new text
-        self._num_emitted = 0  # characters of their text that have been passed on
-        self._skipped = _silent_ids(tokenizer)
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        """before: tokens that the text continues. One of them is decoded with it, because some decoders strip the
+        space at the start of a text."""
+        self._tokenizer, self._skipped = tokenizer, _silent_ids(tokenizer)
+        whole = (token_id for token_id in reversed(before[-_WINDOW:]) if self._is_whole(token_id))
+        # the first and the last tokens; those between no longer affect new text
+        self._token_ids = [token_id for token_id in (next(whole, None),) if token_id is not None]
+        self._num_emitted = len(decode(tokenizer, self._token_ids))  # characters of their text that have been passed on
+
+    def _is_whole(self, token_id: int) -> bool:
+        """Whether the token has text that no other token changes."""
+        text = decode(self._tokenizer, [token_id])
+        return text != "" and _UNFINISHED not in text and not self._is_byte(token_id)
+
+    def _is_byte(self, token_id: int) -> bool:
+        return _BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or "") is not None
 
     def add(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
         self._token_ids.append(token_id)
-        if _BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""):
+        if self._is_byte(token_id):
             return ""  # decoders convert a run of byte tokens as a whole
         text = decode(self._tokenizer, self._token_ids)
         certain = len(text) - text.endswith(_UNFINISHED)

@@ -129,8 +129,14 @@ def test_an_answer_and_the_results_of_its_calls_can_be_sent_back(service: Runnin
     assert service.backend.asks[-1].tools == (Tool("add", {"type": "object", "properties": {}}, "Adds."),)
 
 
-def test_a_call_that_is_cut_off_is_left_out_of_the_whole_message(service: Running, claude: anthropic.Anthropic) -> None:
-    cut = Piece("", calls=(CallPart(0, '{"a": "rm', call_id="123456789", name="add"),))
+@pytest.mark.parametrize("arguments", ['{"a": "rm', '{"a": NaN}', '{"a": [1e999]}'])
+def test_a_call_that_is_cut_off_or_no_json_is_left_out_of_the_whole_message(
+    service: Running, claude: anthropic.Anthropic, arguments: str
+) -> None:
+    cut = Piece("", calls=(CallPart(0, arguments, call_id="123456789", name="add"),))
+    service.backend.scripts = {"?": Script((Piece("So: "), cut), reason="tool_calls")}
+    answer = claude.messages.create(model=MODEL, max_tokens=9, messages=ASK, tools=[TOOL])
+    assert [block.type for block in answer.content] == ["text"] and answer.stop_reason == "end_turn"
     service.backend.scripts = {"?": Script((Piece("So: "), cut, "more"))}
     answer = claude.messages.create(model=MODEL, max_tokens=2, messages=ASK, tools=[TOOL])
     assert [block.type for block in answer.content] == ["text"] and answer.stop_reason == "max_tokens"
@@ -138,10 +144,10 @@ def test_a_call_that_is_cut_off_is_left_out_of_the_whole_message(service: Runnin
 
 def test_a_piece_can_end_a_call_and_hold_the_text_after_it() -> None:
     form = MessageForm(read_message({"model": MODEL, "messages": ASK}, "id", "smollm2-135m", LimitSettings()))
-    call = Piece("", calls=(CallPart(0, '{"a": ', call_id="123456789", name="add"),))
+    call = Piece("", calls=(CallPart(0, '{"b": "\n", "a": ', call_id="123456789", name="add"),))
     done = Done(reason="tool_calls", context_tokens=0, question_tokens=1, cached_tokens=0, new_tokens=9)
     one, other = form.whole([[call, Piece("So.", calls=(CallPart(0, "1}"),))]], [done])["content"]
-    assert (one["input"], other["text"]) == ({"a": 1}, "So.")
+    assert (one["input"], other["text"]) == ({"b": "\n", "a": 1}, "So.")
 
 
 def test_errors_have_anthropics_form_and_classes(service: Running, claude: anthropic.Anthropic) -> None:
@@ -221,6 +227,8 @@ def test_system_messages_within_a_conversation_join_the_users(service: Running) 
     """Templates of most models refuse a system message that is not the first."""
     told = turns(("user", "a"), ("system", "s"), ("assistant", "b"), ("system", [{"type": "text", "text": "t"}]))
     assert told == (Turn("user", "a\n\ns"), Turn("assistant", "b"), Turn("user", "t"))
+    assert turns(("system", "s"), ("user", "a"), system="r") == (Turn("system", "r\n\ns"), Turn("user", "a"))
+    assert turns(("system", "s"), ("user", "a")) == (Turn("system", "s"), Turn("user", "a"))
 
 
 def test_documents_are_read_as_text() -> None:

@@ -207,6 +207,16 @@ def test_text_offsets_skip_special_tokens_without_text(service: Running, client:
     assert told is not None and told.text_offset == [0, 1, 1, 2]
 
 
+def test_text_offsets_do_not_count_a_space_that_is_stripped_from_the_text(
+    service: Running, client: openai.OpenAI
+) -> None:
+    scores = (TokenScore(1, "<s>", None, is_visible=False), TokenScore(2, " It", -1.0), TokenScore(3, " is", -1.0))
+    for start in ("", " "):
+        service.backend.scripts = {"?": Script((Piece(f"{start}It", scores[:2]), Piece(" is", scores[2:])))}
+        told = client.completions.create(model=MODEL, prompt="?", logprobs=0).choices[0].logprobs
+        assert told is not None and told.text_offset == [0, 0, len(start) + 2]
+
+
 def test_tokenize_and_detokenize_endpoints(service: Running) -> None:
     with httpx2.Client(base_url=service.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
         told = http.post("/tokenize", json={"model": MODEL, "prompt": "ab", "return_token_strs": True}).json()

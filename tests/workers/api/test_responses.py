@@ -177,6 +177,16 @@ def test_functions_in_namespaces_are_called_by_both_names_and_returned_apart() -
     assert read(tools=empty).tools == ()
 
 
+@pytest.mark.parametrize(
+    ("reason", "want"), [("stop", "incomplete"), ("length", "incomplete"), ("tool_calls", "completed")]
+)
+def test_a_call_that_is_cut_off_is_incomplete(reason: Any, want: str) -> None:
+    parsed = read_response({"model": MODEL, "input": "?"}, "id", "smollm2-135m", LimitSettings())
+    done = Done(reason=reason, context_tokens=0, question_tokens=1, cached_tokens=0, new_tokens=9)
+    told = ResponseForm(parsed).whole([[Piece("", calls=(CallPart(0, '{"a": ', "1", "add"),))]], [done])
+    assert told["output"][0]["status"] == want
+
+
 def test_by_default_answers_have_as_many_tokens_as_the_service_allows() -> None:
     assert read().sampling.max_new_tokens == LimitSettings().max_new_tokens
 

@@ -46,6 +46,7 @@ CASES: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
     ("hermes", f"<tool_call>{call('rm')}</tool_call> x", (f"<tool_call>{call('rm')}</tool_call> x", [])),
     ("hermes", "<tool_call> not even", ("<tool_call> not even", [])),
     ("hermes", "<tool_call>", ("<tool_call>", [])),
+    ("hermes", "<tool_call>\n</tool_call> none", ("<tool_call>\n</tool_call> none", [])),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', ("", [("add", '{"a": 1')])),
     ("hermes", '<tool_call>{"name": "add", "argu', ('<tool_call>{"name": "add", "argu', [])),
     ("hermes", '<tool_call>{"name": "add", "arguments": 5}</tool_call>',

@@ -1,6 +1,7 @@
 """Streamed text: its pieces make exactly the whole text, without any part of the stop string that ends it."""
 
 from copy import deepcopy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny import byte_tokenizer
+from csattn.models.loader import wrap_model
+from tests.tiny import byte_tokenizer, make_model
+from tests.workers.serving.prompting import answers, ask
 from workers.serving.messages import TokenScore
 from workers.serving.request import Writer
 from workers.serving.text import StopFinder, TextStream, decode, token_bytes
@@ -72,6 +75,19 @@ def test_a_space_after_many_special_tokens_is_not_lost() -> None:
     """A decoder that strips a text's first space must not be shown a text that begins there."""
     token_ids = [256, *[262] * 50, 257]
     assert "".join(streamed(METASPACE, token_ids)) == decode(METASPACE, token_ids) == "a tide"
+
+
+@pytest.mark.parametrize("before", [[262, 256], [256, 259, 0xE2, 0x82], [256, 260, 263]], ids=str)
+def test_the_first_space_is_not_stripped_from_a_text_that_goes_on(before) -> None:
+    stream = TextStream(METASPACE, before)
+    assert [stream.add(token_id) for token_id in (257, 258)] + [stream.finish()] == [" tide", "s", ""]
+    assert TextStream(METASPACE, [262, 263]).add(257) == "tide", "nothing precedes it"
+
+
+def test_a_completion_goes_on_with_the_space_after_its_prompt(tmp_path: Path) -> None:
+    model = wrap_model(make_model(vocab_size=len(METASPACE)), METASPACE, "tiny-metaspace")
+    asked = ask(prompt=(262, 256), new=2, logit_bias=((257, 100.0),))
+    assert [text for text, _ in answers(tmp_path, asked, model=model)] == [" tide tide"]
 
 
 def test_a_character_is_streamed_with_its_last_byte() -> None:

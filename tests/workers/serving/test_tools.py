@@ -236,6 +236,22 @@ def test_without_parallel_calls_only_one_call_is_returned(store: Path) -> None:
     assert told(pieces) == 'add{"a": 7}' and done.reason == "tool_calls"
 
 
+@pytest.mark.parametrize(
+    ("end", "more", "want"),
+    [
+        ('{"a": "STOP"}}', {"stop": ("STOP",)}, "stop"),
+        ('{"a": "', {}, "stop"),  # the model's own end
+        ('{"a": 7}', {}, "tool_calls"),
+        ('{"a": 7}}</tool_call>', {"stop": ("</tool",)}, "tool_calls"),
+    ],
+)
+def test_an_answer_that_ends_within_a_calls_arguments_is_no_call_to_run(
+    store: Path, end: str, more: dict[str, Any], want: str
+) -> None:
+    text = f'<tool_call>{CALL}</tool_call><tool_call>{{"name": "add", "arguments": {end}'
+    assert saying(store, "hermes", text, tools=(ADD,), **more)[1].reason == want
+
+
 def test_an_echo_scores_the_end_token_too(store: Path) -> None:
     """An evaluation leaves out the last score, which is the answer's and not the prompt's."""
     pieces, done = saying(store, "hermes", "", prompt="abc", echo=True, top_logprobs=1)

@@ -21,7 +21,8 @@ from csattn.models import deepseek_files
 from csattn.models.checkpoint_files import require_weights
 from csattn.models.description import describe
 from csattn.models.families import FAMILIES, unsupported
-from csattn.models.gguf_file import config_of, end_ids, find_converted
+from csattn.models.gguf_file import config_of, find_converted
+from csattn.models.gguf_tokenizer import end_ids
 from csattn.models.hub import fetched, first_line
 from csattn.models.identity import fingerprint_of, geometry_of, hash_tokenizer
 from csattn.models.layer_offload import place

@@ -21,7 +21,8 @@ from transformers import LlamaForCausalLM
 
 from csattn.errors import ModelError
 from csattn.models import gguf_file, load_model
-from csattn.models.gguf_file import end_ids
+from csattn.models.gguf_checks import require_tensors_read
+from csattn.models.gguf_tokenizer import end_ids
 from csattn.models.loader import is_to_be_converted, read_config
 from tests.tiny import byte_tokenizer, make_model, token_ids
 
@@ -192,7 +193,7 @@ def test_a_file_with_fewer_numbers_than_its_model_is_refused(tmp_path: Path) -> 
     tensors, its = gguf_of(model := make_model("llama"))
     tensors.pop("blk.0.ffn_gate.weight")
     with pytest.raises(ModelError, match="it lacks 6144 of its model's numbers; convert"):
-        gguf_file._require_tensors_read(write_gguf(tmp_path / "model.gguf", tensors, **its), model)
+        require_tensors_read(write_gguf(tmp_path / "model.gguf", tensors, **its), model)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tests.tiny import loaded
 
 @pytest.fixture(autouse=True)
 def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(model: Any, weights: str | None = None) -> Any:
+    def load(model: Any, dtype: str, weights: str | None = None) -> Any:
         return loaded()
 
     monkeypatch.setattr(rounding, "load_model", load)

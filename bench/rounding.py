@@ -1,8 +1,9 @@
-"""What rounding a model's weights to 8 or 4 bits costs: the KL from its unrounded next-token distributions.
+"""What rounding a model's weights to 8 or 4 bits costs: the KL from its unrounded next-token distributions in float32.
 
 python -m bench.rounding [--model M] [--texts speech,code] [--weights fp8,int4] [--len 2048] [--json FILE]
 
-Predictions count from a text's 513th token on, because earlier ones have little context. Gate: there are such tokens.
+`--weights bfloat16` computes in bfloat16. Predictions count from a text's 513th token on, because earlier ones have
+little context. Gate: there are such tokens.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from torch import Tensor
 from bench.accuracy.texts import find_text, tokenize
 from bench.timing import finish, gate
 from csattn.models import load_model
+from csattn.models.loader import DTYPES
 
 SKIPPED = 512  # first tokens of a text, whose predictions do not count
 
@@ -36,7 +38,8 @@ def main() -> None:
         )
     exact = {name: log_probs(loaded.model, token_ids) for name, token_ids in texts.items()}
     for weights in arguments.weights.split(","):
-        rounded = load_model(arguments.model, "float32", weights=weights).model
+        dtype, rounding = (weights, None) if weights in DTYPES else ("float32", weights)
+        rounded = load_model(arguments.model, dtype, weights=rounding).model
         for name, token_ids in texts.items():
             cases.append({"text": name, "weights": weights, **distance(exact[name], log_probs(rounded, token_ids))})
             line = "{text:8} {weights:5} KL {kl:.4f}, same most likely token {top1_agreement:.3f}"

@@ -74,7 +74,7 @@ def _spell_added_tokens(tokenizer: Any, tokens: Any, kinds: Any) -> None:
     tokenizer.update_post_processor()
 
 
-def named_ends(gguf: Path, read: Any) -> list[int] | int | None:
+def named_ends(gguf: Path, read: Any) -> list[int] | None:
     """Return all tokens that the file says end a turn. read: those that `transformers` takes."""
     from gguf import GGUFReader
 

@@ -146,6 +146,9 @@ def test_a_service_on_a_cpu_has_the_dtype_of_a_models_files_where_it_is_fast(
         settings = serving._chosen(loaded.settings, loaded.left_to_csattn, [])
         assert (settings.engine.placement, settings.build.dtype) == ("cpu", wanted)
         assert serving._chosen(loaded.settings, ["engine.placement"], []).build.dtype == "float32"
+    monkeypatch.setattr(serving, "ask", lambda *_: pytest.fail("nothing is left to choose"))
+    placed = replace(loaded.settings, engine=replace(loaded.settings.engine, placement="device"))
+    assert serving._chosen(placed, [], []) == placed
     assert capsys.readouterr().err == ""
 
 

@@ -111,7 +111,7 @@ def _chosen(settings: Settings, left: Sequence[str], contexts: Sequence[tuple[st
     engine, build, model = settings.engine, settings.build, settings.model
     may_use_gpu = engine.placement != "cpu" or ("engine.placement" in left and bool(visible_gpus()))
     has_choice_of_dtype = "build.dtype" in left and model.name is not None and multiplies_bfloat16()
-    if not (may_use_gpu or has_choice_of_dtype):
+    if not left or not (may_use_gpu or has_choice_of_dtype):
         return settings
     given = model.name, build.dtype, model.weights, build.preset, asdict(engine), left
     found = ask("auto", to_json(given))

@@ -52,7 +52,7 @@ def check_device(facts: Facts) -> Sequence[Finding]:
             return [Finding("device", "problem", text, remedy)]
         text = "No GPU is in use: prefill, search and decoding run on the CPU."
         if multiplies_bfloat16():
-            text += " It has instructions for bfloat16, in which csattn then computes models of 16 bits and fewer."
+            text += " It has instructions for bfloat16, and computes models in bfloat16 or in fewer bits with them."
         return [Finding("device", "ok", text)]
     driver = f", driver {seen[0].driver}" if seen else ""
     findings = []

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import islice
 from typing import Any
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -37,7 +38,7 @@ class TextStream:
         self._tokenizer, self._skipped = tokenizer, _silent_ids(tokenizer)
         whole = (token_id for token_id in reversed(before[-_WINDOW:]) if self._is_whole(token_id))
         # the first and the last tokens; those between no longer affect new text
-        self._token_ids = [token_id for token_id in (next(whole, None),) if token_id is not None]
+        self._token_ids = list(islice(whole, 1))
         self._num_emitted = len(decode(tokenizer, self._token_ids))  # characters of their text that have been passed on
 
     def _is_whole(self, token_id: int) -> bool:

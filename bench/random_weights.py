@@ -10,9 +10,20 @@ from csattn.lightning.operands.compressor import CompressorWeights
 from csattn.models.quantized_weight import ROUNDINGS, QuantizedExperts, QuantizedWeight, Rounding
 from csattn.models.rope import model_frequencies
 from csattn.models.share import require_shares, share_of_head, share_of_layer, share_of_spec
-from csattn.models.spec import CompressedSpec, DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, LayerSpec, ModelSpec
+from csattn.models.spec import (
+    CompressedSpec,
+    ConvSpec,
+    ExpertsSpec,
+    HeadsSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+    RecurrentSpec,
+    ScanSpec,
+)
 from csattn.models.weights import (
     CompressedStepWeights,
+    ConvWeights,
     DeltaWeights,
     ExpertNorms,
     ExpertWeights,
@@ -24,6 +35,8 @@ from csattn.models.weights import (
     LayerWeights,
     Linear,
     ModelWeights,
+    RecurrentWeights,
+    ScanWeights,
     StreamWeights,
     by_expert,
 )
@@ -75,10 +88,16 @@ def random_weights(
     def norm(size: int, there: bool = True) -> Tensor | None:
         return torch.ones(size, device=device) if there else None
 
-    def delta(of: DeltaSpec) -> DeltaWeights:
+    def recurrent(of: RecurrentSpec) -> RecurrentWeights:
         conv = torch.randn(of.num_channels, of.conv_len, device=device, generator=generator) * of.conv_len**-0.5
+        inputs = (linear(of.in_width, spec.hidden_size),)
+        if isinstance(of, ConvSpec):
+            return ConvWeights(inputs, conv, None)
+        if isinstance(of, ScanSpec):
+            ones = [torch.ones(size, device=device) for size in (*3 * [of.num_heads], of.out_width)]
+            return ScanWeights(inputs, conv, None, *ones)
         ones = [torch.ones(size, device=device) for size in (of.num_v_heads, of.num_v_heads, of.v_dim)]
-        return DeltaWeights((linear(of.in_width, spec.hidden_size),), conv, *ones)
+        return DeltaWeights(inputs, conv, *ones)
 
     def latent(of: LatentSpec, bias: bool) -> LatentWeights:
         index_norm = None
@@ -162,10 +181,12 @@ def random_weights(
         attention, mlp, hidden_size = of.attention, of.mlp, spec.hidden_size
         sizes = {"none": None, "head": (heads.head_dim,) * 2, "projection": (heads.q_width, heads.kv_width)}
         ones = torch.ones(heads.head_dim, device=device) if attention.v_norm else None
-        plain = of.delta is None and of.latent is None and of.compressed is None
+        plain = of.recurrent is None and of.latent is None and of.compressed is None
         of_heads = sizes[attention.qk_norm] if plain else None
         q_norm, k_norm = (torch.ones(size, device=device) for size in of_heads or (0, 0))
-        attended = of.delta.v_width if of.delta else of.latent.v_width if of.latent else heads.q_width
+        attended = of.latent.v_width if of.latent else heads.q_width
+        if of.recurrent is not None:
+            attended = of.recurrent.out_width
         if of.compressed is not None:
             attended = of.compressed.out_width
         return LayerWeights(
@@ -177,8 +198,8 @@ def random_weights(
             )
             if plain
             else (),
-            gates=(linear(heads.q_width, hidden_size, attention.qkv_bias),) if attention.gated and not of.delta else (),
-            delta=None if of.delta is None else delta(of.delta),
+            gates=(linear(heads.q_width, hidden_size, attention.qkv_bias),) if attention.gated and plain else (),
+            recurrent=None if of.recurrent is None else recurrent(of.recurrent),
             latent=None if of.latent is None else latent(of.latent, attention.qkv_bias),
             compressed=None if of.compressed is None else compressed(of.compressed),
             head_norms=HeadNorms(q_norm, k_norm, ones) if of_heads else None,

@@ -17,7 +17,7 @@ from csattn.artifact.layout import artifact_bytes, file_layout, index_from_array
 from csattn.config import IndexConfig
 from csattn.models import LoadedModel
 from csattn.models.layer_offload import layer_on_device
-from csattn.models.query import PROJECTS_QUERIES, queries_before_rope
+from csattn.models.query import projects_queries, queries_before_rope
 from csattn.torch_threads import on_one_thread, preserve_num_threads
 from index_build.board import BuildProgress
 from index_build.layer import index_arrays
@@ -155,7 +155,7 @@ def make_fit(loaded: LoadedModel, capture: "LayerCapture", hidden_out: Tensor) -
 
 def _fit_query(model: Any, layer_idx: int, *samples: Tensor) -> dict[str, Tensor]:
     """Fit `next_query`, the predictor of the layer's queries, to samples of the previous layer's input and output."""
-    with torch.inference_mode(), layer_on_device(model, layer_idx, PROJECTS_QUERIES) as layer:
+    with torch.inference_mode(), layer_on_device(model, layer_idx, projects_queries(model)) as layer:
         early, own = (queries_before_rope(layer, hidden) for hidden in samples)
         return {"next_query": fit_predictor(early, own)}
 

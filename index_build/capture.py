@@ -129,7 +129,7 @@ def prefill(
             with layer_on_device(model, layer_idx) as layer:
                 if of_layer.compressed is not None:
                     compressed = CompressedLayer(layer, body.rotary_emb, config.hidden_size)
-                elif of_layer.delta is None:
+                elif of_layer.recurrent is None:
                     sinks = getattr(layer.self_attn, "sinks", None)
                     kept = _CapturingLayer(capture, of_layer.attention, sinks)
                     if "shared_kv_states" in signature(layer.forward).parameters:
@@ -145,7 +145,9 @@ def prefill(
                     elif latent is not None:
                         hidden_out[rows] = latent(hidden[rows], rows, *(x[0, rows] for x in rope))
                     else:
-                        of_rows = tuple(x[:, rows] for x in rope) if isinstance(rope, tuple) else rope[:, rows]
+                        of_rows = tuple(x[:, rows] for x in rope) if isinstance(rope, tuple) else rope
+                        if isinstance(of_rows, Tensor):
+                            of_rows = of_rows[:, rows]
                         if spec.layer_input_width:
                             more["per_layer_input"] = layer_inputs(model, token_ids[rows], layer_idx)[None]
                         hidden_out[rows] = layer(
@@ -158,8 +160,8 @@ def prefill(
                             **more,
                         )[0]
                     on_chunk(layer_idx, rows.stop - rows.start)
-            if of_layer.delta is not None:
-                capture.state = _state_arrays(kept)
+            if of_layer.recurrent is not None:
+                capture.state = _state_arrays(kept, of_layer.recurrent.parts[1])
             if compressed is not None:
                 capture.state = compressed.state()
             _require_in_range(capture)
@@ -265,9 +267,10 @@ def _attend_by_cudnn(
     return out[0], lse.view(q.shape[:2])
 
 
-def _state_arrays(state: LinearAttentionLayer) -> dict[str, Tensor]:
-    """Return conv [channels, conv_len - 1] and memory [num_v_heads, k_dim, v_dim], float32."""
-    conv, memory = state.conv_states[0][0, :, 1:], state.recurrent_states[0][0]
+def _state_arrays(state: LinearAttentionLayer, memory_sizes: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return conv [channels, conv_len - 1] and memory [*memory_sizes], float32."""
+    conv = state.conv_states[0][0, :, 1:]
+    memory = state.recurrent_states[0][0] if all(memory_sizes) else conv.new_empty(memory_sizes)
     return {"conv": conv.float().contiguous(), "memory": memory.float().contiguous()}
 
 

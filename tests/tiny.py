@@ -27,6 +27,18 @@ _DELTA = {
     "linear_conv_kernel_dim": 4,
     "initializer_range": 0.15,  # larger weights amplify rounding in states, which sum over the whole context
 }
+_SCAN = {
+    "num_hidden_layers": 5,
+    "layer_types": _DELTA["layer_types"],
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "mamba_d_head": 16,
+    "mamba_chunk_size": 64,
+    "initializer_range": 0.15,
+}
+_CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 _EXPERTS = {
     "moe_intermediate_size": 36,
     "n_routed_experts": 12,
@@ -256,6 +268,23 @@ EVERY_FAMILY = (
                 "logits_scaling": 2.0,
             },
         ),
+        "granitemoehybrid": (
+            "GraniteMoeHybrid",
+            _SCAN
+            | {
+                "intermediate_size": 36,
+                "num_local_experts": 5,
+                "num_experts_per_tok": 2,
+                "attention_multiplier": 0.2,
+                "embedding_multiplier": 3.0,
+                "residual_multiplier": 0.4,
+                "logits_scaling": 2.0,
+            },
+        ),
+        "granitemoehybrid, dense": (
+            "GraniteMoeHybrid",
+            _SCAN | {"num_local_experts": 0, "position_embedding_type": "rope"},
+        ),
         "granite": (
             "Granite",
             {
@@ -290,6 +319,18 @@ EVERY_FAMILY = (
         ),
         "internlm3": ("InternLM3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
         "iquestcoder": ("IQuestCoder", {"head_dim": 16}),
+        "lfm2": ("Lfm2", _CONV | {"block_multiple_of": 8, "conv_bias": True}),
+        "lfm2_moe": (
+            "Lfm2Moe",
+            _CONV
+            | {
+                "num_dense_layers": 1,
+                "moe_intermediate_size": 36,
+                "num_experts": 7,
+                "num_experts_per_tok": 3,
+                "routed_scaling_factor": 1.5,
+            },
+        ),
         "llama4_text": (
             "Llama4",
             {

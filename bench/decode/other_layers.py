@@ -28,10 +28,10 @@ def with_other_layers(work: Workload, options: Options, searched: StepAttention)
     lens = [min(reach.num_rows, work.context_len) for reach in engine.local]
     num_kv_heads, head_dim = engine.of_local
     kv = [torch.randn(num_kv_heads, num_rows, 2, head_dim, dtype=engine.dtype) for num_rows in lens]
-    deltas = [layer.delta for layer in spec.layers if layer.delta is not None]
+    recurrent = [layer.recurrent for layer in spec.layers if layer.recurrent is not None]
     states = [
-        {name: np.zeros(part, np.float32) for name, part in zip(("conv", "memory"), delta.parts, strict=True)}
-        for delta in deltas
+        {name: np.zeros(part, np.float32) for name, part in zip(("conv", "memory"), of.parts, strict=True)}
+        for of in recurrent
     ]
     for context_id in range(work.num_contexts):
         layers.load(context_id, kv, states)
@@ -47,8 +47,8 @@ def other_bytes(work: Workload, weights: ModelWeights) -> float:
     for layer in spec.layers:
         if (reach := layer.attention.reach) is not None:
             total += work.batch_size * row_bytes(spec) * min(reach.num_rows, work.context_len)
-        if layer.delta is not None:
-            total += work.batch_size * 2 * 4 * sum(prod(part) for part in layer.delta.parts)
+        if layer.recurrent is not None:
+            total += work.batch_size * 2 * 4 * sum(prod(part) for part in layer.recurrent.parts)
     return total + _bytes_of_more_experts(weights, work.batch_size)
 
 

@@ -7,8 +7,8 @@ from typing import Any, Literal, Self, get_args
 from csattn.errors import ConfigError
 
 # What a layer keeps of a context: K and V of each token, with an index; those of the last tokens; latents of each token
-# (with the keys of the model's own indexer, so without an index); a state of fixed size (linear attention); or the last
-# tokens' rows and rows that each stand for several tokens.
+# (with the keys of the model's own indexer, so without an index); a state of fixed size (linear attention, state
+# spaces, convolutions); or the last tokens' rows and rows that each stand for several tokens.
 Keeps = Literal["rows", "window", "latents", "state", "compressed"]
 
 
@@ -20,7 +20,7 @@ class LayerGeometry:
     window: int = 0  # window: tokens whose rows a later token may see; compressed: those it sees, including itself
     rows_of: int | None = None  # rows, window: the earlier layer whose rows it attends to; None: it has its own
     conv: tuple[int, ...] = ()  # state: shape of the convolution's last inputs
-    memory: tuple[int, ...] = ()  # state: shape of the memory
+    memory: tuple[int, ...] = ()  # state: shape of the memory; zeros: the layer has none
     ratio: int = 0  # compressed: tokens that a compressed row stands for; 0: the layer has none
     span: int = 0  # compressed: tokens that a compressed row is computed from
     key_width: int = 0  # compressed: numbers of a row's index key; 0: it has none
@@ -33,7 +33,8 @@ class LayerGeometry:
             and all(type(size) is int and size >= 0 for size in sizes)
             and (self.window > 0) == (is_compressed or self.keeps == "window")
             and (len(self.conv), len(self.memory)) == ((2, 3) if self.keeps == "state" else (0, 0))
-            and all((*self.conv, *self.memory))
+            and all(self.conv)
+            and (all(self.memory) or not any(self.memory))
             and (is_compressed or self.ratio == 0)
             and self.span in (self.ratio, 2 * self.ratio)
             and (self.ratio > 0 or self.key_width == 0)

@@ -1,22 +1,24 @@
 """Reads the `transformers` config of a supported model into a spec."""
 
-from math import log
+from math import inf, log
 from typing import Any, Literal
 
 from csattn.errors import ModelError
 from csattn.models.experts import experts_of, mlp_width
 from csattn.models.families import FAMILIES, Family, own_field, unsupported
-from csattn.models.positions import max_positions, rope_parameters, rope_specs, unrotated_rope
+from csattn.models.positions import max_positions, rope_parameters, rope_specs, rotates_any, unrotated_rope
 from csattn.models.spec import (
     Activation,
     AttentionSpec,
     CompressedSpec,
+    ConvSpec,
     DeltaSpec,
     IndexerSpec,
     LatentSpec,
     LayerSpec,
     MlpSpec,
     ModelSpec,
+    ScanSpec,
     StreamsSpec,
 )
 from csattn.reach import Reach
@@ -63,7 +65,7 @@ def describe(config: Any) -> ModelSpec:
         softmax_scale=float(family.field(config, "attention_multiplier", query_scale)),
         vocab_size=config.vocab_size,
         max_positions=max_positions(config),
-        norm_eps=config.layer_norm_eps if family.centred else config.rms_norm_eps,
+        norm_eps=getattr(config, family.eps_field),
         local_heads=local_heads,
         layer_input_width=own_field(config, "hidden_size_per_layer_input", 0) or 0,
         streams=_streams(config) if family.compressed else None,
@@ -105,7 +107,7 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
             intermediate_size=width, activation=_activation(config, family), gated=family.gated, bias=mlp_bias
         ),
         experts=experts_of(config, layer_idx, _activation(config, family)),
-        delta=_delta(config) if layer_type(config, layer_idx) == "linear_attention" else None,
+        **_state(config, family, layer_idx),
         latent=_latent(config, family, layer_idx) if family.latents else None,
         compressed=_compressed(config, layer_idx) if family.compressed else None,
         pre_norm=family.norms[0] is not None,
@@ -183,19 +185,49 @@ _REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attenti
 # types of layers with compressed rows, which use the second kind of RoPE
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 _FORMER_TYPES = {"deepseek_sparse_attention": "indexed_attention"}  # names before `transformers` 5.20
-_LAYER_TYPES = {"full_attention", "indexed_attention", "linear_attention", *_REACHES}
+_STATEFUL = {"linear_attention", "conv"}  # types of layers that keep a state of fixed size instead of rows
+_LAYER_TYPES = {"full_attention", "indexed_attention", *_STATEFUL, *_REACHES}
+
+
+def _state(config: Any, family: Family, layer_idx: int) -> dict[str, Any]:
+    """Return the spec of a layer that keeps a state, by its field in `LayerSpec`; empty for other layers."""
+    if (kind := layer_type(config, layer_idx)) not in _STATEFUL:
+        return {}
+    if family.state is None or (kind == "conv") != (family.state == "conv"):
+        raise ModelError(
+            f"this model has layers of the type {kind!r}, which csattn computes in other families, but not in "
+            f"{config.model_type!r}; use its published config"
+        )
+    if family.state != "conv" and config.hidden_act != "silu":
+        raise ModelError(
+            f"this model has the activation {config.hidden_act!r} after the convolution of a layer with a state "
+            "(linear attention or a state space), and csattn computes only silu; use a model with silu"
+        )
+    return {family.state: {"delta": _delta, "scan": _scan, "conv": _conv}[family.state](config)}
+
+
+def _scan(config: Any) -> ScanSpec:
+    least, most = config.time_step_limit or (0.0, inf)
+    if most != inf:
+        raise ModelError(
+            f"this model's state spaces have steps of at most {most:g} (time_step_limit), and csattn's have no limit; "
+            "use a model without one"
+        )
+    return ScanSpec(
+        num_heads=config.mamba_n_heads,
+        num_groups=config.mamba_n_groups,
+        head_dim=config.mamba_d_head,
+        state_dim=config.mamba_d_state,
+        conv_len=config.mamba_d_conv,
+        least_step=float(least),
+    )
+
+
+def _conv(config: Any) -> ConvSpec:
+    return ConvSpec(num_channels=config.hidden_size, conv_len=config.conv_L_cache)
 
 
 def _delta(config: Any) -> DeltaSpec:
-    if not hasattr(config, "linear_num_value_heads"):
-        raise ModelError(
-            "this model has linear attention of a kind that csattn does not compute; csattn computes gated delta rules"
-        )
-    if config.hidden_act != "silu":
-        raise ModelError(
-            f"this model's linear attention has the activation {config.hidden_act!r} after its convolution, and "
-            "csattn computes only silu; use a model with silu"
-        )
     return DeltaSpec(
         num_k_heads=config.linear_num_key_heads,
         num_v_heads=config.linear_num_value_heads,
@@ -328,6 +360,8 @@ def _rope_of(config: Any, family: Family, layer_idx: int) -> int | None:
     """The index of the layer's RoPE in `ModelSpec.ropes`; None: no RoPE."""
     if family.rotated == "no_rope_layers" and not config.no_rope_layers[layer_idx]:
         return len(rope_parameters(config)) if unrotated_rope(config) else None
+    if not rotates_any(config, family):
+        return None
     has_window = family.rotated == "local" and config.sliding_window is not None
     if has_window and _reach(config, family, layer_idx) is None:
         return None
@@ -345,7 +379,7 @@ def _qk_norm(config: Any, family: Family, layer_idx: int) -> Literal["none", "he
 
 
 def _activation(config: Any, family: Family) -> Activation:
-    name = getattr(config, family.activation_field)
+    name = "silu" if family.activation_field is None else getattr(config, family.activation_field)
     if name not in _ACTIVATIONS:
         raise ModelError(
             f"this model's MLP has the activation {name!r}, which csattn does not compute; it has "

@@ -16,12 +16,28 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
     if config.model_type == "gemma4_text":
         is_wide = config.use_double_wide_mlp and layer_idx >= config.num_hidden_layers - config.num_kv_shared_layers
         return int(config.intermediate_size * (1 + is_wide))
+    if config.model_type == "granitemoehybrid":
+        return int(config.shared_intermediate_size)
+    if config.model_type == "lfm2":
+        return _adjusted_width(config)
     if config.model_type in _SHARED and is_moe:
         width = int(config.moe_intermediate_size * getattr(config, _SHARED[config.model_type]))
         if config.model_type == "hy_v3":  # in transformers, a width of 0 becomes that of dense layers
             width = width or int(config.intermediate_size)
         return width or None
     return None if is_moe else int(config.intermediate_size)
+
+
+def _adjusted_width(config: Any) -> int:
+    """Return the width of LFM2's MLPs: two thirds of the config's, times a factor, rounded up."""
+    width = int(config.intermediate_size)
+    if not config.block_auto_adjust_ff_dim:
+        return width
+    width = int(2 * width / 3)
+    if config.block_ffn_dim_multiplier is None:
+        return width
+    multiple = int(config.block_multiple_of)
+    return -(-int(config.block_ffn_dim_multiplier * width) // multiple) * multiple
 
 
 def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[ExpertsSpec, ...]:
@@ -71,8 +87,11 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
             if (getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)) != (1.702, 7.0):
                 raise ModelError("this model's experts are clamped in a way that csattn does not compute")
             return (ExpertsSpec(**routed | {"activation": "clamped"}, scores="softmax_of_chosen", bias=True),)
-        case "granitemoe":
+        case "granitemoe" | "granitemoehybrid":
             return (ExpertsSpec(**routed, scores="softmax_of_chosen"),)
+        case "lfm2_moe":
+            chosen = {"has_choice_bias": bool(config.use_expert_bias), "normed": bool(config.norm_topk_prob)}
+            return (ExpertsSpec(**routed, scores="sigmoid", **chosen, scale=float(config.routed_scaling_factor)),)
         case "llama4_text":
             return (ExpertsSpec(**routed, scores="sigmoid", on_input=True),)
         case "mixtral":
@@ -148,7 +167,9 @@ _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "glm_moe_dsa": _in_sparse_layers,
     "gpt_oss": lambda config, layer_idx: True,
     "granitemoe": lambda config, layer_idx: True,
+    "granitemoehybrid": lambda config, layer_idx: bool(config.num_local_experts),
     "hy_v3": _in_sparse_layers,
+    "lfm2_moe": lambda config, layer_idx: bool(layer_idx >= config.num_dense_layers),
     "llama4_text": lambda config, layer_idx: layer_idx in config.moe_layers,
     "mellum": _in_sparse_layers,
     "minimax_m2": lambda config, layer_idx: True,

@@ -1,28 +1,25 @@
 """The model families that csattn reproduces exactly, as data; others are refused by name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from csattn.errors import ModelError
 
 _NORM_BIASES = "its norms have biases"
 _NORMS_AFTER_ROPE = "it normalises queries and keys after RoPE"
-_CONVOLUTIONS = "most of its layers are convolutions"
-_STATE_SPACE = "it has layers with state spaces (Mamba)"
 # families that users may try, and why they are refused
 _REFUSED = {
     "apertus": "its MLPs have an activation with trained weights",
-    "falcon_h1": _STATE_SPACE,
+    "bamba": "its attention has rotations of its own beside state spaces",
+    "falcon_h1": "its layers have attention and a state space in parallel",
     "gemma3": "it also reads images; load its text model, a gemma3_text",
     "gemma4": "it also reads images; load its text model, a gemma4_text",
-    "granitemoehybrid": _STATE_SPACE,
     "hunyuan_v1_dense": _NORMS_AFTER_ROPE,
     "hunyuan_v1_moe": _NORMS_AFTER_ROPE,
     "jais2": _NORM_BIASES,
-    "lfm2": _CONVOLUTIONS,
-    "lfm2_moe": _CONVOLUTIONS,
+    "jamba": "its state spaces are of the first Mamba",
     "nemotron": _NORM_BIASES,
-    "nemotron_h": _STATE_SPACE,
+    "nemotron_h": "its layers are attention, a state space or an MLP alone",
     "qwen3_5": "it also reads images; load its text model, a qwen3_5_text",
     "qwen3_5_moe": "it also reads images; load its text model, a qwen3_5_moe_text",
     "llama4": "it also reads images; load its text model, a llama4_text",
@@ -52,7 +49,7 @@ class Family:
     head_bias: str | None = None  # the config field that says whether the output head has a bias
     qk_norm: Literal["none", "head", "projection"] | str = "none"  # or the config field that switches "head" on
     interleaved: bool | str = False  # RoPE has pairs (2i, 2i + 1), or the config field that says so
-    activation_field: str = "hidden_act"  # the config field with the MLP's activation
+    activation_field: str | None = "hidden_act"  # the config field with the MLP's activation; None: silu
     gated: bool = True  # whether the MLP has gates
     limited: bool = False  # whether the activation clips gates and ups
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
@@ -61,21 +58,30 @@ class Family:
     v_norm: bool = False
     offset_norms: bool = False  # norms multiply by 1 + their weights
     centred: bool = False  # norms are LayerNorm: they subtract the mean
+    eps_field: str = "rms_norm_eps"  # the config field with the norms' epsilon
     parallel: bool = False  # attention and MLP read the same input, and their outputs are added
     # layers with RoPE; local: those with a window or, if the config has no window, all
-    rotated: Literal["all", "local", "no_rope_layers"] = "all"
+    # or all or none, by the config's position_embedding_type
+    rotated: Literal["all", "local", "no_rope_layers", "position_embedding_type"] = "all"
     tempered: bool = False  # queries have a `Temper`
     sinks: bool = False
     gated_attention: bool = False
     latents: bool = False
     interleaved_indexer: bool | None = None  # as `IndexerSpec.interleaved`; None: no indexer
+    state: Literal["delta", "scan", "conv"] | None = None  # field of `LayerSpec` for layers without rows
     compressed: bool = False  # compressed attention, and several residual streams
     mlp: str = "mlp"  # name of a layer's MLP module, which may hold experts
-    experts_in_layer: bool = False  # experts and their router are the layer's own modules
+    # name of the layer's module with experts and their router; empty: the layer itself; None: its MLP
+    experts_at: str | None = None
     router: str = "gate"  # name of the experts' router module
     inputs_first: bool = False  # an expert's weights are stored [num_in, num_out]
     config_fields: tuple[str, ...] = ()  # config fields that it reads, and other families lack or ignore
     logit_scale_field: str = "logit_scale"  # which of these fields multiplies logits
+    names: dict[str, str] = field(default_factory=dict)  # of modules, by their names in most families
+
+    def part(self, module: Any, name: str) -> Any:
+        """Return a module's part by its name in most families; None: it has no such part."""
+        return getattr(module, self.names.get(name, name), None)
 
     def field(self, config: Any, name: str, default: Any) -> Any:
         """Return the config's field if this family reads it, else `default`."""
@@ -102,11 +108,30 @@ _COHERE: dict[str, Any] = {
     "biases": _ATTENTION_BIAS,
     "interleaved": True,
     "centred": True,
+    "eps_field": "layer_norm_eps",
     "parallel": True,
     "config_fields": ("logit_scale",),
 }
 _LATENTS: dict[str, Any] = {"biases": _ATTENTION_BIAS, "latents": True}
-_QWEN3_NEXT = Family(biases=_ATTENTION_BIAS, qk_norm="head", offset_norms=True, gated_attention=True)
+_LFM2_NAMES = {
+    CHOICE_BIAS: "expert_bias",
+    "norm": "embedding_norm",
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
+    "o_proj": "out_proj",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
+_LFM2: dict[str, Any] = {
+    "norms": ("operator_norm", None, "ffn_norm", None),
+    "qk_norm": "head",
+    "activation_field": None,
+    "eps_field": "norm_eps",
+    "state": "conv",
+    "mlp": "feed_forward",
+}
+_QWEN3_NEXT = Family(biases=_ATTENTION_BIAS, qk_norm="head", offset_norms=True, gated_attention=True, state="delta")
 FAMILIES = {
     "arcee": Family(biases=_BY_CONFIG, gated=False),
     "cohere": Family(**_COHERE),
@@ -140,7 +165,7 @@ FAMILIES = {
         qk_norm="head",
         v_norm=True,
         router="router",
-        experts_in_layer=True,
+        experts_at="",
         config_fields=("final_logit_softcapping",),
     ),
     "glm": Family(biases=("attention_bias", False, False), interleaved=True),
@@ -153,6 +178,16 @@ FAMILIES = {
     "granitemoe": Family(
         biases=_ATTENTION_BIAS, config_fields=_GRANITE_FIELDS, mlp="block_sparse_moe", router="router"
     ),
+    "granitemoehybrid": Family(
+        biases=_ATTENTION_BIAS,
+        config_fields=_GRANITE_FIELDS,
+        rotated="position_embedding_type",
+        state="scan",
+        mlp="shared_mlp",
+        experts_at="block_sparse_moe",
+        router="router",
+        names={"gate_up_proj": "input_linear", "down_proj": "output_linear"},
+    ),
     "helium": Family(biases=("attention_bias", False, "mlp_bias"), interleaved=True),
     "hy_v3": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "hyperclovax": Family(
@@ -163,6 +198,8 @@ FAMILIES = {
     ),
     "internlm3": Family(biases=_BY_CONFIG),
     "iquestcoder": Family(biases=_BY_CONFIG),
+    "lfm2": Family(**_LFM2, names=_LFM2_NAMES),
+    "lfm2_moe": Family(**_LFM2, names=_LFM2_NAMES | {"rotary_emb": "pos_emb"}),
     "llama": Family(biases=_BY_CONFIG),
     "llama4_text": Family(
         biases=_ATTENTION_BIAS,

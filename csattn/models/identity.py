@@ -34,8 +34,8 @@ def geometry_of(spec: ModelSpec) -> ModelGeometry:
 
 
 def _layer_geometry(layer: LayerSpec) -> LayerGeometry:
-    if (delta := layer.delta) is not None:
-        conv, memory = delta.parts
+    if layer.recurrent is not None:
+        conv, memory = layer.recurrent.parts
         return LayerGeometry(keeps="state", conv=conv, memory=memory)
     if layer.latent is not None:
         return LayerGeometry(keeps="latents")
@@ -58,7 +58,8 @@ def fingerprint_of(model: Any) -> str:
         digest.update(json.dumps(field_values, sort_keys=True).encode())
     spec = replace(describe(model.config), max_positions=1)  # the number of positions may grow
     digest.update(json.dumps(_without_defaults(spec), sort_keys=True).encode())
-    weight_buffers = LAYER_SCALE, CHOICE_BIAS, EXPERTS_OF_TOKENS
+    names = FAMILIES[model.config.model_type].names
+    weight_buffers = LAYER_SCALE, names.get(CHOICE_BIAS, CHOICE_BIAS), EXPERTS_OF_TOKENS
     buffers = ((name, x) for name, x in model.named_buffers() if name.endswith(weight_buffers))
     for name, parameter in (*model.named_parameters(), *buffers):
         if parameter.is_meta:

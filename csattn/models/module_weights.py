@@ -5,6 +5,7 @@ quantized matrices of a shared expert are copied.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,9 +18,19 @@ from csattn.models.families import CHOICE_BIAS, EXPERTS_OF_TOKENS, FAMILIES, LAY
 from csattn.models.positions import rope_parameters
 from csattn.models.quantized_weight import QuantizedExperts
 from csattn.models.rope import model_frequencies
-from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, HeadsSpec, LatentSpec, ModelSpec
+from csattn.models.spec import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    ExpertsSpec,
+    HeadsSpec,
+    LatentSpec,
+    ModelSpec,
+    RecurrentSpec,
+)
 from csattn.models.weights import (
     CompressedStepWeights,
+    ConvWeights,
     DeltaWeights,
     ExpertNorms,
     ExpertWeights,
@@ -31,6 +42,8 @@ from csattn.models.weights import (
     LayerWeights,
     Linear,
     ModelWeights,
+    RecurrentWeights,
+    ScanWeights,
     StreamWeights,
 )
 
@@ -45,19 +58,19 @@ def weights_of(model: Any) -> ModelWeights:
             layer_weights(layer, i, spec, family, getattr(body, "rotary_emb", None))
             for i, layer in enumerate(body.layers)
         ),
-        final_norm=_norm(body.norm, family),
+        final_norm=_norm(family.part(body, "norm"), family),
         head=_linear(model.lm_head),
         ropes=(
-            *(_frequencies(body, name) for name in rope_parameters(model.config)),
-            *(Frequencies(body.norm.weight.new_empty(0).float()) for rope in spec.ropes if rope.parameters is None),
+            *(_frequencies(body, family, name) for name in (rope_parameters(model.config) if spec.ropes else ())),
+            *(Frequencies(torch.empty(0, device=model.device)) for rope in spec.ropes if rope.parameters is None),
         ),
         inputs=_inputs(body, family) if spec.layer_input_width else None,
         join=None if spec.streams is None else stream_weights(body.hc_head, "hc_"),
     )
 
 
-def _frequencies(body: Any, layer_type: str) -> Frequencies:
-    angles, scale = model_frequencies(body.rotary_emb, layer_type)
+def _frequencies(body: Any, family: Family, layer_type: str) -> Frequencies:
+    angles, scale = model_frequencies(family.part(body, "rotary_emb"), layer_type)
     # Llama 4 norms heads after RoPE, which cancels RoPE's factor; a step norms them before
     drops_scale = any(hasattr(getattr(layer, "self_attn", None), "qk_norm") for layer in body.layers)
     return Frequencies(angles, 1.0 if drops_scale else scale)
@@ -75,10 +88,11 @@ def _inputs(body: Any, family: Family) -> InputWeights:
 
 def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, rotary: Any) -> LayerWeights:
     """Return the weights of a decoder layer of transformers. rotary: the model's `rotary_emb`, if it has one."""
-    of_layer, attention, block = spec.layers[layer_idx], getattr(layer, "self_attn", None), getattr(layer, family.mlp)
-    heads = spec.heads_of(layer_idx)
-    mlp = block
-    if of_layer.experts and not family.experts_in_layer:  # beside them a shared expert may serve all tokens
+    of_layer, attention, mlp = spec.layers[layer_idx], getattr(layer, "self_attn", None), getattr(layer, family.mlp)
+    heads, block = spec.heads_of(layer_idx), mlp
+    if family.experts_at is not None:
+        block = getattr(layer, family.experts_at) if family.experts_at else layer
+    elif of_layer.experts:  # beside them a shared expert may serve all tokens
         mlp = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
     norms = [None if name is None else _norm(getattr(layer, name), family) for name in family.norms]
     head_norms = None
@@ -86,29 +100,28 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         ones = attention.q_proj.weight.new_ones(heads.head_dim, dtype=torch.float32)
         head_norms = HeadNorms(ones, ones)
     elif attention is not None and of_layer.attention.qk_norm != "none":
-        of_q = _norm(attention.q_norm, family)
-        of_k = _norm(attention.k_norm, family) if of_layer.attention.rows_of is None else of_q  # never read
+        of_k = of_q = _norm(family.part(attention, "q_norm"), family)
+        if of_layer.attention.rows_of is None:  # else it is never read
+            of_k = _norm(family.part(attention, "k_norm"), family)
         head_norms = HeadNorms(of_q, of_k, of_k.new_ones(heads.head_dim) if of_layer.attention.v_norm else None)
     return LayerWeights(
         input_norm=norms[0],
-        qkv=() if of_layer.latent or of_layer.compressed else _qkv(attention, of_layer.attention, heads),
+        qkv=() if of_layer.latent or of_layer.compressed else _qkv(attention, of_layer.attention, heads, family),
         gates=_of_heads(attention.q_proj, heads, 1) if attention is not None and of_layer.attention.gated else (),
-        delta=None if of_layer.delta is None else _delta(layer.linear_attn, of_layer.delta),
+        recurrent=None if of_layer.recurrent is None else _recurrent(layer, of_layer.recurrent),
         latent=None if of_layer.latent is None else latent_weights(attention, of_layer.latent),
         compressed=None if of_layer.compressed is None else _compressed(attention, rotary),
         head_norms=head_norms,
         sinks=None if of_layer.compressed or (sinks := _or_none(attention, "sinks")) is None else sinks.float(),
-        out=_linear(_out_of(attention) if attention is not None else layer.linear_attn.out_proj),
+        out=_linear(_of_state(layer).out_proj if of_layer.recurrent is not None else _out_of(attention, family)),
         post_attention_norm=norms[1],
         pre_mlp_norm=norms[2],
         gate_up=()
         if of_layer.mlp is None
-        else _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj") if family.gated else ("up_proj",)),
-        down=None if of_layer.mlp is None else _linear(mlp.down_proj),
+        else _parts(mlp, family, "gate_up_proj", ("gate_proj", "up_proj") if family.gated else ("up_proj",)),
+        down=None if of_layer.mlp is None else _linear(family.part(mlp, "down_proj")),
         experts=tuple(
-            _shared(block)
-            if number
-            else _routed(layer if family.experts_in_layer else block, experts, family, spec.vocab_size)
+            _shared(block) if number else _routed(block, experts, family, spec.vocab_size)
             for number, experts in enumerate(of_layer.experts)
         ),
         post_mlp_norm=norms[3],
@@ -130,7 +143,7 @@ def stream_weights(module: Any, prefix: str = "") -> StreamWeights:
     return StreamWeights(*(getattr(module, prefix + name).detach().float() for name in ("fn", "base", "scale")))
 
 
-def _qkv(attention: Any, of: AttentionSpec, heads: HeadsSpec) -> tuple[Linear, ...]:
+def _qkv(attention: Any, of: AttentionSpec, heads: HeadsSpec, family: Family) -> tuple[Linear, ...]:
     if attention is None:
         return ()
     if of.rows_of is not None:
@@ -139,7 +152,8 @@ def _qkv(attention: Any, of: AttentionSpec, heads: HeadsSpec) -> tuple[Linear, .
         return _linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.k_proj)
     if of.gated:
         return (*_of_heads(attention.q_proj, heads, 0), _linear(attention.k_proj), _linear(attention.v_proj))
-    return _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), [heads.q_width, *2 * [heads.kv_width]])
+    widths = [heads.q_width, *2 * [heads.kv_width]]
+    return _parts(attention, family, "qkv_proj", ("q_proj", "k_proj", "v_proj"), widths)
 
 
 def _of_heads(module: Any, heads: HeadsSpec, second: int) -> tuple[Linear, ...]:
@@ -148,9 +162,38 @@ def _of_heads(module: Any, heads: HeadsSpec, second: int) -> tuple[Linear, ...]:
     return _by_head(_linear(module), number, (size, size))[second * number :][:number]
 
 
+def _of_state(layer: Any) -> Any:
+    """Return the module of a layer that keeps a state."""
+    return next(of for name in ("linear_attn", "mamba", "conv") if (of := getattr(layer, name, None)) is not None)
+
+
+def _recurrent(layer: Any, spec: RecurrentSpec) -> RecurrentWeights:
+    module = _of_state(layer)
+    if isinstance(spec, DeltaSpec):
+        return _delta(module, spec)
+    conv, whole = module.conv if isinstance(spec, ConvSpec) else module.conv1d, _linear(module.in_proj)
+    matrix = conv.weight.detach().squeeze(1).float().contiguous()
+    bias = None if conv.bias is None else conv.bias.detach().float().clone()
+    if isinstance(spec, ConvSpec):  # stored: gates before, gates after, channels
+        width = spec.num_channels
+        before, after, channels = (whole.outputs(at, at + width) for at in range(0, 3 * width, width))
+        return ConvWeights((channels, before, after), matrix, bias)
+    ends = 0, spec.out_width, spec.out_width + spec.num_channels, spec.in_width
+    gates, channels, steps = (whole.outputs(start, end) for start, end in pairwise(ends))
+    return ScanWeights(
+        inputs=(channels, gates, steps),
+        conv=matrix,
+        conv_bias=bias,
+        decay=module.A_log.detach().float().exp(),
+        step_bias=module.dt_bias.detach().float().clone(),
+        skip=module.D.detach().float().clone(),
+        norm=module.norm.weight.detach().float().clone(),
+    )
+
+
 def _delta(module: Any, spec: DeltaSpec) -> DeltaWeights:
     if hasattr(module, "in_proj_qkvz"):  # stored interleaved: each key head's queries, keys, values and gates
-        of_k, of_v = spec.k_dim, spec.v_width // spec.num_k_heads
+        of_k, of_v = spec.k_dim, spec.out_width // spec.num_k_heads
         each = spec.num_v_heads // spec.num_k_heads
         many = _by_head(_linear(module.in_proj_qkvz), spec.num_k_heads, (of_k, of_k, of_v, of_v))
         inputs = (*many, *_by_head(_linear(module.in_proj_ba), spec.num_k_heads, (each, each)))
@@ -206,8 +249,8 @@ def _compressed(module: Any, rotary: Any) -> CompressedStepWeights:
     )
 
 
-def _out_of(attention: Any) -> Any:
-    return attention.o_proj if hasattr(attention, "o_proj") else attention.o_b_proj
+def _out_of(attention: Any, family: Family) -> Any:
+    return family.part(attention, "o_proj") or attention.o_b_proj
 
 
 def _by_head(whole: Linear, num_heads: int, widths: tuple[int, ...]) -> tuple[Linear, ...]:
@@ -231,8 +274,8 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family, vocab_size: int) -> E
         of_router = router.scale.detach().float() * router.scalar_root_size
         norms = ExpertNorms(of_router, *(_norm(getattr(block, name), family) for name in names))
         router = router.proj
-    of_choice = next((x for x in (router, block) if hasattr(x, CHOICE_BIAS)), getattr(router, "moe_statics", None))
-    bias = getattr(of_choice, CHOICE_BIAS, None)
+    of_choice = router, block, getattr(router, "moe_statics", None)
+    bias = next((of for x in of_choice if (of := family.part(x, CHOICE_BIAS)) is not None), None)
     quantized = getattr(experts, "quantized", None)
     rows: Callable[[Any], Tensor] = torch.Tensor.detach
     if family.inputs_first:
@@ -300,11 +343,13 @@ def _or_none(module: Any, name: str) -> Tensor | None:
     return None if parameter is None else parameter.detach()
 
 
-def _parts(module: Any, fused: str, names: tuple[str, ...], widths: list[int] | None = None) -> tuple[Linear, ...]:
+def _parts(
+    module: Any, family: Family, fused: str, names: tuple[str, ...], widths: list[int] | None = None
+) -> tuple[Linear, ...]:
     """Return projections of the same input, which some families fuse into one. widths: of the parts; default: equal."""
-    if not hasattr(module, fused):
-        return tuple(_linear(getattr(module, name)) for name in names)
-    whole = _linear(getattr(module, fused))
+    if (joined := family.part(module, fused)) is None:
+        return tuple(_linear(family.part(module, name)) for name in names)
+    whole = _linear(joined)
     widths = widths or len(names) * [len(whole.weight) // len(names)]
     ends = [sum(widths[: i + 1]) for i in range(len(widths))]
     return tuple(whole.outputs(end - width, end) for end, width in zip(ends, widths, strict=True))

@@ -56,8 +56,15 @@ def stretch_positions(config: Any, factor: float) -> None:
 
 def rope_specs(config: Any, family: Family) -> tuple[RopeSpec, ...]:
     """Return the RoPEs of the types of layers, in the order of `rope_parameters`, then that of layers without any."""
+    if not rotates_any(config, family):
+        return ()
     of_types = (_rope_spec(config, of_type, family) for of_type in rope_parameters(config).values())
     return (*of_types, *unrotated_rope(config))
+
+
+def rotates_any(config: Any, family: Family) -> bool:
+    """Whether any layer has RoPE."""
+    return family.rotated != "position_embedding_type" or config.position_embedding_type == "rope"
 
 
 def _rope_spec(config: Any, parameters: dict[str, Any], family: Family) -> RopeSpec:

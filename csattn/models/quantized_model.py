@@ -37,7 +37,7 @@ def linears_of_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
 def experts_of_layers(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
     """Return the modules with the matrices of all experts of a layer, which may be quantized, by name."""
     spec, family = describe(model.config), FAMILIES[model.config.model_type]
-    block = "experts" if family.experts_in_layer else f"{family.mlp}.experts"
+    block = ".".join(filter(None, [family.mlp if family.experts_at is None else family.experts_at, "experts"]))
     return [
         (f"model.layers.{i}.{block}", layer.get_submodule(block), of.experts[0])
         for i, (layer, of) in enumerate(zip(model.model.layers, spec.layers, strict=True))

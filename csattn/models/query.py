@@ -8,7 +8,11 @@ from torch.nn.functional import linear
 
 from csattn.models.families import FAMILIES
 
-PROJECTS_QUERIES = "input_layernorm", "self_attn"  # submodules of a layer that `queries_before_rope` reads
+
+def projects_queries(model: Any) -> tuple[str, ...]:
+    """Return the names of a layer's submodules that `queries_before_rope` reads."""
+    norm = FAMILIES[model.config.model_type].norms[0]
+    return ("self_attn",) if norm is None else (norm, "self_attn")
 
 
 def embed(model: Any, token_ids: Tensor) -> Tensor:
@@ -37,23 +41,24 @@ def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
     layer: a decoder layer of a supported model. hidden: [q_len, hidden_size] -> [num_q_heads, q_len, head_dim].
     """
     attention = layer.self_attn
-    if hasattr(layer, "input_layernorm"):
-        hidden = layer.input_layernorm(hidden)
+    family = FAMILIES[attention.config.model_type]
+    if family.norms[0] is not None:
+        hidden = getattr(layer, family.norms[0])(hidden)
     if hasattr(attention, "q_proj"):
         q = attention.q_proj(hidden)
-        if FAMILIES[attention.config.model_type].gated_attention:  # each head's query, then its gate
+        if family.gated_attention:  # each head's query, then its gate
             q = q.view(len(q), -1, 2, attention.head_dim)[:, :, 0].flatten(1)
     else:
         q = attention.qkv_proj(hidden)[:, : attention.config.num_attention_heads * attention.head_dim]
     of_heads = q.shape[0], -1, attention.head_dim
     if hasattr(attention, "qk_norm"):
         q = attention.qk_norm(q.view(of_heads))
-    elif not hasattr(attention, "q_norm"):
+    elif (norm := family.part(attention, "q_norm")) is None:
         q = q.view(of_heads)
-    elif FAMILIES[attention.config.model_type].qk_norm != "projection":
-        q = attention.q_norm(q.view(of_heads))
+    elif family.qk_norm != "projection":
+        q = norm(q.view(of_heads))
     else:
-        q = attention.q_norm(q).view(of_heads)
+        q = norm(q).view(of_heads)
     return q.transpose(0, 1)  # type: ignore[no-any-return]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from csattn.models.description import layer_type
+from csattn.models.families import FAMILIES
 from csattn.models.positions import rope_parameters
 
 
@@ -18,15 +19,18 @@ def model_frequencies(rotary: Any, layer_type: str = "") -> tuple[Tensor, float]
 
 
 def position_embeddings(body: Any, hidden: Tensor, positions: Tensor) -> list[Any]:
-    """Return the `position_embeddings` argument of each layer for positions [1, num_tokens].
+    """Return the `position_embeddings` argument of each layer for positions [1, num_tokens]; None without RoPE.
 
     body: the model without its head. hidden: any tensor of the model's dtype.
     """
     config = body.config
-    if hasattr(body.rotary_emb, "mrope_section"):  # multimodal RoPE: for text, all three positions are the same
+    rotary = FAMILIES[config.model_type].part(body, "rotary_emb")
+    if rotary is None:
+        return [None] * len(body.layers)
+    if hasattr(rotary, "mrope_section"):  # multimodal RoPE: for text, all three positions are the same
         positions = positions.expand(3, -1, -1)
     by_type = {
-        name: body.rotary_emb(hidden, position_ids=positions, **({"layer_type": name} if name else {}))
+        name: rotary(hidden, position_ids=positions, **({"layer_type": name} if name else {}))
         for name in rope_parameters(config)
     }
     return [by_type.get(layer_type(config, i), by_type.get("")) for i in range(len(body.layers))]

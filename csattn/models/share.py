@@ -70,8 +70,8 @@ def _shared(spec: ModelSpec) -> set[int]:
 
 
 def _fault(layer: LayerSpec) -> str | None:
-    if layer.delta is not None:
-        return "layers of linear attention"
+    if layer.recurrent is not None:
+        return "layers with a state (linear attention, state spaces, convolutions)"
     if layer.latent is not None:
         return "layers of latents"
     if layer.attention.rows_of is not None:

@@ -125,21 +125,77 @@ class DeltaSpec:
     @property
     def num_channels(self) -> int:
         """Channels of queries, keys and values together."""
-        return 2 * self.num_k_heads * self.k_dim + self.v_width
+        return 2 * self.num_k_heads * self.k_dim + self.out_width
 
     @property
-    def v_width(self) -> int:
+    def out_width(self) -> int:
         return self.num_v_heads * self.v_dim
 
     @property
     def in_width(self) -> int:
         """Width of the input projections: channels, gates, and two numbers a head (write strength and decay)."""
-        return self.num_channels + self.v_width + 2 * self.num_v_heads
+        return self.num_channels + self.out_width + 2 * self.num_v_heads
 
     @property
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of the convolution's state (the last inputs of each channel) and of the memory."""
         return (self.num_channels, self.conv_len - 1), (self.num_v_heads, self.k_dim, self.v_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanSpec:
+    """State space layer (Mamba-2, arXiv:2405.21060): each token updates a memory of fixed size."""
+
+    num_heads: int
+    num_groups: int  # of heads: those of a group write and read their memories at the same places
+    head_dim: int
+    state_dim: int  # of the memory, numbers for each dimension of a head
+    conv_len: int  # as in `DeltaSpec`
+    least_step: float = 0.0  # a token's step in time is at least so long
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of values, and of where each group writes and reads."""
+        return self.out_width + 2 * self.num_groups * self.state_dim
+
+    @property
+    def out_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def in_width(self) -> int:
+        """Width of the input projections: channels, gates, and a number for each head (its step in time)."""
+        return self.num_channels + self.out_width + self.num_heads
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """As in `DeltaSpec`."""
+        return (self.num_channels, self.conv_len - 1), (self.num_heads, self.head_dim, self.state_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvSpec:
+    """Short convolution with gates before and after it (LFM2, arXiv:2511.23404)."""
+
+    num_channels: int
+    conv_len: int  # as in `DeltaSpec`
+
+    @property
+    def out_width(self) -> int:
+        return self.num_channels
+
+    @property
+    def in_width(self) -> int:
+        """Width of the input projections: channels, then for each a gate before and one after the convolution."""
+        return 3 * self.num_channels
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """As in `DeltaSpec`, without a memory."""
+        return (self.num_channels, self.conv_len - 1), (0, 0, 0)
+
+
+RecurrentSpec = DeltaSpec | ScanSpec | ConvSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,13 +363,15 @@ class StreamsSpec:
 class LayerSpec:
     """stream += residual_multiplier * post_norm(attention(pre_norm(stream))), then the same with the MLP.
 
-    If `delta`, `latent` or `compressed` is set, it takes the place of `attention`.
+    If `delta`, `scan`, `conv`, `latent` or `compressed` is set, it takes the place of `attention`.
     """
 
     mlp: MlpSpec | None
     experts: tuple[ExpertsSpec, ...] = ()  # their outputs are added to the MLP's
     attention: AttentionSpec = AttentionSpec()
     delta: DeltaSpec | None = None
+    scan: ScanSpec | None = None
+    conv: ConvSpec | None = None
     latent: LatentSpec | None = None
     compressed: CompressedSpec | None = None
     pre_norm: bool = True
@@ -322,6 +380,11 @@ class LayerSpec:
     # the stream that leaves the layer is multiplied by a learned scalar
     scaled: bool = False
     parallel: bool = False  # the MLP reads the same normed input as attention
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """What the layer has in place of attention if it keeps a state of fixed size, and no rows."""
+        return self.delta or self.scan or self.conv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +424,7 @@ class ModelSpec:
     @property
     def indexed_layers(self) -> tuple[int, ...]:
         """Layers that attend to all rows by KV heads: they get an index. A learned indexer brings its own."""
-        others = (x.delta or x.latent or x.compressed or x.attention.reach for x in self.layers)
+        others = (x.recurrent or x.latent or x.compressed or x.attention.reach for x in self.layers)
         return tuple(i for i, is_other in enumerate(others) if not is_other)
 
     @property
@@ -398,8 +461,8 @@ class ModelSpec:
         """
         columns, others = self.vocab_size + 3 * self.num_layers * self.layer_input_width, 0
         for layer_idx, layer in enumerate(self.layers):
-            if layer.delta is not None:
-                columns += layer.delta.in_width + layer.delta.v_width
+            if layer.recurrent is not None:
+                columns += layer.recurrent.in_width + layer.recurrent.out_width
             elif layer.latent is not None:
                 others += layer.latent.num_params(self.hidden_size)
             elif layer.compressed is not None:

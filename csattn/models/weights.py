@@ -111,6 +111,32 @@ class DeltaWeights:
     decay: Tensor  # [num_v_heads] float32, positive
     decay_bias: Tensor  # [num_v_heads] float32
     norm: Tensor  # [v_dim] float32
+    conv_bias: Tensor | None = None  # published models have none
+
+
+@dataclass(frozen=True, slots=True)
+class ScanWeights:
+    """Weights of a state space layer (Mamba-2)."""
+
+    inputs: tuple[Linear, ...]  # to values, where they are written and read, gates and steps
+    conv: Tensor  # [num_channels, conv_len] float32
+    conv_bias: Tensor | None  # [num_channels] float32
+    decay: Tensor  # [num_heads] float32, positive
+    step_bias: Tensor  # [num_heads] float32
+    skip: Tensor  # [num_heads] float32: the share of a token's own values in its output
+    norm: Tensor  # [out_width] float32
+
+
+@dataclass(frozen=True, slots=True)
+class ConvWeights:
+    """Weights of a short convolution (LFM2)."""
+
+    inputs: tuple[Linear, ...]  # to channels, gates before and gates after the convolution
+    conv: Tensor  # [num_channels, conv_len] float32
+    conv_bias: Tensor | None  # [num_channels] float32
+
+
+RecurrentWeights = DeltaWeights | ScanWeights | ConvWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +213,7 @@ class LayerWeights:
     input_norm: Tensor | None
     qkv: tuple[Linear, ...]
     gates: tuple[Linear, ...]  # of attention's output
-    delta: DeltaWeights | None  # in place of qkv and gates, as are the next two
+    recurrent: RecurrentWeights | None  # in place of qkv and gates, as are the next two
     latent: LatentWeights | None
     compressed: CompressedStepWeights | None
     head_norms: HeadNorms | None
@@ -234,7 +260,7 @@ class ModelWeights:
             linears += [
                 *layer.qkv,
                 *layer.gates,
-                *(layer.delta.inputs if layer.delta is not None else ()),
+                *(layer.recurrent.inputs if layer.recurrent is not None else ()),
                 *((*layer.latent.inputs, *layer.latent.queries) if layer.latent is not None else ()),
                 *_products_of(layer.compressed),
                 layer.out,

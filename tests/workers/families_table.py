@@ -42,11 +42,15 @@ TITLES = {
     "gpt_oss": "gpt-oss",
     "granite": "Granite",
     "granitemoe": "Granite 3 MoE",
+    "granitemoehybrid": "Granite 4 H MoE",
+    "granitemoehybrid, dense": "Granite 4 H dense, Granite 4",
     "helium": "Helium",
     "hy_v3": "Hy3",
     "hyperclovax": "HyperCLOVA X SEED",
     "internlm3": "InternLM3",
     "iquestcoder": "IQuest-Coder",
+    "lfm2": "LFM2",
+    "lfm2_moe": "LFM2 MoE",
     "llama": "Llama 2, 3",
     "llama4_text": "Llama 4",
     "mellum": "Mellum 2",
@@ -102,7 +106,7 @@ def table() -> str:
 
 
 def attention(spec: ModelSpec) -> str:
-    kinds = [layer.attention for layer in spec.layers if layer.delta is None]
+    kinds = [layer.attention for layer in spec.layers if layer.recurrent is None]
     latents = [layer.latent for layer in spec.layers if layer.latent is not None]
     said = {
         "MLA over all latents": any(latent.top_k is None for latent in latents),
@@ -119,10 +123,13 @@ def attention(spec: ModelSpec) -> str:
         "some layers share the KV of another": bool(spec.kv_sources),
         "attention sinks (logits)": any(kind.sinks for kind in kinds),
         "capped logits": any(kind.logit_cap is not None for kind in kinds),
-        "no RoPE in some layers": any(is_unrotated(spec, kind) for kind in kinds),
+        "no RoPE": not any(rope.parameters is not None for rope in spec.ropes),
+        "no RoPE in some layers": len({is_unrotated(spec, kind) for kind in kinds}) > 1,
         "a RoPE for each layer type": sum(rope.parameters is not None for rope in spec.ropes) > 1,
         "gated output": any(kind.gated for kind in kinds),
         "linear attention (gated delta rule)": any(layer.delta is not None for layer in spec.layers),
+        "state spaces (Mamba-2)": any(layer.scan is not None for layer in spec.layers),
+        "short convolutions": any(layer.conv is not None for layer in spec.layers),
         "queries scaled by position": any(rope.temper is not None for rope in spec.ropes),
     }
     return ", ".join(what for what, is_so in said.items() if is_so) or "full"

@@ -43,6 +43,8 @@ EMULATED = [
     "gemma4_text, experts",
     "gemma4_text, inputs",
     "gpt_oss",
+    "granitemoehybrid",
+    "lfm2_moe",
     "qwen3_next",
 ]  # families whose layers all have kernels for the device
 MODEL_CHOICE = ["deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"]  # these have other kernels
@@ -269,13 +271,13 @@ def test_weights_match_the_models_description_and_cover_all_matrices(name: str) 
     model = loaded(name).model
     weights = weights_of(model)
     for spec, layer in zip(weights.spec.layers, weights.layers, strict=True):
+        is_state = spec.recurrent is not None
         assert all((linear.bias is not None) == spec.attention.qkv_bias for linear in (*layer.qkv, *layer.gates))
         assert (layer.latent is None) == (spec.latent is None)
         assert (layer.compressed is None) == (spec.compressed is None)
-        assert (layer.delta is None) == (spec.delta is None) and bool(layer.gates) == (
-            spec.attention.gated and spec.delta is None
-        )
-        assert (layer.out.bias is not None) == spec.attention.out_bias
+        assert (layer.recurrent is not None) == is_state
+        assert bool(layer.gates) == (spec.attention.gated and not is_state)
+        assert is_state or (layer.out.bias is not None) == spec.attention.out_bias
         mlp = spec.mlp
         assert [linear.bias is not None for linear in layer.gate_up] == ([mlp.bias] * (1 + mlp.gated) if mlp else [])
         assert (layer.down is None) == (mlp is None) and (mlp is None or (layer.down.bias is not None) == mlp.bias)
@@ -296,7 +298,8 @@ def test_weights_match_the_models_description_and_cover_all_matrices(name: str) 
     assert weights.spec.softmax_scale == pytest.approx(model.model.layers[1].self_attn.scaling)
     read = [weights.embedding] + ([] if weights.spec.tied_embedding else [weights.head.weight])
     for spec, layer in zip(weights.spec.layers, weights.layers, strict=True):
-        read += [linear.weight for linear in layer.delta.inputs] + [layer.delta.conv] if layer.delta else []
+        if (state := layer.recurrent) is not None:
+            read += [*(linear.weight for linear in state.inputs), state.conv]
         qkv = layer.qkv
         if spec.attention.k_is_v:
             *qkv, v = layer.qkv

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
-from workers.model.ops import CompressedBuffers, DeltaState
+from workers.model.ops import CompressedBuffers, RecurrentState
 
 
 class StepAttention:
@@ -27,7 +27,7 @@ class StepAttention:
     tails: Tensor | Sequence[Tensor]
     # One for each layer if some layers keep a recurrent state instead of rows, else empty. The loop reads and writes
     # the states, and `attend` does nothing in these layers.
-    states: Sequence[DeltaState | None] = ()
+    states: Sequence[RecurrentState | None] = ()
     lookahead = False  # whether to call `look_ahead` with the next layer's query, predicted from this layer's input
     # True: `look_ahead` and `attend` only enqueue device work, and the step is captured as one CUDA graph.
     # False: they run on the host at every step; the work between two of them is one captured graph.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
-from csattn.models.spec import CompressedSpec, ExpertsSpec, HeadsSpec, LatentSpec, StreamsSpec
+from csattn.models.spec import CompressedSpec, ExpertsSpec, HeadsSpec, LatentSpec, RecurrentSpec, StreamsSpec
 from csattn.models.weights import (
     CompressedStepWeights,
     LatentWeights,
@@ -28,13 +28,13 @@ from workers.model.attention import StepAttention
 from workers.model.devices import Devices
 from workers.model.ops import (
     CompressedBuffers,
-    DeltaBuffers,
-    DeltaState,
     ExpertBuffers,
     HeadBuffers,
     LatentBuffers,
     Normed,
     Readers,
+    RecurrentBuffers,
+    RecurrentState,
     Rotation,
     Stream,
     StreamsBuffers,
@@ -105,11 +105,8 @@ class StepLayers:
         self._gated = {width: zeros(width) for width in widths}
         kinds = {(number, experts) for layer in spec.layers for number, experts in enumerate(layer.experts)}
         self._experts = {kind: expert_buffers(kind[1], spec.hidden_size, zeros) for kind in kinds}
-        deltas = {layer.delta for layer in spec.layers if layer.delta is not None}
-        self._deltas = {
-            delta: DeltaBuffers(zeros(delta.in_width), zeros(delta.num_channels), zeros(delta.v_width))
-            for delta in deltas
-        }
+        recurrent = {layer.recurrent for layer in spec.layers if layer.recurrent is not None}
+        self._recurrent = {of: _recurrent_buffers(of, zeros) for of in recurrent}
         latents = {layer.latent for layer in spec.layers if layer.latent is not None}
         self._latents = {latent: _latent_buffers(latent, zeros) for latent in latents}
         self._compressed = {compressed: _compressed_buffers(compressed, zeros) for compressed in set(spec.compressed)}
@@ -197,8 +194,8 @@ class StepLayers:
         layer = self._weights.layers[layer_idx]
         self._remix(layer.attention_mix, self._readers(layer_idx, ahead=False), is_first=layer_idx == 0)
         x = self._normed_input(layer_idx)
-        if layer.delta is not None:
-            self._ops.linear(x, layer.delta.inputs, self._delta_buffers(layer_idx).inputs)
+        if layer.recurrent is not None:
+            self._ops.linear(x, layer.recurrent.inputs, self._recurrent_buffers(layer_idx).inputs)
             return
         if layer.latent is not None:
             self._project_latents(layer_idx, x, layer.latent)
@@ -281,10 +278,10 @@ class StepLayers:
         if layer.gates:
             assert heads.gates is not None
             self._ops.gate(attended, heads.gates)
-        if layer.delta is not None and spec.delta is not None:
-            of_delta = self._delta_buffers(layer_idx)
-            self._ops.delta(layer.delta, spec.delta, eps, self._rows, self._state(layer_idx), of_delta)
-            attended = of_delta.out
+        if layer.recurrent is not None and spec.recurrent is not None:
+            of_state, state = self._recurrent_buffers(layer_idx), self._state(layer_idx)
+            self._ops.recurrent(layer.recurrent, spec.recurrent, eps, self._rows, state, of_state)
+            attended = of_state.out
         if (buffers := self.latents(layer_idx)) is not None and layer.latent is not None and spec.latent is not None:
             self._ops.latent_values(layer.latent, spec.latent, buffers)
             attended = buffers.values
@@ -317,12 +314,12 @@ class StepLayers:
             assert weights is not None and self._streams is not None
             self._ops.remix(weights, streams, is_first, self._streams, self._stream, readers)
 
-    def _delta_buffers(self, layer_idx: int) -> DeltaBuffers:
-        delta = self._weights.spec.layers[layer_idx].delta
-        assert delta is not None
-        return self._deltas[delta]
+    def _recurrent_buffers(self, layer_idx: int) -> RecurrentBuffers:
+        spec = self._weights.spec.layers[layer_idx].recurrent
+        assert spec is not None
+        return self._recurrent[spec]
 
-    def _state(self, layer_idx: int) -> DeltaState:
+    def _state(self, layer_idx: int) -> RecurrentState:
         state = self._attention.states[layer_idx]
         assert state is not None
         return state
@@ -478,6 +475,10 @@ def _head_buffers(spec: HeadsSpec, is_gated: bool, lends: bool, zeros: Callable[
     heads = spec.num_q_heads, spec.head_dim
     gates, q_only = (zeros(spec.q_width) if there else None for there in (is_gated, lends))
     return HeadBuffers(zeros(spec.qkv_width), zeros(*heads), zeros(*heads), gates, q_only)
+
+
+def _recurrent_buffers(spec: RecurrentSpec, zeros: Callable[..., Tensor]) -> RecurrentBuffers:
+    return RecurrentBuffers(zeros(spec.in_width), zeros(spec.num_channels), zeros(spec.out_width))
 
 
 def expert_buffers(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> ExpertBuffers:

@@ -76,15 +76,15 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaState:
-    """The recurrent state that requests keep in a layer of linear attention instead of KV rows, indexed by tail.
+class RecurrentState:
+    """The state that requests keep in a layer of `RecurrentSpec` instead of KV rows, indexed by tail.
 
     There are one or two versions of it. A step reads that `version` of a request and writes the other one; a single
     version is updated in place.
     """
 
     conv: Tensor  # [num_tails, versions, num_channels, conv_len - 1] float32: the last inputs of each channel
-    memory: Tensor  # [num_tails, versions, num_v_heads, k_dim, v_dim] float32
+    memory: Tensor  # [num_tails, versions, ...] float32: sizes as in the spec's `parts`
     version: Tensor  # [num_tails] int64
 
 
@@ -124,12 +124,12 @@ class StreamsBuffers:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaBuffers:
-    """The activations of layers of linear attention, which use these buffers one after another."""
+class RecurrentBuffers:
+    """The activations of layers of the same `RecurrentSpec`, which use these buffers one after another."""
 
-    inputs: Tensor  # [batch_size, in_width]: the output of `DeltaWeights.inputs`
+    inputs: Tensor  # [batch_size, in_width]: the output of the weights' `inputs`
     mixed: Tensor  # [batch_size, num_channels]: channels after the convolution
-    out: Tensor  # [batch_size, v_width]; undefined for idle rows
+    out: Tensor  # [batch_size, out_width]; undefined for idle rows
 
 
 @dataclass(frozen=True, slots=True)

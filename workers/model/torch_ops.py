@@ -9,7 +9,17 @@ from torch.nn import functional
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentRope, latent_queries, latent_rows, latent_values, query_latents
-from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, StreamsSpec, Temper
+from csattn.models.spec import (
+    Activation,
+    ConvSpec,
+    DeltaSpec,
+    ExpertsSpec,
+    LatentSpec,
+    RecurrentSpec,
+    ScanSpec,
+    StreamsSpec,
+    Temper,
+)
 from csattn.models.streams import joined_streams, mixed_streams, mixture_of
 from csattn.models.weights import (
     DeltaWeights,
@@ -19,17 +29,19 @@ from csattn.models.weights import (
     InputWeights,
     LatentWeights,
     Linear,
+    RecurrentWeights,
+    ScanWeights,
     StreamWeights,
 )
 from workers.model.ops import (
     LEAST_SUM,
     SQUARES_BLOCK,
-    DeltaBuffers,
-    DeltaState,
     ExpertBuffers,
     LatentBuffers,
     Normed,
     Readers,
+    RecurrentBuffers,
+    RecurrentState,
     Rotation,
     Stream,
     StreamsBuffers,
@@ -336,38 +348,37 @@ class TorchOps:
         """x *= sigmoid(gates), both [batch_size, q_width]"""
         x.copy_(x.float() * torch.sigmoid(gates.float()))
 
-    def delta(
+    def recurrent(
         self,
-        weights: DeltaWeights,
-        spec: DeltaSpec,
+        weights: RecurrentWeights,
+        spec: RecurrentSpec,
         eps: float,
         rows: StepRows,
-        state: DeltaState,  # written for the tails of rows that are not idle
-        buffers: DeltaBuffers,  # `inputs` are read, `mixed` is scratch memory, `out` is written
+        state: RecurrentState,  # written for the tails of rows that are not idle
+        buffers: RecurrentBuffers,  # `inputs` are read, `mixed` is scratch memory, `out` is written
     ) -> None:
-        """Gated DeltaNet: each row updates its request's recurrent state and reads it.
+        """Each row updates its request's state and reads it. The rows of a request must come in their tokens' order.
 
-        The rows of a request must come in the order of its tokens.
+        A causal convolution mixes each channel's last inputs; what follows is up to the layer's kind.
         """
         versions, new_states = state.conv.shape[1], dict[int, tuple[Tensor, Tensor]]()
         for row in (rows.tail_lens > 0).nonzero()[:, 0].tolist():
             tail = int(rows.tail_ids[row])
             version = int(state.version[tail])
             conv, memory = new_states.get(tail) or (state.conv[tail, version], state.memory[tail, version])
-            widths = [spec.num_channels, spec.v_width, spec.num_v_heads, spec.num_v_heads]
-            channels, z, write, forget = torch.split(buffers.inputs[row].float(), widths)
+            channels, more = buffers.inputs[row].float().tensor_split([spec.num_channels])
+            if isinstance(spec, ConvSpec):
+                before, after = more.chunk(2)
+                channels = channels * before
             seen = torch.cat([conv, channels[:, None]], dim=1)
-            buffers.mixed[row] = functional.silu((seen * weights.conv).sum(1))
-            q, k, v = torch.split(buffers.mixed[row].float(), [*2 * [spec.num_k_heads * spec.k_dim], spec.v_width])
-            q, k = (
-                _unit(x.view(-1, spec.k_dim)).repeat_interleave(spec.num_v_heads // spec.num_k_heads, 0) for x in (q, k)
-            )
-            decay_factor = torch.exp(-weights.decay * functional.softplus(forget + weights.decay_bias))
-            memory = memory * decay_factor[:, None, None]
-            change = (v.view(-1, spec.v_dim) - torch.einsum("hkv,hk->hv", memory, k)) * write.sigmoid()[:, None]
-            memory = memory + k[:, :, None] * change[:, None]
-            read = torch.einsum("hkv,hk->hv", memory, q) * spec.k_dim**-0.5
-            buffers.out[row] = (_norm(read, weights.norm, eps) * functional.silu(z.view(read.shape))).flatten()
+            mixed = (seen * weights.conv).sum(1) + (0.0 if weights.conv_bias is None else weights.conv_bias)
+            if isinstance(spec, ConvSpec):
+                buffers.out[row] = mixed * after
+            else:
+                buffers.mixed[row] = functional.silu(mixed)
+                compute: Any = _delta if isinstance(spec, DeltaSpec) else _scan
+                out, memory = compute(buffers.mixed[row].float(), more, memory, weights, spec, eps)
+                buffers.out[row] = out.flatten()
             new_states[tail] = seen[:, 1:], memory
         for tail, (conv, memory) in new_states.items():
             version = (int(state.version[tail]) + 1) % versions
@@ -486,6 +497,43 @@ def _products(x: Normed, linears: Sequence[Linear]) -> Tensor:
 
 def _latent_rope(rotation: Rotation) -> LatentRope:
     return LatentRope(rotation.cos, rotation.sin, rotation.interleaved)
+
+
+def _delta(
+    mixed: Tensor, more: Tensor, memory: Tensor, weights: DeltaWeights, spec: DeltaSpec, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gated DeltaNet: return a token's output [num_v_heads, v_dim] and the memory after it.
+
+    mixed: [num_channels], queries, keys and values; more: the inputs after the channels; all float32.
+    """
+    z, write, forget = torch.split(more, [spec.out_width, spec.num_v_heads, spec.num_v_heads])
+    q, k, v = torch.split(mixed, [*2 * [spec.num_k_heads * spec.k_dim], spec.out_width])
+    q, k = (_unit(x.view(-1, spec.k_dim)).repeat_interleave(spec.num_v_heads // spec.num_k_heads, 0) for x in (q, k))
+    decay_factor = torch.exp(-weights.decay * functional.softplus(forget + weights.decay_bias))
+    memory = memory * decay_factor[:, None, None]
+    change = (v.view(-1, spec.v_dim) - torch.einsum("hkv,hk->hv", memory, k)) * write.sigmoid()[:, None]
+    memory = memory + k[:, :, None] * change[:, None]
+    read = torch.einsum("hkv,hk->hv", memory, q) * spec.k_dim**-0.5
+    return _norm(read, weights.norm, eps) * functional.silu(z.view(read.shape)), memory
+
+
+def _scan(
+    mixed: Tensor, more: Tensor, memory: Tensor, weights: ScanWeights, spec: ScanSpec, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Mamba-2: return a token's output [num_groups, out_width / num_groups] and the memory after it.
+
+    mixed: [num_channels], values, where each group writes, and where it reads; more: as for `_delta`.
+    """
+    z, step = torch.split(more, [spec.out_width, spec.num_heads])
+    values, write, read = torch.split(mixed, [spec.out_width, *2 * [spec.num_groups * spec.state_dim]])
+    each, values = spec.num_heads // spec.num_groups, values.view(-1, spec.head_dim)
+    write, read = (x.view(-1, spec.state_dim).repeat_interleave(each, 0) for x in (write, read))
+    step = functional.softplus(step + weights.step_bias).clamp(min=spec.least_step)
+    memory = memory * torch.exp(-weights.decay * step)[:, None, None]
+    memory = memory + (step[:, None] * values)[:, :, None] * write[:, None]
+    out = torch.einsum("hpn,hn->hp", memory, read) + weights.skip[:, None] * values
+    gated = (out.flatten() * functional.silu(z)).view(spec.num_groups, -1)
+    return _norm(gated, weights.norm.view(gated.shape), eps), memory
 
 
 def _unit(x: Tensor) -> Tensor:

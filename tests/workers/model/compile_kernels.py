@@ -13,12 +13,12 @@ from triton.compiler import ASTSource
 
 from workers.model.gpu import (
     compressed_kernels,
-    delta_kernels,
     expert_kernels,
     head_kernels,
     input_kernels,
     latent_kernels,
     linear_kernels,
+    recurrent_kernels,
     remix_kernels,
     token_kernels,
 )
@@ -84,10 +84,10 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (head_kernels.copy_rows_kernel, [{"BLOCK": 512}]),
     (input_kernels.make_inputs_kernel, [{"BLOCK": 256}]),
     (input_kernels.gate_input_kernel, [{"BLOCK": 1024, "ACTIVATION": "gelu_tanh"}]),
-    (delta_kernels.gate_kernel, [{"BLOCK": 1024}]),
-    (delta_kernels.mix_kernel, [DELTA | {"CONV_LEN": 4, "BLOCK_LEN": 4, "BLOCK": 128}]),
+    (recurrent_kernels.gate_kernel, [{"BLOCK": 1024}]),
+    (recurrent_kernels.mix_kernel, [DELTA | {"CONV_LEN": 4, "BLOCK_LEN": 4, "BLOCK": 128}]),
     (
-        delta_kernels.delta_rule_kernel,
+        recurrent_kernels.delta_rule_kernel,
         [DELTA | {"NUM_K_HEADS": 16, "NUM_V_HEADS": 32} | dict.fromkeys(("K_DIM", "V_DIM", "BLOCK_K", "BLOCK_V"), 128)],
     ),
     (

@@ -9,7 +9,7 @@ from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries, attend_latents, choose_rows
 from csattn.models.spec import AttentionSpec, LatentSpec
 from csattn.reach import Reach
-from workers.model.ops import DeltaState
+from workers.model.ops import RecurrentState
 
 
 class FullAttention:
@@ -31,7 +31,7 @@ class FullAttention:
         kinds: Sequence[AttentionSpec] | None = None,  # one for each layer; default: plain attention
         sinks: Sequence[Tensor | None] | None = None,  # per layer: [num_q_heads] sink logits, or None
     ) -> None:
-        self.states: list[DeltaState | None] = [None] * len(contexts)
+        self.states: list[RecurrentState | None] = [None] * len(contexts)
         self.latents: list[LatentSpec | None] = [None] * len(contexts)
         self._chosen: dict[int, Tensor] = {}  # by row of the step: the choice of the last layer that has an indexer
         self._kinds, self._sinks = kinds or len(contexts) * [AttentionSpec()], sinks or len(contexts) * [None]

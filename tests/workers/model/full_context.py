@@ -21,7 +21,7 @@ from workers.engine.gpu.attend_compressed import AttendCompressed
 from workers.engine.gpu.compressed_memory import CompressedMemory
 from workers.engine.gpu.shape import EngineShape
 from workers.model import ModelRunner, take_weights
-from workers.model.ops import DeltaState
+from workers.model.ops import RecurrentState
 
 CONTEXT_LENS = (37, 50)
 
@@ -60,7 +60,7 @@ def _interleaved(x: Tensor) -> Tensor:
 def cache_of(model: Any, ids: Tensor) -> list[Any]:
     """Return each layer's cache after ids, with all of its rows."""
     types = {layer_type(model.config, layer_idx) for layer_idx in range(model.config.num_hidden_layers)}
-    if not {"linear_attention", "indexed_attention"} & types:
+    if not {"linear_attention", "conv", "indexed_attention"} & types:
         return list(model(ids[None], **{CACHE: DynamicCache()})[CACHE].layers)
     return list(model(ids[None], use_cache=True)[CACHE].layers)
 
@@ -87,7 +87,7 @@ def full_attention(model: Any, num_tails: int = 4, tail_capacity: int = 60, begu
     attention = FullAttention(layers, CONTEXT_LENS, num_tails, tail_capacity, spec.softmax_scale, kinds, sinks)
     attention.latents = [layer.latent for layer in spec.layers]
     for layer_idx, layer in enumerate(spec.layers):
-        if layer.delta is not None:
+        if layer.recurrent is not None:
             attention.states[layer_idx] = _begun(model, layer_idx, num_tails, begun)
     for tail in attention.tails:
         tail.fill_(torch.nan)  # rows that are not written must not be read
@@ -95,12 +95,13 @@ def full_attention(model: Any, num_tails: int = 4, tail_capacity: int = 60, begu
 
 
 @torch.no_grad()
-def _begun(model: Any, layer_idx: int, num_tails: int, context_id: int) -> DeltaState:
+def _begun(model: Any, layer_idx: int, num_tails: int, context_id: int) -> RecurrentState:
     """Return the state after that context, repeated for all tails."""
     state = cache_of(model, contexts_of(model)[context_id])[layer_idx]
-    conv, memory = state.conv_states[0][0, :, 1:].float(), state.recurrent_states[0][0].float()
+    conv = state.conv_states[0][0, :, 1:].float()
+    memory = conv.new_zeros(0, 0, 0) if state.recurrent_states[0] is None else state.recurrent_states[0][0].float()
     places = [x.repeat(num_tails, 1, *x.dim() * [1]) for x in (conv, memory)]
-    return DeltaState(*places, torch.zeros(num_tails, dtype=torch.int64, device=model.device))
+    return RecurrentState(*places, torch.zeros(num_tails, dtype=torch.int64, device=model.device))
 
 
 def make_runner(model: Any, batch_sizes: tuple[int, ...] = (1, 3), **options: Any) -> ModelRunner:

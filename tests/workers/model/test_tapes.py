@@ -21,7 +21,7 @@ from workers.model.cpu.linear_stage import linear_stage
 from workers.model.cpu.stage_recorder import StageRecorder
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
-from workers.model.ops import CompressedBuffers, DeltaState, ExpertBuffers, Normed
+from workers.model.ops import CompressedBuffers, ExpertBuffers, Normed, RecurrentState
 from workers.model.torch_ops import TorchOps
 
 TOKENS, POSITIONS, TAIL_IDS, TAIL_LENS = [3, 250, 0, 3, 17], [90, 17, 0, 91, 40], [2, 0, 1, 2, 3], [3, 1, 1, 4, 5]
@@ -38,7 +38,7 @@ class Recorded:
     lookahead = True
     in_graph = True
 
-    def __init__(self, tails: list[torch.Tensor], states: list[DeltaState | None]) -> None:
+    def __init__(self, tails: list[torch.Tensor], states: list[RecurrentState | None]) -> None:
         self.tails, self.states = tails, states
         self.q: list[torch.Tensor] = []
         self.ahead: list[torch.Tensor] = []
@@ -70,14 +70,14 @@ def attend_compressed(buffers: CompressedBuffers, num_rows: int) -> None:
     buffers.attended[:, :num_rows] = groups.view(num_rows, len(buffers.attended), -1).transpose(0, 1)
 
 
-def fill(state: DeltaState | None) -> DeltaState | None:
+def fill(state: RecurrentState | None) -> RecurrentState | None:
     """Fill a state with random numbers. Returns a copy of it."""
     if state is None:
         return None
     generator = torch.Generator().manual_seed(2)
     for part in (state.conv, state.memory):
         part.copy_(torch.randn(part.shape, generator=generator))
-    return DeltaState(state.conv.clone(), state.memory.clone(), state.version.clone())
+    return RecurrentState(state.conv.clone(), state.memory.clone(), state.version.clone())
 
 
 def maps_of(model: CpuModel) -> torch.Tensor:

@@ -40,7 +40,7 @@ class AttendInPlace:
         self._local = [
             _LocalRows(layer_idx, layer.attention.reach, model)
             for layer_idx, layer in enumerate(spec.layers)
-            if layer.attention.reach is not None and layer.delta is None
+            if layer.attention.reach is not None and layer.recurrent is None
         ]
         latents = {i: layer.latent for i, layer in enumerate(spec.layers) if layer.latent is not None}
         choice = LatentChoice(max_rows, max((latent.top_k or 0 for latent in latents.values()), default=0))

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from csattn.attention.device import DeviceAttention, RowSource, row_sources
 from csattn.batch import StepRows, make_device_selection
-from csattn.models.spec import DeltaSpec, ModelSpec
+from csattn.models.spec import ModelSpec, RecurrentSpec
 from csattn.reach import Reach
 from offload.staging import copy_to_device
 from workers.engine.gpu.shape import EngineShape
 from workers.model.attention import StepAttention
-from workers.model.ops import DeltaState
+from workers.model.ops import RecurrentState
 
 
 class LocalLayers(StepAttention):
@@ -33,14 +33,16 @@ class LocalLayers(StepAttention):
     ) -> None:
         self.inner, self.in_graph, self.lookahead = inner, inner.in_graph, inner.lookahead
         self._numbers = {layer_idx: number for number, layer_idx in enumerate(spec.indexed_layers)}
-        deltas = {i: layer.delta for i, layer in enumerate(spec.layers) if layer.delta is not None}
-        others = [i for i in range(spec.num_layers) if i not in self._numbers and i not in deltas]
+        recurrent = {i: layer.recurrent for i, layer in enumerate(spec.layers) if layer.recurrent is not None}
+        others = [i for i in range(spec.num_layers) if i not in self._numbers and i not in recurrent]
         self._versions = torch.zeros(shape.num_tails, dtype=torch.int64, device=device)  # all 0: one version
         self.states = [
-            DeltaState(*_state_buffers(deltas[i], shape.num_tails, device), self._versions) if i in deltas else None
+            RecurrentState(*_state_buffers(recurrent[i], shape.num_tails, device), self._versions)
+            if i in recurrent
+            else None
             for i in range(spec.num_layers)
         ]
-        self._begun = [_state_buffers(delta, shape.num_contexts, device) for delta in deltas.values()]  # by contexts
+        self._begun = [_state_buffers(of, shape.num_contexts, device) for of in recurrent.values()]  # by contexts
         self._places = {
             layer_idx: _Place(shape, reach, device) for layer_idx, reach in zip(others, shape.local, strict=True)
         }
@@ -98,7 +100,7 @@ class LocalLayers(StepAttention):
         self.inner.end_step(rows)
 
 
-def _state_buffers(spec: DeltaSpec, num: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _state_buffers(spec: RecurrentSpec, num: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Allocate the states of `num` requests or contexts: the convolution's last inputs, and the memory."""
     conv, memory = (torch.zeros((num, 1, *sizes), dtype=torch.float32, device=device) for sizes in spec.parts)
     return conv, memory

@@ -175,7 +175,7 @@ class Sizing:
             local=tuple(x for x in (layer.attention.reach for layer in spec.layers) if x is not None),
             local_heads=spec.local_heads,
             kv_sources=_kv_sources(spec),
-            state_bytes=sum(4 * prod(part) for layer in spec.layers if layer.delta for part in layer.delta.parts),
+            state_bytes=sum(4 * prod(part) for of in spec.layers if of.recurrent for part in of.recurrent.parts),
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )
         kept = self.growth.segment_len + shape.near_len + self.batch_sizes[-1]

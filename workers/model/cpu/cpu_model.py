@@ -15,14 +15,14 @@ from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
 from csattn.models.latent import LatentQueries
 from csattn.models.module_weights import weights_of
-from csattn.models.spec import CompressedSpec, DeltaSpec, HeadsSpec, Temper
+from csattn.models.spec import CompressedSpec, HeadsSpec, RecurrentSpec, Temper
 from csattn.models.weights import CompressedStepWeights, Frequencies
 from offload.host_memory import sparse_zeros
 from workers.model.attention import StepAttention
 from workers.model.cpu.stage_recorder import RowTape
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
-from workers.model.ops import CompressedBuffers, DeltaState, LatentBuffers, Rotation
+from workers.model.ops import CompressedBuffers, LatentBuffers, RecurrentState, Rotation
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -68,7 +68,7 @@ class CpuModel:
         self._ops = TapeOps(self.dtype_name, self.num_rows, num_threads)
         # for each request, the version of its recurrent states that a step reads
         self._versions = np.zeros(num_tails, np.int64)
-        self.states = [None if x.delta is None else _make_state(x.delta, self._versions) for x in spec.layers]
+        self.states = [None if x.recurrent is None else _make_state(x.recurrent, self._versions) for x in spec.layers]
         cutter = _TapeCutter(self.tails, self.states, self._ops)
         token_ids, tail_ids, tail_lens = map(torch.from_numpy, (self.token_ids, self.tail_ids, self.tail_lens))
         rows = make_step_rows(max_rows, model.device)  # tapes do not read its positions and contexts
@@ -172,10 +172,10 @@ def _make_tails(num_layers: int, heads: HeadsSpec, num_tails: int, tail_capacity
     return torch.from_numpy(sparse_zeros(math.prod(size) * dtype.itemsize)).view(dtype).view(size)
 
 
-def _make_state(spec: DeltaSpec, versions: NDArray[np.int64]) -> DeltaState:
+def _make_state(spec: RecurrentSpec, versions: NDArray[np.int64]) -> RecurrentState:
     """Return a state of two versions. numpy's zeros take memory once they are written."""
     conv, memory = (np.zeros((len(versions), 2, *sizes), np.float32) for sizes in spec.parts)
-    return DeltaState(*map(torch.from_numpy, (conv, memory, versions)))
+    return RecurrentState(*map(torch.from_numpy, (conv, memory, versions)))
 
 
 class _TapeCutter(StepAttention):
@@ -183,7 +183,7 @@ class _TapeCutter(StepAttention):
 
     lookahead = True
 
-    def __init__(self, tails: list[Tensor], states: list[DeltaState | None], ops: TapeOps) -> None:
+    def __init__(self, tails: list[Tensor], states: list[RecurrentState | None], ops: TapeOps) -> None:
         self.tails, self.states, self._ops = tails, states, ops
         self.tapes: list[RowTape] = []
 

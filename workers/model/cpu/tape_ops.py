@@ -12,11 +12,11 @@ from csattn.batch import StepRows
 from csattn.cpu.addresses import KindStage
 from csattn.models.spec import Activation, Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights, Linear
-from workers.model.cpu.delta_ops import TapeDeltaOps
 from workers.model.cpu.expert_ops import TapeExpertOps
 from workers.model.cpu.latent_ops import TapeLatentOps
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, groups_of_piece, linear_stage, num_groups
 from workers.model.cpu.quantized_products import FLOATS, FORMATS
+from workers.model.cpu.recurrent_ops import TapeRecurrentOps
 from workers.model.cpu.remix_ops import TapeRemixOps
 from workers.model.cpu.row_stages import (
     ADD_NORMS,
@@ -41,7 +41,7 @@ from workers.model.cpu.row_stages import (
 from workers.model.ops import Normed, Readers, Rotation, Stream
 
 
-class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps, TapeRemixOps):
+class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
     """Records the operations that `TorchOps` defines as stages of a tape.
 
     The stream's `scaled` is the normed stream; its `squares` are not used. `compute_rotation` and `argmax` do nothing:

@@ -10,13 +10,13 @@ from torch import Tensor
 from csattn.batch import StepRows
 from csattn.models.spec import Activation, Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights, Linear
-from workers.model.gpu.delta_kernels import gate_kernel
-from workers.model.gpu.delta_ops import TritonDeltaOps
 from workers.model.gpu.expert_ops import TritonExpertOps
 from workers.model.gpu.head_kernels import copy_rows_kernel, predict_query_kernel, rotate_append_kernel
 from workers.model.gpu.input_kernels import gate_input_kernel, make_inputs_kernel
 from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
+from workers.model.gpu.recurrent_kernels import gate_kernel
+from workers.model.gpu.recurrent_ops import TritonRecurrentOps
 from workers.model.gpu.remix_ops import TritonRemixOps
 from workers.model.gpu.stream_ops import exchange_arguments, stream_arguments
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, tiles
@@ -34,7 +34,7 @@ _PREDICTED_PAIRS, _WIDE_PREDICTED_PAIRS = 128, 32
 _LOGITS_BLOCK = 4096  # logits of a program
 
 
-class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, TritonRemixOps):
+class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemixOps):
     """Enqueues the operations that `TorchOps` defines. It owns the scratch memory of split-K sums, so they must all be
     enqueued on one stream.
 

@@ -1,4 +1,4 @@
-"""Records the operation of layers of linear attention (Gated DeltaNet) on a tape, and its stages.
+"""Records the operation of layers of `RecurrentSpec` on a tape, and its stages.
 
 Stages process each request by itself, and its rows in the order of its tokens.
 """
@@ -12,11 +12,11 @@ from csattn.batch import StepRows
 from csattn.cpu.addresses import array_at
 from csattn.cpu.arguments import floats_of, number_at, word_of, words_at
 from csattn.cpu.jit import exact_kernel
-from csattn.models.spec import DeltaSpec
-from csattn.models.weights import DeltaWeights
+from csattn.models.spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
+from csattn.models.weights import DeltaWeights, RecurrentWeights, ScanWeights
 from workers.model.cpu.scalars import sigmoid, softplus
 from workers.model.cpu.stage_recorder import StageRecorder
-from workers.model.ops import DeltaBuffers, DeltaState
+from workers.model.ops import RecurrentBuffers, RecurrentState
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise. A state has two versions: a
 # step reads the one that the request's version selects and writes the other.
@@ -28,7 +28,9 @@ MIX = (
     "inputs",  # [num_rows, in_width]: the channels come first
     "in_width",
     "num_channels",
+    "is_gated",  # 1: channels are multiplied by the next inputs before the convolution, and by those after them behind
     "conv",  # [num_channels, conv_len]
+    "conv_bias",  # [num_channels] or 0
     "conv_len",
     "conv_state",  # [num_tails, 2, num_channels, conv_len - 1]
     "mixed",  # [num_rows, num_channels], written
@@ -53,21 +55,52 @@ DELTA_RULE = (
     "memory",  # [num_tails, 2, num_v_heads, k_dim, v_dim]
     "out",  # [num_rows, num_v_heads * v_dim], written
 )
+SCAN = (
+    "num_rows",
+    "tail_ids",
+    "tail_lens",
+    "versions",
+    "inputs",  # [num_rows, in_width]: after the channels come the gates, then steps
+    "in_width",
+    "num_channels",
+    "mixed",  # [num_rows, num_channels]: values, then where each group writes and where it reads
+    "num_heads",
+    "num_groups",
+    "head_dim",
+    "state_dim",
+    "decay",  # [num_heads]
+    "step_bias",
+    "skip",
+    "least_step",  # address of a float64
+    "memory",  # [num_tails, 2, num_heads, head_dim, state_dim]
+    "out",  # [num_rows, num_heads * head_dim], written: before gates and norm
+)
+GATED_NORM = (
+    "num_rows",
+    "inputs",
+    "in_width",
+    "gates_at",  # the first gate's place among a row's inputs
+    "norm",  # [num_groups * group_width]
+    "eps",  # address of a float64
+    "num_groups",
+    "group_width",
+    "out",  # [num_rows, num_groups * group_width], in place
+)
 BLOCK = 64  # channels
-_mix_at, _delta_rule_at = words_at(MIX), words_at(DELTA_RULE)
+_mix_at, _delta_rule_at, _scan_at, _gated_norm_at = map(words_at, (MIX, DELTA_RULE, SCAN, GATED_NORM))
 
 
-class TapeDeltaOps(StageRecorder):
-    """The part of `TapeOps` for layers of linear attention."""
+class TapeRecurrentOps(StageRecorder):
+    """The part of `TapeOps` for layers of `RecurrentSpec`."""
 
-    def delta(
+    def recurrent(
         self,
-        weights: DeltaWeights,
-        spec: DeltaSpec,
+        weights: RecurrentWeights,
+        spec: RecurrentSpec,
         eps: float,
         rows: StepRows,
-        state: DeltaState,
-        buffers: DeltaBuffers,
+        state: RecurrentState,
+        buffers: RecurrentBuffers,
     ) -> None:
         """state: it must have two versions."""
         common: dict[str, Any] = {
@@ -78,19 +111,32 @@ class TapeDeltaOps(StageRecorder):
             "inputs": buffers.inputs,
             "in_width": spec.in_width,
             "num_channels": spec.num_channels,
-            "mixed": buffers.mixed,
         }
+        is_gated = isinstance(spec, ConvSpec)
+        mixed = buffers.out if is_gated else buffers.mixed
         self._record(
             mix_stage,
             MIX,
             reads=[buffers.inputs],
-            writes=[buffers.mixed],
+            writes=[mixed],
             per_row=mix_pieces(spec.num_channels),
+            is_gated=is_gated,
             conv=weights.conv,
+            conv_bias=weights.conv_bias,
             conv_len=spec.conv_len,
             conv_state=state.conv,
+            mixed=mixed,
             **common,
         )
+        common |= {"mixed": mixed, "memory": state.memory, "out": buffers.out}
+        if isinstance(weights, DeltaWeights) and isinstance(spec, DeltaSpec):
+            self._delta_rule(weights, spec, eps, buffers, common)
+        elif isinstance(weights, ScanWeights) and isinstance(spec, ScanSpec):
+            self._scan(weights, spec, eps, buffers, common)
+
+    def _delta_rule(
+        self, weights: DeltaWeights, spec: DeltaSpec, eps: float, buffers: RecurrentBuffers, common: dict[str, Any]
+    ) -> None:
         self._record(
             delta_rule_stage,
             DELTA_RULE,
@@ -105,9 +151,43 @@ class TapeDeltaOps(StageRecorder):
             decay_bias=weights.decay_bias,
             norm=weights.norm,
             eps=self._number(eps),
-            memory=state.memory,
-            out=buffers.out,
             **common,
+        )
+
+    def _scan(
+        self, weights: ScanWeights, spec: ScanSpec, eps: float, buffers: RecurrentBuffers, common: dict[str, Any]
+    ) -> None:
+        self._record(
+            scan_stage,
+            SCAN,
+            reads=[buffers.inputs, buffers.mixed],
+            writes=[buffers.out],
+            per_row=spec.num_heads,
+            num_heads=spec.num_heads,
+            num_groups=spec.num_groups,
+            head_dim=spec.head_dim,
+            state_dim=spec.state_dim,
+            decay=weights.decay,
+            step_bias=weights.step_bias,
+            skip=weights.skip,
+            least_step=self._number(spec.least_step),
+            **common,
+        )
+        self._record(
+            gated_norm_stage,
+            GATED_NORM,
+            reads=[buffers.inputs, buffers.out],
+            writes=[buffers.out],
+            per_row=spec.num_groups,
+            num_rows=self._num_rows,
+            inputs=buffers.inputs,
+            in_width=spec.in_width,
+            gates_at=spec.num_channels,
+            norm=weights.norm,
+            eps=self._number(eps),
+            num_groups=spec.num_groups,
+            group_width=spec.out_width // spec.num_groups,
+            out=buffers.out,
         )
 
 
@@ -130,6 +210,7 @@ def mix_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     version = word_of(args.versions, tail)
     count, places = min(BLOCK, num_channels - first), num_channels * (size - 1)
     conv = array_at(args.conv, num_channels * size, np.float32(0))
+    bias = array_at(args.conv_bias, num_channels if args.conv_bias else 0, np.float32(0))
     before = floats_of(args.conv_state, 2 * tail + version, places)
     after = floats_of(args.conv_state, 2 * tail + 1 - version, places)
     seen = np.empty(size, np.float32)
@@ -137,12 +218,13 @@ def mix_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
         for i in range(size - 1):
             seen[i] = before[channel * (size - 1) + i]
         for other in rows:
-            seen[size - 1] = floats_of(args.inputs, other, in_width)[channel]
-            total = np.float32(0.0)
+            inputs = floats_of(args.inputs, other, in_width)
+            seen[size - 1] = inputs[channel] * (inputs[num_channels + channel] if args.is_gated else np.float32(1.0))
+            total = bias[channel] if len(bias) else np.float32(0.0)
             for i in range(size):
                 total += seen[i] * conv[channel * size + i]
             mixed = floats_of(args.mixed, other, num_channels)
-            mixed[channel] = total * sigmoid(total)
+            mixed[channel] = total * (inputs[2 * num_channels + channel] if args.is_gated else sigmoid(total))
             for i in range(size - 1):
                 seen[i] = seen[i + 1]
         for i in range(size - 1):
@@ -200,6 +282,57 @@ def delta_rule_stage(arguments: int, piece: int, thread: int, unused: int) -> in
         for j in range(v_dim):
             z = inputs[z_at + j]
             out[j] = read[j] * rms * norm[j] * z * sigmoid(z)
+    return 0
+
+
+def scan_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """Update and read the memory. A piece is a head of a row; a request's first row does the work of all its rows."""
+    args = _scan_at(arguments)
+    row, head = piece // args.num_heads, piece % args.num_heads
+    rows = _rows_of(args, row)
+    if len(rows) == 0:
+        return 0
+    in_width, num_channels, num_heads = args.in_width, args.num_channels, args.num_heads
+    head_dim, state_dim, width = args.head_dim, args.state_dim, num_heads * args.head_dim
+    tail = word_of(args.tail_ids, row)
+    version, size = word_of(args.versions, tail), head_dim * state_dim
+    decay = array_at(args.decay, num_heads, np.float32(0))[head]
+    step_bias = array_at(args.step_bias, num_heads, np.float32(0))[head]
+    skip = array_at(args.skip, num_heads, np.float32(0))[head]
+    least_step = number_at(args.least_step)
+    memory = floats_of(args.memory, (2 * tail + 1 - version) * num_heads + head, size)
+    memory[:] = floats_of(args.memory, (2 * tail + version) * num_heads + head, size)
+    write_at = width + head // (num_heads // args.num_groups) * state_dim
+    read_at, step_at = write_at + args.num_groups * state_dim, num_channels + width + head
+    for other in rows:
+        mixed = floats_of(args.mixed, other, num_channels)
+        step = max(softplus(floats_of(args.inputs, other, in_width)[step_at] + step_bias), least_step)
+        decay_factor = np.exp(-decay * step)
+        out = floats_of(args.out, other * num_heads + head, head_dim)
+        for i in range(head_dim):
+            value, total = mixed[head * head_dim + i], np.float32(0.0)
+            written = step * value
+            for j in range(state_dim):
+                place = memory[i * state_dim + j] * decay_factor + written * mixed[write_at + j]
+                memory[i * state_dim + j] = place
+                total += place * mixed[read_at + j]
+            out[i] = total + skip * value
+    return 0
+
+
+def gated_norm_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """out <- norm(out * silu(gates)) over each group. A piece is a group of a row."""
+    args = _gated_norm_at(arguments)
+    width, row, group = args.group_width, piece // args.num_groups, piece % args.num_groups
+    inputs, out = floats_of(args.inputs, row, args.in_width), floats_of(args.out, piece, width)
+    norm, total = floats_of(args.norm, group, width), np.float32(0.0)
+    for i in range(width):
+        z = inputs[args.gates_at + group * width + i]
+        out[i] *= z * sigmoid(z)
+        total += out[i] * out[i]
+    rms = np.float32(1.0) / np.sqrt(total / np.float32(width) + number_at(args.eps))
+    for i in range(width):
+        out[i] *= rms * norm[i]
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: the channels' convolution and the memory. A program owns a part of one request's state in a step.
+"""Layers of `RecurrentSpec`: convolutions of channels, and memories. A program owns a part of a request's state.
 
 The program of a request's first row in the step processes all of its rows, in the order in which they stand there.
 """
@@ -25,16 +25,19 @@ def gate_kernel(x, gates, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def mix_kernel(
-    inputs,  # [num_rows, in_width]: the channels come first
+    inputs,  # [num_rows, in_width]: the channels come first; if GATED, gates before and gates after the convolution
     conv,  # [num_channels, CONV_LEN] float32
+    conv_bias,  # [num_channels] float32; not read unless HAS_BIAS
     tail_lens,  # [num_rows] int32; 0: the row is idle
     tail_ids,
     versions,  # [num_tails] int64
     conv_state,  # [num_tails, VERSIONS, num_channels, CONV_LEN - 1] float32
-    mixed,  # [num_rows, num_channels] <- silu(the convolution of the channels' last inputs)
+    mixed,  # [num_rows, num_channels] <- silu(the convolution of the channels' last inputs), or that times the gates
     num_rows,
     in_width,
     num_channels,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     CONV_LEN: tl.constexpr,
     BLOCK_LEN: tl.constexpr,  # at least CONV_LEN
     VERSIONS: tl.constexpr,
@@ -48,6 +51,7 @@ def mix_kernel(
     j = tl.arange(0, BLOCK_LEN)
     inside = (c < num_channels)[:, None] & (j < CONV_LEN)[None, :]
     weights = tl.load(conv + c[:, None] * CONV_LEN + j[None, :], mask=inside, other=0.0)
+    bias = tl.load(conv_bias + c, mask=c < num_channels, other=0.0) if HAS_BIAS else 0.0
     wait_for_earlier(PDL)
     if is_first:
         version = tl.load(versions + tail)
@@ -59,10 +63,17 @@ def mix_kernel(
         seen = tl.load(conv_state + of_tail + version * version_stride + places, mask=is_kept, other=0.0)
         for other in range(row, num_rows):
             if _is_of(tail_lens, tail_ids, other, tail):
-                own = tl.load(inputs + other * in_width + c, mask=c < num_channels, other=0.0).to(tl.float32)
+                at = inputs + other * in_width + c
+                own = tl.load(at, mask=c < num_channels, other=0.0).to(tl.float32)
+                if GATED:
+                    own *= tl.load(at + num_channels, mask=c < num_channels, other=0.0).to(tl.float32)
                 seen = tl.where((j == CONV_LEN - 1)[None, :], own[:, None], seen)
-                total = tl.sum(seen * weights, axis=1)
-                value = (total * tl.sigmoid(total)).to(mixed.dtype.element_ty)
+                total = tl.sum(seen * weights, axis=1) + bias
+                if GATED:
+                    value = total * tl.load(at + 2 * num_channels, mask=c < num_channels, other=0.0).to(tl.float32)
+                else:
+                    value = total * tl.sigmoid(total)
+                value = value.to(mixed.dtype.element_ty)
                 tl.store(mixed + other * num_channels + c, value, mask=c < num_channels)
                 seen = _shifted(seen, j, CONV_LEN, BLOCK_LEN)
         tl.store(conv_state + of_tail + (version + 1) % VERSIONS * version_stride + places, seen, mask=is_kept)
@@ -132,8 +143,7 @@ def delta_rule_kernel(
                 z = tl.load(of_row + head * V_DIM + j, mask=is_v, other=0.0).to(tl.float32)
                 written = tl.sigmoid(tl.load(of_row + NUM_V_HEADS * V_DIM + head).to(tl.float32))
                 x = tl.load(of_row + NUM_V_HEADS * (V_DIM + 1) + head).to(tl.float32) + head_bias
-                softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
-                state = state * tl.exp(-head_decay * softplus)
+                state = state * tl.exp(-head_decay * _softplus(x))
                 change = (v - tl.sum(state * k[:, None], axis=0)) * written
                 state += k[:, None] * change[None, :]
                 read = tl.sum(state * q[:, None], axis=0)
@@ -141,6 +151,95 @@ def delta_rule_kernel(
                 at = (other * NUM_V_HEADS + head) * V_DIM + j
                 tl.store(out + at, value.to(out.dtype.element_ty), mask=is_v)
         tl.store(memory + of_tail + (version + 1) % VERSIONS * version_stride + places, state, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def scan_kernel(
+    inputs,  # [num_rows, in_width]: after the channels come the gates, then steps
+    mixed,  # [num_rows, num_channels]: values, then where each group writes and where it reads
+    decay,  # [NUM_HEADS] float32
+    step_bias,
+    skip,
+    tail_lens,
+    tail_ids,
+    versions,
+    memory,  # [num_tails, VERSIONS, NUM_HEADS, HEAD_DIM, STATE_DIM] float32
+    out,  # [num_rows, NUM_HEADS, HEAD_DIM] <- before gates and norm
+    num_rows,
+    in_width,
+    num_channels,
+    least_step,
+    NUM_HEADS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+    VERSIONS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,  # of a head's dimensions
+    BLOCK_STATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    tail, is_first = _request(tail_lens, tail_ids, row, num_rows, BLOCK_ROWS)
+    i = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    j = tl.arange(0, BLOCK_STATE)
+    is_value, is_place = i < HEAD_DIM, j < STATE_DIM
+    head_decay, head_bias, head_skip = tl.load(decay + head), tl.load(step_bias + head), tl.load(skip + head)
+    wait_for_earlier(PDL)
+    if is_first:
+        version = tl.load(versions + tail)
+        size: tl.constexpr = HEAD_DIM * STATE_DIM
+        places = (i[:, None] * STATE_DIM + j[None, :]).to(tl.int64)
+        inside = is_value[:, None] & is_place[None, :]
+        of_tail = (tail * VERSIONS * NUM_HEADS + head) * size
+        version_stride = NUM_HEADS * size
+        state = tl.load(memory + of_tail + version * version_stride + places, mask=inside, other=0.0)
+        width: tl.constexpr = NUM_HEADS * HEAD_DIM
+        write_at = width + head // (NUM_HEADS // NUM_GROUPS) * STATE_DIM
+        for other in range(row, num_rows):
+            if _is_of(tail_lens, tail_ids, other, tail):
+                channels = mixed + other * num_channels
+                value = tl.load(channels + head * HEAD_DIM + i, mask=is_value, other=0.0).to(tl.float32)
+                write = tl.load(channels + write_at + j, mask=is_place, other=0.0).to(tl.float32)
+                read = tl.load(channels + write_at + NUM_GROUPS * STATE_DIM + j, mask=is_place, other=0.0)
+                x = tl.load(inputs + other * in_width + num_channels + width + head).to(tl.float32) + head_bias
+                step = tl.maximum(_softplus(x), least_step)
+                state = state * tl.exp(-head_decay * step) + (step * value)[:, None] * write[None, :]
+                total = tl.sum(state * read.to(tl.float32)[None, :], axis=1) + head_skip * value
+                at = (other * NUM_HEADS + head) * HEAD_DIM + i
+                tl.store(out + at, total.to(out.dtype.element_ty), mask=is_value)
+        tl.store(memory + of_tail + (version + 1) % VERSIONS * version_stride + places, state, mask=inside)
+
+
+@triton.jit
+def gated_norm_kernel(
+    inputs,  # [num_rows, in_width]: gates begin at num_channels
+    norm,  # [num_groups * group_width] float32
+    out,  # [num_rows, num_groups * group_width] <- norm(out * silu(gates)) over each group
+    in_width,
+    num_channels,
+    group_width,
+    eps,
+    BLOCK: tl.constexpr,  # at least group_width
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    inside = i < group_width
+    i += tl.program_id(1) * group_width
+    weights = tl.load(norm + i, mask=inside, other=0.0)
+    wait_for_earlier(PDL)
+    z = tl.load(inputs + row * in_width + num_channels + i, mask=inside, other=0.0).to(tl.float32)
+    at = out + row * tl.num_programs(1) * group_width + i
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32) * z * tl.sigmoid(z)
+    value = x * tl.math.rsqrt(tl.sum(x * x, axis=0) / group_width + eps) * weights
+    tl.store(at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
 @triton.jit

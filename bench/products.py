@@ -109,7 +109,7 @@ def time_experts(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> l
         return buffers.parts
 
     require_close(ops, run, all_buffers)
-    each = sum(matrix.nbytes for matrix in (weights.gates, weights.ups, weights.down))
+    each = sum(matrix.nbytes for matrix in (weights.gates, weights.ups, weights.down) if matrix is not None)
     each = (each if weights.quantized is None else weights.quantized.nbytes) // of.num_experts
     nbytes = sum(len(buffers.chosen.unique()) for buffers in all_buffers) * each // len(all_buffers)
     return [("experts", nbytes, time_graph([partial(run, ops, buffers) for buffers in all_buffers], seconds).p50_us)]

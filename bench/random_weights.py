@@ -149,6 +149,7 @@ def random_weights(
         return _in_mxfp4(weight, generator) if of == "mxfp4" else QuantizedWeight.rounded(weight, of)
 
     def experts(of: ExpertsSpec) -> ExpertWeights:
+        assert of.gated, "no shape here has other experts"
         sizes = of.num_experts, 2 * of.intermediate_size, spec.hidden_size
         both = matrix(sizes[0] * sizes[1], sizes[2])
         down = matrix(sizes[0] * sizes[2], of.intermediate_size, into_stream)
@@ -267,6 +268,7 @@ def _copied(part: LayerWeights) -> LayerWeights:
 
 def _experts_copied(part: ExpertWeights) -> ExpertWeights:
     """Copy an expert layer's share, with gates and ups in one matrix, which steps on a device need."""
+    assert part.ups is not None, "experts of models that are split are gated"
     gates, ups = torch.cat([part.gates, part.ups], dim=1).chunk(2, dim=1)
     gate_bias, up_bias = part.gate_bias, part.up_bias
     if gate_bias is not None and up_bias is not None:

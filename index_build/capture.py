@@ -24,6 +24,7 @@ from csattn.errors import CaptureError
 from csattn.models.attending_cache import CACHE
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.description import describe, layer_type
+from csattn.models.families import FAMILIES
 from csattn.models.layer_offload import layer_on_device
 from csattn.models.query import embed, layer_inputs
 from csattn.models.rope import position_embeddings
@@ -46,7 +47,8 @@ class LayerCapture:
     kv: Tensor  # [num_kv_heads, context_len, 2, head_dim]: K and V of one key are adjacent
     hidden_in: Tensor  # [context_len, hidden_size], the layer's input
     is_single_buffered: bool  # whether the next layer overwrites q and kv; else the one after it (double buffering)
-    # of a layer without rows, the state after the context: see `Artifact.states`; q and kv then belong to another layer
+    # Of a layer without rows, the state after the context, empty for an MLP alone: see `Artifact.states`. q and kv then
+    # belong to another layer.
     state: dict[str, Tensor] | None = None
 
 
@@ -102,7 +104,7 @@ def prefill(
 
     Raises CaptureError if a layer produces NaN, infinity or numbers that are too large for an index.
     """
-    body, config = model.model, model.config
+    body, config, family = model.model, model.config, FAMILIES[model.config.model_type]
     context_len = token_ids.shape[0]
     spec = describe(config)
     first_layer, hidden = resume or (0, _embedded(model, token_ids.to(model.device), spec))
@@ -129,8 +131,8 @@ def prefill(
             with layer_on_device(model, layer_idx) as layer:
                 if of_layer.compressed is not None:
                     compressed = CompressedLayer(layer, body.rotary_emb, config.hidden_size)
-                elif of_layer.recurrent is None:
-                    sinks = getattr(layer.self_attn, "sinks", None)
+                elif of_layer.recurrent is None and not of_layer.mlp_only:
+                    sinks = getattr(family.part(layer, "self_attn"), "sinks", None)
                     kept = _CapturingLayer(capture, of_layer.attention, sinks)
                     if "shared_kv_states" in signature(layer.forward).parameters:
                         more["shared_kv_states"] = {layer_type(config, layer_idx): (kept, kept)}
@@ -162,6 +164,8 @@ def prefill(
                     on_chunk(layer_idx, rows.stop - rows.start)
             if of_layer.recurrent is not None:
                 capture.state = _state_arrays(kept, of_layer.recurrent.parts[1])
+            if of_layer.mlp_only:
+                capture.state = {}
             if compressed is not None:
                 capture.state = compressed.state()
             _require_in_range(capture)

@@ -58,7 +58,7 @@ def _bytes_of_more_experts(weights: ModelWeights, batch_size: int) -> float:
         for experts, of in zip(layer.experts, of_layer.experts, strict=True):
             num_read = of.num_experts * (1 - (1 - of.num_chosen / of.num_experts) ** batch_size)
             matrices = experts.gates, experts.ups, experts.down
-            plain_bytes = sum(matrix.numel() * ITEM_BYTES for matrix in matrices)
+            plain_bytes = sum(matrix.numel() * ITEM_BYTES for matrix in matrices if matrix is not None)
             num_bytes = plain_bytes if experts.quantized is None else experts.quantized.nbytes
             total += (num_read - of.num_chosen) / of.num_experts * num_bytes
     return total

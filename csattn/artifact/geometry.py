@@ -8,8 +8,8 @@ from csattn.errors import ConfigError
 
 # What a layer keeps of a context: K and V of each token, with an index; those of the last tokens; latents of each token
 # (with the keys of the model's own indexer, so without an index); a state of fixed size (linear attention, state
-# spaces, convolutions); or the last tokens' rows and rows that each stand for several tokens.
-Keeps = Literal["rows", "window", "latents", "state", "compressed"]
+# spaces, convolutions); the last tokens' rows and rows that each stand for several tokens; or nothing (an MLP alone).
+Keeps = Literal["rows", "window", "latents", "state", "compressed", "nothing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,9 @@ class LayerGeometry:
             and (self.ratio > 0 or self.key_width == 0)
             and (self.rows_of is None or (type(self.rows_of) is int and self.keeps in ("rows", "window")))
         ):
-            raise ConfigError(f"a layer keeps rows, the last rows, latents, a state or compressed rows, got {self}")
+            raise ConfigError(
+                f"a layer keeps rows, the last rows, latents, a state, compressed rows or nothing, got {self}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are set."""
@@ -78,7 +80,7 @@ class ModelGeometry:
         for name, value in self._sizes.items():
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} of a model must be a positive integer, got {value!r}")
-        if self.layers and (len(self.layers) != self.num_layers or self.kinds <= {"window", "state"}):
+        if self.layers and (len(self.layers) != self.num_layers or self.kinds <= {"window", "state", "nothing"}):
             raise ConfigError(
                 f"at least one of {self.num_layers} layers must attend to the whole context, got {list(self.layers)}"
             )
@@ -130,6 +132,11 @@ class ModelGeometry:
         """Whether the layer keeps a state of the context instead of a KV row for each token."""
         return self.layer(layer_idx).keeps in ("state", "compressed")
 
+    @property
+    def local_layers(self) -> tuple[int, ...]:
+        """The other layers with rows: those with a window, and those of latents."""
+        return tuple(i for i in range(self.num_layers) if self.layer(i).keeps in ("window", "latents"))
+
     def compressed_sizes(self, layer_idx: int, context_len: int) -> dict[str, tuple[int, int]]:
         """Return the shapes of what a layer of compressed rows keeps: see `csattn.lightning.CompressedState`."""
         layer, width = self.layer(layer_idx), 2 * self.head_dim
@@ -145,11 +152,11 @@ class ModelGeometry:
         }
 
     def num_kept(self, layer_idx: int, context_len: int) -> int:
-        """Return how many of a context's last rows that layer keeps; 0 if it has a state."""
+        """Return how many of a context's last rows that layer keeps; 0 if it has a state, or keeps nothing."""
         layer = self.layer(layer_idx)
         if layer.keeps == "window":
             return min(context_len, layer.window)
-        return 0 if self.has_state(layer_idx) else context_len
+        return context_len if layer.keeps in ("rows", "latents") else 0
 
     def kv_source(self, layer_idx: int) -> int:
         """Return the layer whose rows this layer attends to."""

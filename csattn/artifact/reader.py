@@ -114,9 +114,7 @@ class Artifact:
 
     def local_kv(self) -> list[torch.Tensor]:
         """Return `layer_kv` of the other layers with rows, in order: local layers, and those of latents."""
-        model = self.spec.model
-        others = (i for i in range(model.num_layers) if i not in model.indexed_layers and not model.has_state(i))
-        return [self.layer_kv(layer_idx) for layer_idx in others]
+        return [self.layer_kv(layer_idx) for layer_idx in self.spec.model.local_layers]
 
     def states(self) -> list[Mapping[str, NDArray[Any]]]:
         """Return the states of layers that have one instead of KV rows, in order.

@@ -114,6 +114,7 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
         post_norm=family.norms[1] is not None,
         residual_multiplier=float(family.field(config, "residual_multiplier", 1.0)),
         parallel=family.parallel,
+        mlp_only=layer_type(config, layer_idx) in _MLP_TYPES,
         scaled=family.scaled_layers,
     )
 
@@ -128,9 +129,10 @@ def _require_reproduced(config: Any, family: Family) -> None:
     _require_one_or_more(config, "num_hidden_layers")
     layers = range(config.num_hidden_layers)
     types = {layer_type(config, layer_idx) for layer_idx in layers}
-    known = _LAYER_TYPES | (set(_COMPRESSED) if family.compressed else set())
+    known = _LAYER_TYPES | (set(_COMPRESSED) if family.compressed else set()) | (_MLP_TYPES if family.single else set())
     # in families without this field, transformers' models ignore it, and its caches do not
-    if not hasattr(type(config), "layer_types") and (types != {"full_attention"} or "" not in rope_parameters(config)):
+    has_types = hasattr(type(config), "layer_types") or "layer_types" in type(config).attribute_map
+    if not has_types and (types != {"full_attention"} or "" not in rope_parameters(config)):
         raise ModelError(
             f"the config has layers of certain types ({', '.join(sorted(types))} in layer_types), and all layers of "
             f"family {config.model_type!r} are alike; use its published config"
@@ -185,6 +187,7 @@ _REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attenti
 # types of layers with compressed rows, which use the second kind of RoPE
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 _FORMER_TYPES = {"deepseek_sparse_attention": "indexed_attention"}  # names before `transformers` 5.20
+_MLP_TYPES = {"mlp", "moe"}  # types of layers without attention, in families whose layers are `single`
 _STATEFUL = {"linear_attention", "conv"}  # types of layers that keep a state of fixed size instead of rows
 _LAYER_TYPES = {"full_attention", "indexed_attention", *_STATEFUL, *_REACHES}
 
@@ -198,15 +201,26 @@ def _state(config: Any, family: Family, layer_idx: int) -> dict[str, Any]:
             f"this model has layers of the type {kind!r}, which csattn computes in other families, but not in "
             f"{config.model_type!r}; use its published config"
         )
-    if family.state != "conv" and config.hidden_act != "silu":
-        raise ModelError(
-            f"this model has the activation {config.hidden_act!r} after the convolution of a layer with a state "
-            "(linear attention or a state space), and csattn computes only silu; use a model with silu"
-        )
+    if family.state != "conv":
+        activation = own_field(config, "mamba_hidden_act", None) or config.hidden_act
+        if activation != "silu":
+            raise ModelError(
+                f"this model has the activation {activation!r} after the convolution of a layer with a state (linear "
+                "attention or a state space), and csattn computes only silu; use a model with silu"
+            )
     return {family.state: {"delta": _delta, "scan": _scan, "conv": _conv}[family.state](config)}
 
 
 def _scan(config: Any) -> ScanSpec:
+    if config.model_type == "nemotron_h":
+        return ScanSpec(
+            num_heads=config.mamba_num_heads,
+            num_groups=config.n_groups,
+            head_dim=config.mamba_head_dim,
+            state_dim=config.ssm_state_size,
+            conv_len=config.conv_kernel,
+            least_step=float(config.time_step_min),
+        )
     least, most = config.time_step_limit or (0.0, inf)
     if most != inf:
         raise ModelError(

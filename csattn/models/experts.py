@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from csattn.errors import ModelError
-from csattn.models.families import own_field
+from csattn.models.families import FAMILIES, own_field
 from csattn.models.spec import Activation, ExpertsSpec
 
 
@@ -16,6 +16,9 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
     if config.model_type == "gemma4_text":
         is_wide = config.use_double_wide_mlp and layer_idx >= config.num_hidden_layers - config.num_kv_shared_layers
         return int(config.intermediate_size * (1 + is_wide))
+    if config.model_type == "nemotron_h":
+        widths = {"mlp": config.intermediate_size, "moe": config.moe_shared_expert_intermediate_size}
+        return widths.get(config.layers_block_type[layer_idx])
     if config.model_type == "granitemoehybrid":
         return int(config.shared_intermediate_size)
     if config.model_type == "lfm2":
@@ -50,7 +53,13 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
         "num_chosen": getattr(config, "num_experts_per_tok", None) or config.top_k_experts,
         "intermediate_size": width,
         "activation": activation,
+        "gated": FAMILIES[config.model_type].gated,
     }
+    if own_field(config, "moe_latent_size", None) is not None:
+        raise ModelError(
+            "experts of this model read a projection of the layer's input (moe_latent_size), which csattn does not "
+            "compute; use a model without it"
+        )
     match config.model_type:
         case name if name in _LIKE_DEEPSEEK:
             groups = (config.n_group, config.topk_group)
@@ -142,7 +151,7 @@ def _in_interval(config: Any, layer_idx: int) -> bool:
 # families with DeepSeek-V3's routing: sigmoid scores with a bias for the choice, limited to the best groups
 _LIKE_DEEPSEEK = (
     *("deepseek_v3", "deepseek_v32", "dots1", "exaone_moe"),
-    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "solar_open"),
+    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "nemotron_h", "solar_open"),
 )
 # the config field with the number of shared experts, which together are one MLP
 _SHARED = dict.fromkeys(_LIKE_DEEPSEEK, "n_shared_experts") | {
@@ -174,6 +183,7 @@ _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "mellum": _in_sparse_layers,
     "minimax_m2": lambda config, layer_idx: True,
     "mixtral": lambda config, layer_idx: True,
+    "nemotron_h": lambda config, layer_idx: config.layers_block_type[layer_idx] == "moe",
     "olmoe": lambda config, layer_idx: True,
     "qwen2_moe": _every_nth_layer,
     "qwen3_5_moe_text": lambda config, layer_idx: True,

@@ -19,7 +19,6 @@ _REFUSED = {
     "jais2": _NORM_BIASES,
     "jamba": "its state spaces are of the first Mamba",
     "nemotron": _NORM_BIASES,
-    "nemotron_h": "its layers are attention, a state space or an MLP alone",
     "qwen3_5": "it also reads images; load its text model, a qwen3_5_text",
     "qwen3_5_moe": "it also reads images; load its text model, a qwen3_5_moe_text",
     "llama4": "it also reads images; load its text model, a llama4_text",
@@ -60,9 +59,10 @@ class Family:
     centred: bool = False  # norms are LayerNorm: they subtract the mean
     eps_field: str = "rms_norm_eps"  # the config field with the norms' epsilon
     parallel: bool = False  # attention and MLP read the same input, and their outputs are added
+    single: bool = False  # a layer is attention, what is in its place, or an MLP, by layer_types
     # layers with RoPE; local: those with a window or, if the config has no window, all
     # or all or none, by the config's position_embedding_type
-    rotated: Literal["all", "local", "no_rope_layers", "position_embedding_type"] = "all"
+    rotated: Literal["all", "none", "local", "no_rope_layers", "position_embedding_type"] = "all"
     tempered: bool = False  # queries have a `Temper`
     sinks: bool = False
     gated_attention: bool = False
@@ -216,6 +216,18 @@ FAMILIES = {
     "ministral3": Family(tempered=True, config_fields=("sliding_window",)),
     "mistral": Family(config_fields=("sliding_window",)),
     "mixtral": Family(config_fields=("sliding_window",)),
+    "nemotron_h": Family(
+        ("norm", None, None, None),
+        biases=(False, False, "mlp_bias"),
+        activation_field="mlp_hidden_act",
+        gated=False,
+        eps_field="layer_norm_epsilon",
+        single=True,
+        rotated="none",
+        state="scan",
+        mlp="mixer",
+        names={"embed_tokens": "embeddings", "norm": "norm_f", "self_attn": "mixer"},
+    ),
     "olmo2": Family(_POST_NORMS, biases=_ATTENTION_BIAS, qk_norm="projection"),
     "olmo3": Family(_POST_NORMS, biases=_ATTENTION_BIAS, qk_norm="projection"),
     "olmoe": Family(biases=_ATTENTION_BIAS, qk_norm="projection"),

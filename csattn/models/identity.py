@@ -34,6 +34,8 @@ def geometry_of(spec: ModelSpec) -> ModelGeometry:
 
 
 def _layer_geometry(layer: LayerSpec) -> LayerGeometry:
+    if layer.mlp_only:
+        return LayerGeometry(keeps="nothing")
     if layer.recurrent is not None:
         conv, memory = layer.recurrent.parts
         return LayerGeometry(keeps="state", conv=conv, memory=memory)
@@ -52,7 +54,8 @@ def fingerprint_of(model: Any) -> str:
 
     A sample, because an 8B model takes a minute to hash in full and a fine-tune changes values everywhere.
     """
-    digest = hashlib.sha256(json.dumps(dict(model.config.rope_parameters or {}), sort_keys=True).encode())
+    rope = dict(getattr(model.config, "rope_parameters", None) or {})
+    digest = hashlib.sha256(json.dumps(rope, sort_keys=True).encode())
     field_values = {name: getattr(model.config, name) for name in FAMILIES[model.config.model_type].config_fields}
     if any(value is not None for value in field_values.values()):
         digest.update(json.dumps(field_values, sort_keys=True).encode())

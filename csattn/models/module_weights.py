@@ -53,7 +53,7 @@ def weights_of(model: Any) -> ModelWeights:
     spec, family, body = describe(model.config), FAMILIES[model.config.model_type], model.model
     return ModelWeights(
         spec=spec,
-        embedding=body.embed_tokens.weight.detach(),
+        embedding=family.part(body, "embed_tokens").weight.detach(),
         layers=tuple(
             layer_weights(layer, i, spec, family, getattr(body, "rotary_emb", None))
             for i, layer in enumerate(body.layers)
@@ -88,7 +88,8 @@ def _inputs(body: Any, family: Family) -> InputWeights:
 
 def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, rotary: Any) -> LayerWeights:
     """Return the weights of a decoder layer of transformers. rotary: the model's `rotary_emb`, if it has one."""
-    of_layer, attention, mlp = spec.layers[layer_idx], getattr(layer, "self_attn", None), getattr(layer, family.mlp)
+    of_layer, mlp = spec.layers[layer_idx], getattr(layer, family.mlp)
+    attention = None if of_layer.recurrent or of_layer.mlp_only else family.part(layer, "self_attn")
     heads, block = spec.heads_of(layer_idx), mlp
     if family.experts_at is not None:
         block = getattr(layer, family.experts_at) if family.experts_at else layer
@@ -113,7 +114,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         compressed=None if of_layer.compressed is None else _compressed(attention, rotary),
         head_norms=head_norms,
         sinks=None if of_layer.compressed or (sinks := _or_none(attention, "sinks")) is None else sinks.float(),
-        out=_linear(_of_state(layer).out_proj if of_layer.recurrent is not None else _out_of(attention, family)),
+        out=None if of_layer.mlp_only else _linear(_out_of(layer, attention, family)),
         post_attention_norm=norms[1],
         pre_mlp_norm=norms[2],
         gate_up=()
@@ -164,7 +165,8 @@ def _of_heads(module: Any, heads: HeadsSpec, second: int) -> tuple[Linear, ...]:
 
 def _of_state(layer: Any) -> Any:
     """Return the module of a layer that keeps a state."""
-    return next(of for name in ("linear_attn", "mamba", "conv") if (of := getattr(layer, name, None)) is not None)
+    modules = (getattr(layer, name, None) for name in ("linear_attn", "mamba", "conv", "mixer"))
+    return next(module for module in modules if module is not None)
 
 
 def _recurrent(layer: Any, spec: RecurrentSpec) -> RecurrentWeights:
@@ -249,7 +251,9 @@ def _compressed(module: Any, rotary: Any) -> CompressedStepWeights:
     )
 
 
-def _out_of(attention: Any, family: Family) -> Any:
+def _out_of(layer: Any, attention: Any, family: Family) -> Any:
+    if attention is None:
+        return _of_state(layer).out_proj
     return family.part(attention, "o_proj") or attention.o_b_proj
 
 
@@ -280,7 +284,8 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family, vocab_size: int) -> E
     rows: Callable[[Any], Tensor] = torch.Tensor.detach
     if family.inputs_first:
         rows = _rows_first if quantized is None else _with_rows
-    gates_ups, biases = rows(experts.gate_up_proj), _or_none(experts, "gate_up_proj_bias")
+    gates_ups = rows(experts.gate_up_proj if spec.gated else experts.up_proj)
+    biases = _or_none(experts, "gate_up_proj_bias")
     alternate = spec.activation == "clamped"
     middle = spec.intermediate_size
     gates, ups = (slice(0, None, 2), slice(1, None, 2)) if alternate else (slice(0, middle), slice(middle, None))
@@ -288,7 +293,7 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family, vocab_size: int) -> E
         router=Linear(router.weight.detach(), _or_none(router, "bias")),
         choice_bias=None if bias is None else bias.detach().float().flatten(),
         gates=gates_ups[:, gates],
-        ups=gates_ups[:, ups],
+        ups=gates_ups[:, ups] if spec.gated else None,
         gate_bias=None if biases is None else biases[:, gates],
         up_bias=None if biases is None else biases[:, ups],
         down=rows(experts.down_proj),

@@ -64,7 +64,9 @@ def rope_specs(config: Any, family: Family) -> tuple[RopeSpec, ...]:
 
 def rotates_any(config: Any, family: Family) -> bool:
     """Whether any layer has RoPE."""
-    return family.rotated != "position_embedding_type" or config.position_embedding_type == "rope"
+    if family.rotated == "position_embedding_type":
+        return bool(config.position_embedding_type == "rope")
+    return family.rotated != "none"
 
 
 def _rope_spec(config: Any, parameters: dict[str, Any], family: Family) -> RopeSpec:

@@ -11,14 +11,16 @@ from csattn.models.families import FAMILIES
 
 def projects_queries(model: Any) -> tuple[str, ...]:
     """Return the names of a layer's submodules that `queries_before_rope` reads."""
-    norm = FAMILIES[model.config.model_type].norms[0]
-    return ("self_attn",) if norm is None else (norm, "self_attn")
+    family = FAMILIES[model.config.model_type]
+    attention = family.names.get("self_attn", "self_attn")
+    return (attention,) if family.norms[0] is None else (family.norms[0], attention)
 
 
 def embed(model: Any, token_ids: Tensor) -> Tensor:
     """Return the input of a supported model's first layer: [..., hidden_size]."""
-    hidden: Tensor = model.model.embed_tokens(token_ids)
-    multiplier = FAMILIES[model.config.model_type].field(model.config, "embedding_multiplier", 1.0)
+    family = FAMILIES[model.config.model_type]
+    hidden: Tensor = family.part(model.model, "embed_tokens")(token_ids)
+    multiplier = family.field(model.config, "embedding_multiplier", 1.0)
     return hidden if multiplier == 1.0 else hidden * multiplier
 
 
@@ -40,7 +42,7 @@ def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
 
     layer: a decoder layer of a supported model. hidden: [q_len, hidden_size] -> [num_q_heads, q_len, head_dim].
     """
-    attention = layer.self_attn
+    attention = getattr(layer, "self_attn", None) or layer.mixer
     family = FAMILIES[attention.config.model_type]
     if family.norms[0] is not None:
         hidden = getattr(layer, family.norms[0])(hidden)

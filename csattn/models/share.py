@@ -50,7 +50,7 @@ def require_shares_of_quantized(weights: ModelWeights, num_devices: int) -> None
 
 
 def _shared_by_inputs(layer: LayerWeights) -> list[QuantizedWeight]:
-    linears = [layer.out.quantized, None if layer.down is None else layer.down.quantized]
+    linears = [None if linear is None else linear.quantized for linear in (layer.out, layer.down)]
     experts = [None if x.quantized is None else x.quantized.down for x in layer.experts]
     return [matrix for matrix in (*linears, *experts) if matrix is not None]
 
@@ -72,6 +72,8 @@ def _shared(spec: ModelSpec) -> set[int]:
 def _fault(layer: LayerSpec) -> str | None:
     if layer.recurrent is not None:
         return "layers with a state (linear attention, state spaces, convolutions)"
+    if layer.mlp_only:
+        return "layers without attention"
     if layer.latent is not None:
         return "layers of latents"
     if layer.attention.rows_of is not None:
@@ -166,7 +168,7 @@ def _share_of_attention(layer: LayerWeights, heads: HeadsSpec, share: Share) -> 
         qkv=tuple(linear for width in widths for linear in _outputs(layer.qkv, share.of(*width))),
         gates=_outputs(layer.gates, share.of(q_width)) if layer.gates else (),
         sinks=None if layer.sinks is None else layer.sinks[share.of(heads.num_q_heads)],
-        out=_inputs(layer.out, share.of(q_width), share.rank == 0),
+        out=layer.out and _inputs(layer.out, share.of(q_width), share.rank == 0),
     )
 
 
@@ -182,7 +184,7 @@ def _share_of_groups(layer: LayerWeights, spec: CompressedSpec, share: Share) ->
         groups=whole.groups.outputs(groups.start, groups.stop),
         sinks=whole.sinks[share.of(spec.num_heads)],
     )
-    return replace(layer, compressed=compressed, out=_inputs(layer.out, groups, share.rank == 0))
+    return replace(layer, compressed=compressed, out=layer.out and _inputs(layer.out, groups, share.rank == 0))
 
 
 def _share_of_experts(experts: ExpertWeights, spec: ExpertsSpec, share: Share) -> ExpertWeights:
@@ -198,6 +200,7 @@ def _share_of_experts(experts: ExpertWeights, spec: ExpertsSpec, share: Share) -
     if quantized is not None and not experts.gates.is_floating_point():
         gates, ups, down = by_expert(quantized.gate_up.words, quantized.down.words, spec.num_experts)
     else:
+        assert experts.ups is not None, "experts of models that can be shared are gated"
         gates, ups, down = experts.gates[:, columns], experts.ups[:, columns], experts.down[..., columns]
     return replace(
         experts,

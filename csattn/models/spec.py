@@ -88,7 +88,7 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """A mixture of experts: each expert is a gated MLP, and a token's outputs are summed with its shares as weights.
+    """A mixture of experts: each expert is an MLP, and a token's outputs are summed with its shares as weights.
 
     A router projection gives a score for each expert, by which a token's experts are chosen and weighted.
     """
@@ -98,6 +98,7 @@ class ExpertsSpec:
     intermediate_size: int
     scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "root_softplus"]  # the last: sqrt(softplus(x))
     activation: Activation = "silu"
+    gated: bool = True  # as in `MlpSpec`
     bias: bool = False
     has_choice_bias: bool = False  # a bias that is added to scores for the choice, not for shares
     # number of groups, and of those kept to choose from: the groups with the largest sums of their two best scores
@@ -151,7 +152,7 @@ class ScanSpec:
     head_dim: int
     state_dim: int  # of the memory, numbers for each dimension of a head
     conv_len: int  # as in `DeltaSpec`
-    least_step: float = 0.0  # a token's step in time is at least so long
+    least_step: float = 0.0  # a token's step in time is at least so long (transformers ignores it in decode steps)
 
     @property
     def num_channels(self) -> int:
@@ -361,7 +362,7 @@ class StreamsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """stream += residual_multiplier * post_norm(attention(pre_norm(stream))), then the same with the MLP.
+    """stream += residual_multiplier * post_norm(attention(pre_norm(stream))), then the same with the MLP, if any.
 
     If `delta`, `scan`, `conv`, `latent` or `compressed` is set, it takes the place of `attention`.
     """
@@ -380,6 +381,11 @@ class LayerSpec:
     # the stream that leaves the layer is multiplied by a learned scalar
     scaled: bool = False
     parallel: bool = False  # the MLP reads the same normed input as attention
+    mlp_only: bool = False  # no attention, nor anything in its place; the layer keeps nothing
+
+    @property
+    def has_mlp(self) -> bool:
+        return self.mlp is not None or bool(self.experts)
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
@@ -424,7 +430,7 @@ class ModelSpec:
     @property
     def indexed_layers(self) -> tuple[int, ...]:
         """Layers that attend to all rows by KV heads: they get an index. A learned indexer brings its own."""
-        others = (x.recurrent or x.latent or x.compressed or x.attention.reach for x in self.layers)
+        others = (x.mlp_only or x.recurrent or x.latent or x.compressed or x.attention.reach for x in self.layers)
         return tuple(i for i, is_other in enumerate(others) if not is_other)
 
     @property
@@ -467,12 +473,12 @@ class ModelSpec:
                 others += layer.latent.num_params(self.hidden_size)
             elif layer.compressed is not None:
                 others += layer.compressed.num_params(self.hidden_size)
-            else:
+            elif not layer.mlp_only:
                 heads, has_rows = self.heads_of(layer_idx), layer.attention.rows_of is None
                 columns += heads.qkv_width if has_rows else heads.q_width
                 columns += (1 + layer.attention.gated) * heads.q_width
             columns += layer.mlp.intermediate_size * (2 + layer.mlp.gated) if layer.mlp is not None else 0
-            columns += sum(x.num_experts + 3 * x.num_chosen * x.intermediate_size for x in layer.experts)
+            columns += sum(x.num_experts + (2 + x.gated) * x.num_chosen * x.intermediate_size for x in layer.experts)
         if self.streams is not None:
             others += self.streams.num_params(self.num_layers, self.hidden_size)
         return self.hidden_size * columns + others

@@ -61,8 +61,8 @@ class ExpertWeights:
     """
 
     router: Linear  # [num_experts, hidden_size]
-    gates: Tensor  # [num_experts, intermediate_size, hidden_size]
-    ups: Tensor  # [num_experts, intermediate_size, hidden_size]
+    gates: Tensor  # [num_experts, intermediate_size, hidden_size]; of what enters the activation
+    ups: Tensor | None  # [num_experts, intermediate_size, hidden_size]; None: experts are not gated
     down: Tensor  # [num_experts, hidden_size, intermediate_size]
     choice_bias: Tensor | None = None  # [num_experts] float32
     gate_bias: Tensor | None = None  # [num_experts, intermediate_size]
@@ -218,7 +218,7 @@ class LayerWeights:
     compressed: CompressedStepWeights | None
     head_norms: HeadNorms | None
     sinks: Tensor | None  # [num_q_heads] float32
-    out: Linear
+    out: Linear | None  # None: the layer is an MLP alone
     post_attention_norm: Tensor | None
     pre_mlp_norm: Tensor | None
     gate_up: tuple[Linear, ...]  # gates, then ups; an MLP without gates has ups alone; empty without an MLP
@@ -263,7 +263,7 @@ class ModelWeights:
                 *(layer.recurrent.inputs if layer.recurrent is not None else ()),
                 *((*layer.latent.inputs, *layer.latent.queries) if layer.latent is not None else ()),
                 *_products_of(layer.compressed),
-                layer.out,
+                *([layer.out] if layer.out else []),
                 *layer.gate_up,
                 *([layer.down] if layer.down else []),
                 *((layer.layer_input.gate, layer.layer_input.projection) if layer.layer_input is not None else ()),

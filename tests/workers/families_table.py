@@ -59,6 +59,7 @@ TITLES = {
     "ministral3": "Ministral 3",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2, 3 Nano",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
     "olmoe": "OLMoE",

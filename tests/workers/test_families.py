@@ -45,6 +45,7 @@ EMULATED = [
     "gpt_oss",
     "granitemoehybrid",
     "lfm2_moe",
+    "nemotron_h",
     "qwen3_next",
 ]  # families whose layers all have kernels for the device
 MODEL_CHOICE = ["deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"]  # these have other kernels
@@ -277,7 +278,8 @@ def test_weights_match_the_models_description_and_cover_all_matrices(name: str) 
         assert (layer.compressed is None) == (spec.compressed is None)
         assert (layer.recurrent is not None) == is_state
         assert bool(layer.gates) == (spec.attention.gated and not is_state)
-        assert is_state or (layer.out.bias is not None) == spec.attention.out_bias
+        assert (layer.out is None) == spec.mlp_only
+        assert is_state or layer.out is None or (layer.out.bias is not None) == spec.attention.out_bias
         mlp = spec.mlp
         assert [linear.bias is not None for linear in layer.gate_up] == ([mlp.bias] * (1 + mlp.gated) if mlp else [])
         assert (layer.down is None) == (mlp is None) and (mlp is None or (layer.down.bias is not None) == mlp.bias)
@@ -289,13 +291,15 @@ def test_weights_match_the_models_description_and_cover_all_matrices(name: str) 
             assert [bias is not None for bias in biases] == [experts.bias] * 4
             assert (of.scales is not None) == experts.has_scales and (of.norms is not None) == experts.has_own_norms
         assert (layer.input_norm is None) == (not spec.pre_norm)
-        assert (layer.pre_mlp_norm is None) == (not spec.pre_norm or spec.parallel)
+        shares_norm = spec.parallel or spec.mlp_only or not spec.has_mlp
+        assert (layer.pre_mlp_norm is None) == (not spec.pre_norm or shares_norm)
         assert (layer.post_attention_norm is None) == (layer.post_mlp_norm is None) == (not spec.post_norm)
         assert (layer.sinks is None) == (not spec.attention.sinks or spec.compressed is not None)
         assert (layer.head_norms is not None and layer.head_norms.v is not None) == spec.attention.v_norm
         assert (layer.scale != 1.0) == spec.scaled
     assert (weights.head.bias is not None) == weights.spec.head_bias
-    assert weights.spec.softmax_scale == pytest.approx(model.model.layers[1].self_attn.scaling)
+    attention = FAMILIES[model.config.model_type].part(model.model.layers[1], "self_attn")
+    assert weights.spec.softmax_scale == pytest.approx(attention.scaling)
     read = [weights.embedding] + ([] if weights.spec.tied_embedding else [weights.head.weight])
     for spec, layer in zip(weights.spec.layers, weights.layers, strict=True):
         if (state := layer.recurrent) is not None:
@@ -304,9 +308,7 @@ def test_weights_match_the_models_description_and_cover_all_matrices(name: str) 
         if spec.attention.k_is_v:
             *qkv, v = layer.qkv
             assert v.weight.data_ptr() == qkv[1].weight.data_ptr()
-        read += [
-            linear.weight for linear in (*qkv, *layer.gates, layer.out, *layer.gate_up, *filter(None, [layer.down]))
-        ]
+        read += [x.weight for x in (*qkv, *layer.gates, *layer.gate_up, *filter(None, [layer.out, layer.down]))]
         if (latent := layer.latent) is not None:
             read += [linear.weight for linear in (*latent.inputs, *latent.queries)]
             read += [latent.up_k, latent.up_v]
@@ -314,7 +316,7 @@ def test_weights_match_the_models_description_and_cover_all_matrices(name: str) 
             read += [x.weight for x in (of_rows.latents, *of_rows.queries, *of_rows.inputs, of_rows.groups)]
         read += [mix.matrix for mix in (layer.attention_mix, layer.mlp_mix) if mix is not None]
         for of in layer.experts:
-            read += [of.router.weight, of.gates, of.ups, of.down]
+            read += [of.router.weight, of.gates, *([] if of.ups is None else [of.ups]), of.down]
         if (taken := layer.layer_input) is not None:
             read += [taken.gate.weight, taken.projection.weight]
     if weights.join is not None:

@@ -192,6 +192,8 @@ class StepLayers:
     def _project(self, layer_idx: int) -> None:
         """Compute q, k and v of the layer; k and v go to the tails."""
         layer = self._weights.layers[layer_idx]
+        if self._weights.spec.layers[layer_idx].mlp_only:
+            return
         self._remix(layer.attention_mix, self._readers(layer_idx, ahead=False), is_first=layer_idx == 0)
         x = self._normed_input(layer_idx)
         if layer.recurrent is not None:
@@ -271,7 +273,26 @@ class StepLayers:
             self._ops.break_chain()
 
     def _finish_layer(self, layer_idx: int, ahead: bool) -> None:
-        """Compute attention's output projection and the MLP, and add them to the stream."""
+        """Compute attention's output projection and the MLP, if the layer has both, and add them to the stream."""
+        layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
+        adds, eps = list[Callable[[Readers], None]](), self._weights.spec.norm_eps
+        if layer.out is not None:
+            attended, times = self._attended(layer_idx), spec.residual_multiplier
+            adds.append(partial(self._add, attended, layer.out, layer.post_attention_norm, times))
+            if spec.has_mlp and not spec.parallel:
+                pre_mlp_norm = Readers(layer.pre_mlp_norm, None, eps)
+                adds.pop()(pre_mlp_norm)
+                self._remix(layer.mlp_mix, pre_mlp_norm)
+        assert not spec.parallel or self._streams is None, "the MLP reads a mixture of its own"
+        *others, last = *adds, *self._mlps(layer_idx)
+        for add in others:
+            add(Readers(None, None, eps))
+        last(self._readers(layer_idx + 1, ahead))
+        if layer_idx + 1 == self._weights.spec.num_layers:
+            self._remix(self._weights.join, self._readers(layer_idx + 1, ahead))
+
+    def _attended(self, layer_idx: int) -> Tensor:
+        """Return the input of the output projection: attention's output, or of what is in its place."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
         heads, eps = self.heads(layer_idx), self._weights.spec.norm_eps
         attended = heads.attended.flatten(1)
@@ -288,21 +309,7 @@ class StepLayers:
         if (of_rows := self.compressed(layer_idx)) is not None and layer.compressed is not None:
             self._ops.grouped(of_rows.attended, layer.compressed.groups, of_rows.grouped)
             attended = of_rows.grouped
-        pre_mlp_norm, times = Readers(layer.pre_mlp_norm, None, eps), spec.residual_multiplier
-        if spec.parallel:  # the MLP has the same input as attention
-            assert self._streams is None, "the MLP reads a mixture of its own"
-            adds = self._mlps(layer_idx)
-            self._add(attended, layer.out, layer.post_attention_norm, times, pre_mlp_norm)
-        else:
-            self._add(attended, layer.out, layer.post_attention_norm, times, pre_mlp_norm)
-            self._remix(layer.mlp_mix, pre_mlp_norm)
-            adds = self._mlps(layer_idx)
-        *others, last = adds
-        for add in others:
-            add(Readers(None, None, eps))
-        last(self._readers(layer_idx + 1, ahead))
-        if layer_idx + 1 == self._weights.spec.num_layers:
-            self._remix(self._weights.join, self._readers(layer_idx + 1, ahead))
+        return attended
 
     def _remix(self, weights: StreamWeights | None, readers: Readers, is_first: bool = False) -> None:
         """Mix several residual streams into the next branch's input, or, after the last layer, into one stream.
@@ -330,7 +337,8 @@ class StepLayers:
     def _mlps(self, layer_idx: int) -> list[Callable[[Readers], None]]:
         """Compute everything that a layer adds after attention. Return the calls that add it to the stream."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
-        x = self._normed(layer.input_norm if spec.parallel else layer.pre_mlp_norm, self._stream.scaled)
+        of_input = spec.parallel or spec.mlp_only
+        x = self._normed(layer.input_norm if of_input else layer.pre_mlp_norm, self._stream.scaled)
         adds: list[Callable[[Readers], None]] = []
         has_own_norms = any(experts.has_own_norms for experts in spec.experts)
         if has_own_norms:

@@ -157,7 +157,10 @@ class TorchOps:
         buffers.shares.copy_(of_chosen * spec.scale if scales is None else of_chosen * spec.scale * scales[ids])
 
     def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers) -> None:
-        """gated = activation(gates(x)) * ups(x) for each chosen expert, with share * x for x if `spec.on_input`"""
+        """gated = activation(gates(x)) * ups(x) for each chosen expert, with share * x for x if `spec.on_input`
+
+        Without ups, gated = activation(gates(x)).
+        """
         ids, scale = buffers.chosen.long(), _scale(x)
         by_share = buffers.shares if spec.on_input else torch.ones_like(buffers.shares)
         weights = weights.plain(x.x.dtype)
@@ -167,7 +170,8 @@ class TorchOps:
             products = products * (scale if isinstance(scale, float) else scale[..., None]) * by_share[..., None]
             return products if bias is None else products + bias[ids].float()
 
-        gate, up = product(weights.gates, weights.gate_bias), product(weights.ups, weights.up_bias)
+        gate = product(weights.gates, weights.gate_bias)
+        up = torch.ones_like(gate) if weights.ups is None else product(weights.ups, weights.up_bias)
         buffers.gated.copy_(activated(spec.activation, gate, up))
 
     def experts_add(

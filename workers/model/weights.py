@@ -116,8 +116,9 @@ class _Mover:
                 part.copy_(rows)
             return parts
 
+        ups: Tensor | None
         if (quantized := experts.quantized) is None:
-            gates, ups = join(experts.gates, experts.ups)
+            gates, ups = (self.matrix(experts.gates), None) if experts.ups is None else join(experts.gates, experts.ups)
             down = self.matrix(experts.down).contiguous()
         else:
             quantized = quantized.to(self.device)
@@ -141,8 +142,10 @@ class _Mover:
 def _centred(layer: LayerWeights) -> LayerWeights:
     """Centre the layer's output matrices: what it adds to the stream then has a mean of 0, and keeps the stream's."""
 
-    def outputs(linear: Linear) -> Linear:
+    def outputs(linear: Linear | None) -> Linear | None:
+        if linear is None:
+            return None
         bias = None if linear.bias is None else linear.bias - linear.bias.mean()
         return Linear((linear.weight - linear.weight.float().mean(0)).to(linear.weight.dtype), bias)
 
-    return replace(layer, out=outputs(layer.out), down=None if layer.down is None else outputs(layer.down))
+    return replace(layer, out=outputs(layer.out), down=outputs(layer.down))

@@ -28,13 +28,14 @@ CONTEXT_LENS = (37, 50)
 
 @torch.no_grad()
 def context_kv(model: Any, ids: Tensor) -> list[Tensor]:
-    """Return each layer's rows [num_kv_heads, len(ids), 2, head_dim]: zeros for linear attention."""
+    """Return each layer's rows [num_kv_heads, len(ids), 2, head_dim]: zeros for layers without rows."""
     layers, spec = cache_of(model, ids), describe(model.config)
     kinds = [layer.attention for layer in spec.layers]
     layers = [layers[i if kind.rows_of is None else kind.rows_of] for i, kind in enumerate(kinds)]
     if spec.layers[0].latent is not None:
         return [_latent_rows(layer, spec) for layer in layers]
-    pairs = [None if isinstance(x, LinearAttentionLayer) else torch.stack([x.keys[0], x.values[0]], 2) for x in layers]
+    keeps = [not isinstance(x, LinearAttentionLayer) and x.keys is not None for x in layers]
+    pairs = [torch.stack([x.keys[0], x.values[0]], 2) if has else None for x, has in zip(layers, keeps, strict=True)]
     zeros = torch.zeros_like(next(pair for pair in pairs if pair is not None))
     return [zeros if pair is None else pair for pair in pairs]
 

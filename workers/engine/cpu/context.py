@@ -190,13 +190,12 @@ def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
         return torch.zeros(num_kv_heads, 1, 2, head_dim, dtype=dtype)[:, :0].contiguous()
 
     kv = [none(i) for i in geometry.indexed_layers]
-    others = [i for i in range(geometry.num_layers) if not geometry.has_state(i) and i not in geometry.indexed_layers]
     states = [
         {"conv": np.zeros(layer.conv, np.float32), "memory": np.zeros(layer.memory, np.float32)}
         for layer in geometry.layers
         if layer.keeps == "state"
     ]
-    return CpuContext(None, kv, 0, [none(i) for i in others], HostStore(kv), True, [], states)
+    return CpuContext(None, kv, 0, [none(i) for i in geometry.local_layers], HostStore(kv), True, [], states)
 
 
 @dataclass(frozen=True, slots=True)

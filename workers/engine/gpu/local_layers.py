@@ -34,7 +34,7 @@ class LocalLayers(StepAttention):
         self.inner, self.in_graph, self.lookahead = inner, inner.in_graph, inner.lookahead
         self._numbers = {layer_idx: number for number, layer_idx in enumerate(spec.indexed_layers)}
         recurrent = {i: layer.recurrent for i, layer in enumerate(spec.layers) if layer.recurrent is not None}
-        others = [i for i in range(spec.num_layers) if i not in self._numbers and i not in recurrent]
+        others = [i for i, layer in enumerate(spec.layers) if layer.attention.reach is not None]
         self._versions = torch.zeros(shape.num_tails, dtype=torch.int64, device=device)  # all 0: one version
         self.states = [
             RecurrentState(*_state_buffers(recurrent[i], shape.num_tails, device), self._versions)

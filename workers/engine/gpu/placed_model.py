@@ -220,8 +220,8 @@ class PlacedModel:
             return RowsInTails(tails[0][None])
         if self._own_on_host is None:
             return RowsInTails(tails)
-        others = set(range(self._spec.num_layers)) - set(self._spec.indexed_layers)
-        local = [] if self.local is None else [self.local.tails[i] for i in others if self.local.states[i] is None]
+        windows = [i for i, layer in enumerate(self._spec.layers) if layer.attention.reach is not None]
+        local = [] if self.local is None else [self.local.tails[layer_idx] for layer_idx in windows]
         return MovingRows(self.shape, tails, local, *self._own_on_host)
 
     def _load(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None]) -> None:

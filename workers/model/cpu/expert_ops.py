@@ -187,15 +187,15 @@ class TapeExpertOps(StageRecorder):
 
 def _gates_and_ups(weights: ExpertWeights, spec: ExpertsSpec) -> dict[str, Any]:
     """Return the arguments of `EXPERTS` that say where gates and ups lie."""
-    num_weights = 2 * spec.num_experts * spec.intermediate_size
+    num_weights = (1 + spec.gated) * spec.num_experts * spec.intermediate_size
     if weights.quantized is None:
         gates, ups = weights.gates, weights.ups
-        assert gates.stride() == ups.stride() and gates.stride(2) == 1
+        assert (ups is None or gates.stride() == ups.stride()) and gates.stride(2) == 1
         return {
             "format": FLOATS,
             "group_size": 0,
             "gates": gates.data_ptr(),
-            "ups": ups.data_ptr(),
+            "ups": 0 if ups is None else ups.data_ptr(),
             "gate_scales": None,
             "up_scales": None,
             "num_weights": num_weights,
@@ -306,7 +306,7 @@ def _mask_groups(ranked: NDArray[np.float32], num_groups: int, num_kept: int) ->
 
 
 def experts_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
-    """Compute activation(gate) * up. A piece is 16 outputs of one of a row's experts, or the last fewer.
+    """Compute activation(gate) * up, or activation(gate). A piece is 16 outputs of one of a row's experts, or fewer.
 
     like: an element of the model's weights.
     """
@@ -318,12 +318,14 @@ def experts_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
     expert = np.int64(array_at(args.chosen + 4 * pair, 1, np.int32(0))[0])
     share = np.float32(1.0) if args.shares == 0 else array_at(args.shares + 4 * pair, 1, np.float32(0))[0]
     x = floats_of(args.x, row, num_in)
-    gates, ups = np.empty(LANES + TILE, np.float32), np.empty(LANES + TILE, np.float32)
+    gates, ups = np.empty(LANES + TILE, np.float32), np.ones(LANES + TILE, np.float32)
     at, of_all = expert * args.expert_bytes, expert * args.expert_outputs + first
     for sums, matrix, scales, bias in (
         (gates, args.gates, args.gate_scales, args.gate_bias),
         (ups, args.ups, args.up_scales, args.up_bias),
     ):
+        if matrix == 0:  # experts are not gated
+            continue
         multiply(
             x, 1, args.format, args.group_size, matrix + at, scales, args.num_weights, args.row_stride, of_all, count,
             num_in, like, sums,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from csattn.cuda.triton_start import wait_for_earlier
-from workers.model.gpu.linear_kernels import gated_by
+from workers.model.gpu.linear_kernels import activated, gated_by
 
 
 @triton.jit
@@ -136,11 +136,11 @@ def sum_parts_kernel(
 def experts_kernel(
     x,  # [num_rows, num_k]; NORMED: hidden * norm weight, not yet divided by the row's root mean square
     squares,  # as in `linear_kernel`
-    w,  # [num_experts, 2 * num_out, num_k]: gates, then ups
-    bias,  # [num_experts, 2 * num_out], or w when not HAS_BIAS
+    w,  # [num_experts, 2 * num_out, num_k]: gates, then ups; gates alone, [num_experts, num_out, num_k], if not GATED
+    bias,  # [num_experts, 2 * num_out], or w when not HAS_BIAS; only for GATED
     chosen,  # [num_rows, NUM_CHOSEN] int32
     shares,  # [num_rows, NUM_CHOSEN] float32: factors of x when ON_INPUT
-    out,  # [num_rows, NUM_CHOSEN, num_out] <- activation(gate) * up
+    out,  # [num_rows, NUM_CHOSEN, num_out] <- activation(gate) * up, or activation(gate)
     num_rows,
     num_out,
     num_k,
@@ -149,6 +149,7 @@ def experts_kernel(
     NORMED: tl.constexpr,
     ON_INPUT: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,  # at least num_rows * NUM_CHOSEN
@@ -161,12 +162,13 @@ def experts_kernel(
 ):
     tile = tl.program_id(0)
     expert = tl.program_id(1)
+    parts: tl.constexpr = 2 if GATED else 1
     r = tl.arange(0, BLOCK_N)  # gates and ups alternate
-    weight_row = tl.minimum(tile * (BLOCK_N // 2) + r // 2, num_out - 1) + (r % 2) * num_out
-    weight_row = expert.to(tl.int64) * 2 * num_out + weight_row
+    weight_row = tl.minimum(tile * (BLOCK_N // parts) + r // parts, num_out - 1) + (r % parts) * num_out
+    weight_row = expert.to(tl.int64) * parts * num_out + weight_row
     biases = tl.load(bias + weight_row).to(tl.float32) if HAS_BIAS else 0.0
     wait_for_earlier(PDL)
-    n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    n = tile * (BLOCK_N // parts) + tl.arange(0, BLOCK_N // parts)
     is_chosen, rank, count = _pairs_of(chosen, expert, num_rows * NUM_CHOSEN, BLOCK_PAIRS)
     for first in range(0, count, BLOCK_M):
         pair, there = _some_pairs(is_chosen, rank, count, first, BLOCK_PAIRS, BLOCK_M)
@@ -182,8 +184,11 @@ def experts_kernel(
             acc = acc * tl.load(shares + pair, mask=there, other=0.0)[None, :]
         if HAS_BIAS:
             acc += biases[:, None]
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
-        value = gated_by(gate, up, ACTIVATION)
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
+            value = gated_by(gate, up, ACTIVATION)
+        else:
+            value = activated(acc, ACTIVATION)
         inside = (n < num_out)[:, None] & there[None, :]
         tl.store(out + pair[None, :] * num_out + n[:, None], value.to(out.dtype.element_ty), mask=inside)
 

@@ -47,7 +47,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
         )
 
     def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers) -> None:
-        """Gates and ups must be parts of one matrix, as `take_weights` joins them."""
+        """Gates and ups, if there are any, must be parts of one matrix, as `take_weights` joins them."""
         width, squares, bias = spec.intermediate_size, x.squares, weights.gate_bias
         if (quantized := weights.quantized) is not None:
             shares = buffers.shares if spec.on_input else None
@@ -56,8 +56,9 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             )
             return
         num_squares = 1 if squares is None else len(squares)
-        assert weights.ups.data_ptr() - weights.gates.data_ptr() == weights.gates[0].nbytes
-        experts_kernel[(triton.cdiv(2 * width, BLOCK_N), spec.num_experts)](
+        if weights.ups is not None:
+            assert weights.ups.data_ptr() - weights.gates.data_ptr() == weights.gates[0].nbytes
+        experts_kernel[(triton.cdiv((1 + spec.gated) * width, BLOCK_N), spec.num_experts)](
             x.x,
             x.x if squares is None else squares,
             weights.gates,
@@ -73,6 +74,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             NORMED=squares is not None,
             ON_INPUT=spec.on_input,
             ACTIVATION=spec.activation,
+            GATED=spec.gated,
             HAS_BIAS=bias is not None,
             BLOCK_SQUARES=triton.next_power_of_2(num_squares),
             **_expert_constants(weights.gates, spec, len(x.x)),

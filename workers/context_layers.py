@@ -47,7 +47,7 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
     geometry, context_len = loaded.geometry, artifact.spec.context_len
     keeps_states = "state" in geometry.kinds
     if keeps_states or any(layer.rows_of is not None for layer in geometry.layers):
-        why = "a model with linear attention" if keeps_states else "some of whose layers share the rows of others"
+        why = "some of whose layers keep a state" if keeps_states else "some of whose layers share the rows of others"
         raise ConfigError(
             f"selector h2o needs the attention of the context's own tokens, which {loaded.name}, {why}, does not give; "
             "choose another selector"

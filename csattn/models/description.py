@@ -144,10 +144,10 @@ def _require_reproduced(config: Any, family: Family) -> None:
         )
     if family.compressed:
         _require_compressed(config)
-    if all(_reach(config, family, layer_idx) for layer_idx in layers):
+    if all(_reach(config, family, i) or layer_type(config, i) in _STATEFUL | _MLP_TYPES for i in layers):
         raise ModelError(
-            "every layer of this model attends through a sliding window, so nothing of a long context can be read "
-            "beyond it; use a model with full attention in some layers (for Mistral, v0.2 or later)"
+            "every layer of this model attends through a sliding window, keeps a state or is an MLP alone, so nothing "
+            "of a long context can be read; use a model with full attention in some layers (for Mistral, v0.2 or later)"
         )
     if own_field(config, "hidden_size_per_layer_input", 0) and config.vocab_size_per_layer_input < config.vocab_size:
         raise ModelError(

@@ -17,7 +17,7 @@ from csattn.models.description import describe
 from csattn.models.families import CHOICE_BIAS, EXPERTS_OF_TOKENS, FAMILIES, LAYER_SCALE, Family
 from csattn.models.positions import rope_parameters
 from csattn.models.quantized_weight import QuantizedExperts
-from csattn.models.rope import model_frequencies
+from csattn.models.rope import model_frequencies, rotary_of
 from csattn.models.spec import (
     AttentionSpec,
     ConvSpec,
@@ -61,7 +61,7 @@ def weights_of(model: Any) -> ModelWeights:
         final_norm=_norm(family.part(body, "norm"), family),
         head=_linear(model.lm_head),
         ropes=(
-            *(_frequencies(body, family, name) for name in (rope_parameters(model.config) if spec.ropes else ())),
+            *(_frequencies(body, name) for name in (rope_parameters(model.config) if spec.ropes else ())),
             *(Frequencies(torch.empty(0, device=model.device)) for rope in spec.ropes if rope.parameters is None),
         ),
         inputs=_inputs(body, family) if spec.layer_input_width else None,
@@ -69,8 +69,8 @@ def weights_of(model: Any) -> ModelWeights:
     )
 
 
-def _frequencies(body: Any, family: Family, layer_type: str) -> Frequencies:
-    angles, scale = model_frequencies(family.part(body, "rotary_emb"), layer_type)
+def _frequencies(body: Any, layer_type: str) -> Frequencies:
+    angles, scale = model_frequencies(rotary_of(body), layer_type)
     # Llama 4 norms heads after RoPE, which cancels RoPE's factor; a step norms them before
     drops_scale = any(hasattr(getattr(layer, "self_attn", None), "qk_norm") for layer in body.layers)
     return Frequencies(angles, 1.0 if drops_scale else scale)

@@ -9,10 +9,15 @@ from csattn.models.families import FAMILIES
 from csattn.models.positions import rope_parameters
 
 
+def rotary_of(body: Any) -> Any:
+    """Return the module that computes a model's RoPE; None: it has none. body: the model without its head."""
+    return FAMILIES[body.config.model_type].part(body, "rotary_emb")
+
+
 def model_frequencies(rotary: Any, layer_type: str = "") -> tuple[Tensor, float]:
     """Return the angle per position of each rotated pair of dimensions, float32, and the factor on cos and sin.
 
-    rotary: a loaded model's `rotary_emb`. layer_type: if it has frequencies for each type of layer.
+    rotary: as `rotary_of` returns it. layer_type: if it has frequencies for each type of layer.
     """
     prefix = f"{layer_type}_" if layer_type else ""
     return getattr(rotary, f"{prefix}inv_freq").float(), float(getattr(rotary, f"{prefix}attention_scaling"))
@@ -23,8 +28,7 @@ def position_embeddings(body: Any, hidden: Tensor, positions: Tensor) -> list[An
 
     body: the model without its head. hidden: any tensor of the model's dtype.
     """
-    config = body.config
-    rotary = FAMILIES[config.model_type].part(body, "rotary_emb")
+    config, rotary = body.config, rotary_of(body)
     if rotary is None:
         return [None] * len(body.layers)
     if hasattr(rotary, "mrope_section"):  # multimodal RoPE: for text, all three positions are the same

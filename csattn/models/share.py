@@ -71,7 +71,7 @@ def _shared(spec: ModelSpec) -> set[int]:
 
 def _fault(layer: LayerSpec) -> str | None:
     if layer.recurrent is not None:
-        return "layers with a state (linear attention, state spaces, convolutions)"
+        return "layers that keep a state instead of rows"
     if layer.mlp_only:
         return "layers without attention"
     if layer.latent is not None:

@@ -8,7 +8,7 @@ import torch
 
 from csattn.models import layer_offload
 from csattn.models.layer_offload import is_offloaded, layer_on_device, place
-from csattn.models.query import PROJECTS_QUERIES
+from csattn.models.query import projects_queries
 from index_build.capture import prefill
 from tests.tiny import make_model, token_ids
 
@@ -67,6 +67,6 @@ def test_parts_of_an_offloaded_layer_can_be_copied_without_the_rest() -> None:
     model.layers_are_offloaded = True
     mlp, q = (part.weight for part in (model.model.layers[0].mlp.up_proj, model.model.layers[0].self_attn.q_proj))
     homes = mlp.data_ptr(), q.data_ptr()
-    with layer_on_device(model, 0, PROJECTS_QUERIES):
+    with layer_on_device(model, 0, projects_queries(model)):
         assert mlp.data_ptr() == homes[0] and q.data_ptr() != homes[1]
     assert (mlp.data_ptr(), q.data_ptr()) == homes

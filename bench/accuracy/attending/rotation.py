@@ -7,7 +7,7 @@ from torch import Tensor
 from csattn.models.description import describe
 from csattn.models.positions import rope_parameters
 from csattn.models.query import rotate
-from csattn.models.rope import model_frequencies
+from csattn.models.rope import model_frequencies, rotary_of
 
 
 def rotate_for(body: Any, layer_idx: int, q: Tensor, positions: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def rotate_for(body: Any, layer_idx: int, q: Tensor, positions: Tensor) -> Tenso
         return q
     rope = spec.ropes[number]
     if rope.parameters is not None:
-        per_position, scale = model_frequencies(body.rotary_emb, names[number])
+        per_position, scale = model_frequencies(rotary_of(body), names[number])
         angles = (positions.float()[:, None] * per_position).repeat(1, 2)
         q = rotate(q, (scale * angles.cos()).to(q.dtype), (scale * angles.sin()).to(q.dtype), rope.interleaved)
     return q if rope.temper is None else q * rope.temper.scales(positions)[:, None].to(q.dtype)

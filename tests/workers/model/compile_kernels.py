@@ -27,13 +27,13 @@ from workers.model.gpu import (
 TYPES = {
     "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv conv_state memory"
     " decay decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights"
-    " post comb matrix products sums biases pending position_bias",
+    " post comb matrix products sums biases pending position_bias conv_bias step_bias skip",
     "*i32": "by_token counts counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
     "*i64": "versions token_ids positions next_ids own slots written",
-    "fp32": "eps multiplier scale table_scale beta every offset cap weight_scale least",
+    "fp32": "eps multiplier scale table_scale beta every offset cap weight_scale least least_step",
     "i32": "row_width num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
     " num_logits num_parts num_experts num in_width num_channels w_len scales_len width projected_width num_in"
-    " x_row x_head ups_head ups_in ups_out out_row out_head iterations num_pending kv_at nowhere",
+    " x_row x_head ups_head ups_in ups_out out_row out_head iterations num_pending kv_at nowhere group_width",
 }
 ROW = {"BLOCK": 1024, "SQUARES_BLOCK": 32}
 TILES = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN_K": True, "DOT_PRECISION": "tf32", "BLOCK_SQUARES": 128}
@@ -45,7 +45,7 @@ QUANTIZED = [
 HEAD_TILES = {"BLOCK_N": 64, "BLOCK_K": 64, "DOT_PRECISION": "tf32"}
 HEADS = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 128, "BLOCK": 64}
 EXPERTS = {name: size for name, size in TILES.items() if name != "EVEN_K"} | {"NUM_CHOSEN": 6, "BLOCK_PAIRS": 64}
-DELTA = {"VERSIONS": 1, "BLOCK_ROWS": 8}
+STATE = {"VERSIONS": 1, "BLOCK_ROWS": 8}
 LATENTS = [
     {"KV_RANK": 512, "HALF": 32, "BLOCK_HALF": 32, "INTERLEAVED": rank > 0, "INDEX_INTERLEAVED": False}
     | {"Q_RANK": rank, "KEY_AT": 1536, "INDEX_DIM": dim, "BLOCK_Q": 2048, "BLOCK_KV": 512, "BLOCK_INDEX": 128}
@@ -85,10 +85,24 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (input_kernels.make_inputs_kernel, [{"BLOCK": 256}]),
     (input_kernels.gate_input_kernel, [{"BLOCK": 1024, "ACTIVATION": "gelu_tanh"}]),
     (recurrent_kernels.gate_kernel, [{"BLOCK": 1024}]),
-    (recurrent_kernels.mix_kernel, [DELTA | {"CONV_LEN": 4, "BLOCK_LEN": 4, "BLOCK": 128}]),
+    (
+        recurrent_kernels.mix_kernel,
+        [
+            STATE | {"CONV_LEN": size, "BLOCK_LEN": 4, "BLOCK": 128, "GATED": gated, "HAS_BIAS": not gated}
+            for size, gated in ((4, False), (3, True))
+        ],
+    ),
+    (
+        recurrent_kernels.scan_kernel,
+        [
+            STATE
+            | {"NUM_HEADS": 128, "NUM_GROUPS": 8, "HEAD_DIM": 64, "STATE_DIM": 128, "BLOCK_DIM": 32, "BLOCK_STATE": 128}
+        ],
+    ),
+    (recurrent_kernels.gated_norm_kernel, [{"BLOCK": 1024}]),
     (
         recurrent_kernels.delta_rule_kernel,
-        [DELTA | {"NUM_K_HEADS": 16, "NUM_V_HEADS": 32} | dict.fromkeys(("K_DIM", "V_DIM", "BLOCK_K", "BLOCK_V"), 128)],
+        [STATE | {"NUM_K_HEADS": 16, "NUM_V_HEADS": 32} | dict.fromkeys(("K_DIM", "V_DIM", "BLOCK_K", "BLOCK_V"), 128)],
     ),
     (
         expert_kernels.choose_kernel,
@@ -108,8 +122,13 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (
         expert_kernels.experts_kernel,
         [
-            EXPERTS | {"NORMED": bias, "ON_INPUT": bias, "HAS_BIAS": bias, "ACTIVATION": activation}
-            for bias, activation in ((True, "clamped"), (False, "silu"), (False, "limited"))
+            EXPERTS | {"NORMED": bias, "ON_INPUT": bias, "HAS_BIAS": bias, "ACTIVATION": activation, "GATED": gated}
+            for bias, activation, gated in (
+                (True, "clamped", True),
+                (False, "silu", True),
+                (False, "limited", True),
+                (False, "relu2", False),
+            )
         ],
     ),
     (expert_kernels.experts_down_kernel, [EXPERTS | {"ON_INPUT": bias, "HAS_BIAS": bias} for bias in (False, True)]),

@@ -162,13 +162,13 @@ def experts_kernel(
 ):
     tile = tl.program_id(0)
     expert = tl.program_id(1)
-    parts: tl.constexpr = 2 if GATED else 1
+    num_parts: tl.constexpr = 2 if GATED else 1
     r = tl.arange(0, BLOCK_N)  # gates and ups alternate
-    weight_row = tl.minimum(tile * (BLOCK_N // parts) + r // parts, num_out - 1) + (r % parts) * num_out
-    weight_row = expert.to(tl.int64) * parts * num_out + weight_row
+    weight_row = tl.minimum(tile * (BLOCK_N // num_parts) + r // num_parts, num_out - 1) + (r % num_parts) * num_out
+    weight_row = expert.to(tl.int64) * num_parts * num_out + weight_row
     biases = tl.load(bias + weight_row).to(tl.float32) if HAS_BIAS else 0.0
     wait_for_earlier(PDL)
-    n = tile * (BLOCK_N // parts) + tl.arange(0, BLOCK_N // parts)
+    n = tile * (BLOCK_N // num_parts) + tl.arange(0, BLOCK_N // num_parts)
     is_chosen, rank, count = _pairs_of(chosen, expert, num_rows * NUM_CHOSEN, BLOCK_PAIRS)
     for first in range(0, count, BLOCK_M):
         pair, there = _some_pairs(is_chosen, rank, count, first, BLOCK_PAIRS, BLOCK_M)

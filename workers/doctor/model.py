@@ -164,7 +164,7 @@ def _refusals(spec: ModelSpec) -> list[Finding]:
     if any(kind.logit_cap is not None for kind in kinds):
         text = "Its attention logits are capped: rows that are not chosen are left out, and `rest` is refused."
         findings.append(Finding("model", "warning", text, "Keep more rows: --keep 0.1."))
-    if any(kind.reach is not None or kind.rope is None or kind.sinks for kind in kinds) or not spec.indexed_layers:
+    if any(kind.rope is None or kind.sinks for kind in kinds) or len(spec.indexed_layers) < spec.num_layers:
         text = "`csattn stream` refuses it: its layers differ, or keep something other than keys and values."
         findings.append(Finding("model", "ok", text))
     return findings

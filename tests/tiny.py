@@ -32,7 +32,6 @@ _SCAN = {
     "layer_types": _DELTA["layer_types"],
     "shared_intermediate_size": 40,
     "mamba_n_heads": 8,
-    "mamba_n_groups": 2,
     "mamba_d_state": 20,
     "mamba_d_head": 16,
     "mamba_chunk_size": 64,

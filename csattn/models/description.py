@@ -221,6 +221,11 @@ def _scan(config: Any) -> ScanSpec:
             conv_len=config.conv_kernel,
             least_step=float(config.time_step_min),
         )
+    if config.mamba_n_groups != 1:
+        raise ModelError(
+            f"heads of this model's state spaces are in {config.mamba_n_groups} groups (mamba_n_groups), for which "
+            "versions of transformers compute different outputs; use a model with one group"
+        )
     least, most = config.time_step_limit or (0.0, inf)
     if most != inf:
         raise ModelError(
@@ -229,7 +234,7 @@ def _scan(config: Any) -> ScanSpec:
         )
     return ScanSpec(
         num_heads=config.mamba_n_heads,
-        num_groups=config.mamba_n_groups,
+        num_groups=1,
         head_dim=config.mamba_d_head,
         state_dim=config.mamba_d_state,
         conv_len=config.mamba_d_conv,

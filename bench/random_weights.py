@@ -149,14 +149,15 @@ def random_weights(
         return _in_mxfp4(weight, generator) if of == "mxfp4" else QuantizedWeight.rounded(weight, of)
 
     def experts(of: ExpertsSpec) -> ExpertWeights:
-        assert of.gated, "no shape here has other experts"
-        sizes = of.num_experts, 2 * of.intermediate_size, spec.hidden_size
+        sizes = of.num_experts, (1 + of.gated) * of.intermediate_size, spec.hidden_size
         both = matrix(sizes[0] * sizes[1], sizes[2])
         down = matrix(sizes[0] * sizes[2], of.intermediate_size, into_stream)
-        quantized = None if few is None else QuantizedExperts(in_few(both, few), in_few(down, few))
+        quantized = None if few is None or not of.gated else QuantizedExperts(in_few(both, few), in_few(down, few))
         if quantized is not None:
             both, down = quantized.gate_up.words, quantized.down.words
-        gates, ups, down = by_expert(both, down, of.num_experts)
+        gates, ups, down = both.view(sizes), None, down.view(of.num_experts, spec.hidden_size, -1)
+        if of.gated:
+            gates, ups, down = by_expert(both, down, of.num_experts)
         zeros = torch.zeros(sizes[:2], dtype=dtype, device=device) if of.bias else None
         gate_bias, up_bias = (None, None) if zeros is None else zeros.chunk(2, dim=1)
         return ExpertWeights(
@@ -182,7 +183,7 @@ def random_weights(
         attention, mlp, hidden_size = of.attention, of.mlp, spec.hidden_size
         sizes = {"none": None, "head": (heads.head_dim,) * 2, "projection": (heads.q_width, heads.kv_width)}
         ones = torch.ones(heads.head_dim, device=device) if attention.v_norm else None
-        plain = of.recurrent is None and of.latent is None and of.compressed is None
+        plain = not (of.mlp_only or of.recurrent or of.latent or of.compressed)
         of_heads = sizes[attention.qk_norm] if plain else None
         q_norm, k_norm = (torch.ones(size, device=device) for size in of_heads or (0, 0))
         attended = of.latent.v_width if of.latent else heads.q_width
@@ -205,9 +206,9 @@ def random_weights(
             compressed=None if of.compressed is None else compressed(of.compressed),
             head_norms=HeadNorms(q_norm, k_norm, ones) if of_heads else None,
             sinks=torch.zeros(spec.num_q_heads, device=device) if attention.sinks and plain else None,
-            out=linear(hidden_size, attended, attention.out_bias, into_stream),
+            out=None if of.mlp_only else linear(hidden_size, attended, attention.out_bias, into_stream),
             post_attention_norm=norm(hidden_size, of.post_norm),
-            pre_mlp_norm=norm(hidden_size, of.pre_norm and not of.parallel),
+            pre_mlp_norm=norm(hidden_size, of.pre_norm and of.has_mlp and not (of.parallel or of.mlp_only)),
             gate_up=() if mlp is None else (linear((1 + mlp.gated) * mlp.intermediate_size, hidden_size, mlp.bias),),
             down=None if mlp is None else linear(hidden_size, mlp.intermediate_size, mlp.bias, into_stream),
             experts=tuple(experts(each) for each in of.experts),

@@ -6,14 +6,17 @@ from typing import Any
 from bench.records import RESULTS, Case, measured, only
 
 STEPS = "decode-steps-h200.json"
-MODELS, LAYER, LATENTS = "models-h200.json", "layer-h200.json", "latents-h200.json"
+MODELS, LAYER, LATENTS = ("models-h200.json", "hybrids-h200.json"), "layer-h200.json", "latents-h200.json"
 COMPRESSED = "compressed-steps-h200.json"
 OF_LATENTS = {"all": "`device`, all latents", "compressed": "`device`, DeepSeek-V4-Flash's widths"}
-SHAPES = {  # shape in MODELS: the row's title, with the layers that are searched
+SHAPES = {  # shape in one of MODELS: the row's title, with the layers that are searched
     "qwen3-30b-a3b": "Qwen3-30B-A3B: 48 layers, 128 experts",
     "gpt-oss-20b": "gpt-oss-20b: 12 of 24 layers, the others see 128 rows",
     "gemma-3-27b": "Gemma 3 27B: 10 of 62 layers, the others see 1024 rows",
     "qwen3.5-27b": "Qwen3.5-27B: 16 of 64 layers, the others are linear",
+    "granite-4-h-small": "Granite 4.0 H Small: 4 of 40 layers, the others are state spaces; 72 experts",
+    "nemotron-3-nano-30b": "Nemotron 3 Nano: 6 of 52 layers, the others are state spaces and 128 experts",
+    "nemotron-nano-2-9b": "Nemotron Nano 9B v2: 4 of 56 layers, the others are state spaces and MLPs",
 }
 SHARED = "shared-h200.json"
 SPLIT = {  # title: number of requests, and result files, the one with figures of one GPU last
@@ -97,11 +100,12 @@ def models() -> list[str]:
     head = "| ms a step (GB on the device) | requests | full attention | `device` | of what bytes allow | `hybrid` |"
     lines = [head, "|---|---:|---:|---:|---:|---:|"]
     for shape, name in SHAPES.items():
-        sizes = sorted({(of["context_len"], of["batch_size"]) for of in measured(MODELS) if of["shape"] == shape})
+        [file] = [file for file in MODELS if any(of["shape"] == shape for of in measured(file))]
+        sizes = sorted({(of["context_len"], of["batch_size"]) for of in measured(file) if of["shape"] == shape})
         for context_len, batch_size in sizes:
             of = {"shape": shape, "context_len": context_len, "batch_size": batch_size}
-            whole = only(MODELS, **of, variant="full")
-            device, hybrid = (only(MODELS, **of, variant="default", placement=where) for where in ("device", "hybrid"))
+            whole = only(file, **of, variant="full")
+            device, hybrid = (only(file, **of, variant="default", placement=where) for where in ("device", "hybrid"))
             share = f"{device['of_roofline']:.0%}".replace("%", " %") if "of_roofline" in device else ""
             cells = [str(batch_size), step_cell(whole), step_cell(device), share, step_cell(hybrid)]
             lines.append(f"| {name}; {context_len // 1024}K | {' | '.join(cells)} |")

@@ -18,6 +18,9 @@ CARDS = {  # millions of parameters, embeddings included: used in one token's st
     "gpt-oss-20b": (4186, 20908),
     "gemma-3-27b": (27008, 27008),  # without the vision encoder
     "qwen3.5-27b": (26893, 26893),  # without the vision encoder
+    "granite-4-h-small": (8801, 32205),
+    "nemotron-nano-2-9b": (8886, 8886),
+    "nemotron-3-nano-30b": (3579, 31577),
     "deepseek-v3.2": (38403, 671877),
     "deepseek-v4-flash": (13798, 284330),
 }
@@ -28,7 +31,7 @@ def test_published_shapes_have_the_published_sizes() -> None:
     for name, millions in CARDS.items():
         shape = shape_named(name)
         others = sum(
-            3 * shape.hidden_size * x.intermediate_size * (x.num_experts - x.num_chosen)
+            (2 + x.gated) * shape.hidden_size * x.intermediate_size * (x.num_experts - x.num_chosen)
             for layer in shape.layers
             for x in layer.experts
         )

@@ -17,6 +17,14 @@ from csattn.models.attending_cache import CACHE, cache_in
 from workers.request_cache import RequestCache
 
 _lock = Lock()  # for all models: sessions begin and end on any thread
+_NOT_OF_REQUESTS = (
+    "inputs_embeds",
+    "per_layer_inputs",
+    "labels",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+)
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
@@ -107,7 +115,7 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
         )
     if cache.decoded.token_ids:
         cache.session.require_unchanged()
-    ids, mask = given.get("input_ids", given.get("inputs")), given.get("attention_mask")
+    ids, mask = in_call.get("input_ids", in_call.get("inputs")), given.get("attention_mask")
     if ids is None:
         return  # `forward` will refuse it
     ids = _sequences(ids)
@@ -170,7 +178,7 @@ def _require_cached(options: dict[str, Any]) -> None:
 
 def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPast | tuple[Any, ...]:
     """Feed the next tokens of a request to its session's engine; return what `forward` returns."""
-    for name in ("inputs_embeds", "labels", "output_attentions", "output_hidden_states"):
+    for name in _NOT_OF_REQUESTS:
         if given.get(name) is not None and given[name] is not False:
             raise ConfigError(f"a request of a session takes token ids and gives logits; leave out {name}")
     _require_cached(given)
@@ -184,9 +192,10 @@ def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPas
         )
     mask = given.get("attention_mask")
     _require_mask_of_all(cache, mask, ids.shape[1])
+    kv_len = cache.get_seq_length()
     new = _new_ids(cache, ids[0].tolist(), mask, given.get("position_ids"))
     wanted = _wanted(keep, len(new))
-    logits = cache.session.feed(cache, new, int(wanted[0]) if isinstance(keep, int) else 0)
+    logits = cache.session.feed(cache, new, int(wanted[0]) if isinstance(keep, int) else 0, kv_len)
     if not isinstance(keep, int):
         logits = logits[wanted]
     out = CausalLMOutputWithPast(logits=logits[None].to(ids.device), **{CACHE: cache})

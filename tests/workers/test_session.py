@@ -552,14 +552,15 @@ def test_ctrl_c_ends_a_request_and_not_its_session(store, monkeypatch) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_request_of_an_ended_session_is_refused(store) -> None:
-    ids = torch.from_numpy(token_ids(3)).long()[None]
-    with csattn_session(loaded(), artifact_of(store)) as session:
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_request_of_an_ended_session_is_refused(store, family) -> None:
+    model, path, ids = loaded(family), artifact_of(store, family), torch.from_numpy(token_ids(3)).long()[None]
+    with csattn_session(model, path) as session:
         request = session.request()
-    with csattn_session(loaded(), artifact_of(store)), pytest.raises(ConfigError, match="in an open session"):
-        loaded().model(ids, **{CACHE: request})
+    with csattn_session(model, path), pytest.raises(ConfigError, match="in an open session"):
+        model.model(ids, **{CACHE: request})
     with pytest.raises(ConfigError, match="in an open session"):
-        loaded().model(ids, **{CACHE: request})
+        model.model(ids, **{CACHE: request})
 
 
 def test_a_request_keeps_its_slot_until_it_is_freed(store) -> None:

@@ -68,6 +68,7 @@ class Method:
         return _itself, (self._method,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _require_unpacked(args)
         given = self._signature.bind(*args, **kwargs).arguments
         given = {**given.pop("kwargs", {}), **given}
         _require_one_cache(given)
@@ -82,6 +83,12 @@ class Method:
 
 def _itself(method: Any) -> Any:
     return method
+
+
+def _require_unpacked(args: tuple[Any, ...]) -> None:
+    """Raise ConfigError for a request without its two stars, which transformers would take for token ids."""
+    if any(isinstance(one, dict) and isinstance(cache_in(one), RequestCache) for one in args):
+        raise ConfigError("a request is the arguments of a call, and was given as one of them; write `**request`")
 
 
 def _require_one_cache(given: dict[str, Any]) -> None:
@@ -156,7 +163,10 @@ def _require_mask_of_all(cache: RequestCache, mask: Any, num_ids: int) -> None:
     if mask is None:
         return
     if not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
-        raise ConfigError("a request of a session attends to all of its tokens; leave out padding and its mask")
+        raise ConfigError(
+            "a request of a session attends to all of its tokens; leave out padding and its mask, or give the "
+            "attention_mask of `session.ask` (without one, `generate` leaves out tokens that are the pad token)"
+        )
     kv_len = cache.get_seq_length()
     if mask.shape[0] != 1 or mask.shape[1] not in (num_ids, kv_len + num_ids):
         raise ConfigError(

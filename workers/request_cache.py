@@ -67,6 +67,10 @@ class RequestCache(AttendingCache):
 
     batch_repeat_interleave = batch_select_indices = reorder_cache
 
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Called by layers of linear attention, which append no rows."""
+        raise ConfigError(_BY_ITS_OWN_MODEL)
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Called by `copy` and `pickle`."""
         raise ConfigError(f"a request cannot be copied, because its session owns its rows; {_ASK_AGAIN}")
@@ -97,6 +101,10 @@ class RequestCache(AttendingCache):
 
 
 _ASK_AGAIN = "ask again in its session: all its questions share the context's rows"
+_BY_ITS_OWN_MODEL = (
+    "a request is decoded by `model.generate` or `model(...)` of its own model, while its session is open; ask again "
+    "in an open session"
+)
 
 
 class _DecodedTokens:
@@ -112,10 +120,7 @@ class _DecodedTokens:
         return self._context_len + len(self.token_ids)
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        raise ConfigError(
-            "a request is decoded by `model.generate` or `model(...)` of its own model, while its session is open; ask "
-            "again in an open session"
-        )
+        raise ConfigError(_BY_ITS_OWN_MODEL)
 
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
         raise AssertionError("nothing is appended")

@@ -186,14 +186,19 @@ class Session:
                 self.engine.observe(request_slot, observer)
         return request
 
-    def feed(self, request: RequestCache, token_ids: list[int], first_wanted: int) -> Tensor:
-        """Feed tokens; return the logits after those from index first_wanted on, [num_wanted, vocab_size] float32."""
+    def feed(self, request: RequestCache, token_ids: list[int], first_wanted: int, kv_len: int) -> Tensor:
+        """Feed tokens; return the logits after those from index first_wanted on, [num_wanted, vocab_size] float32.
+
+        Raises ConfigError if the request has no longer the kv_len tokens that these ones follow.
+        """
         decoded, size, logits = request.decoded, self._max_rows, []
         self._require_own_process()
         with self._own_turn(), without_modes():
             self._require_open()
             if decoded.has_failed:
                 raise ConfigError("a step of this request has failed before; ask again for a new one")
+            if decoded.kv_len != kv_len:
+                raise ConfigError("another thread has decoded this request meanwhile; make one for each thread")
             self._require_rows(len(decoded.token_ids) + len(token_ids))
             decoded.has_failed = True  # until all steps have succeeded
             for start in range(0, len(token_ids), size):

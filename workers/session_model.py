@@ -17,6 +17,14 @@ from csattn.models.attending_cache import CACHE, cache_in
 from workers.request_cache import RequestCache
 
 _lock = Lock()  # for all models: sessions begin and end on any thread
+_NOT_OF_REQUESTS = (
+    "inputs_embeds",
+    "per_layer_inputs",
+    "labels",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+)
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
@@ -60,6 +68,7 @@ class Method:
         return _itself, (self._method,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _require_unpacked(args)
         given = self._signature.bind(*args, **kwargs).arguments
         given = {**given.pop("kwargs", {}), **given}
         _require_one_cache(given)
@@ -74,6 +83,12 @@ class Method:
 
 def _itself(method: Any) -> Any:
     return method
+
+
+def _require_unpacked(args: tuple[Any, ...]) -> None:
+    """Raise ConfigError for a request without its two stars, which transformers would take for token ids."""
+    if any(isinstance(one, dict) and isinstance(cache_in(one), RequestCache) for one in args):
+        raise ConfigError("a request is the arguments of a call, and was given as one of them; write `**request`")
 
 
 def _require_one_cache(given: dict[str, Any]) -> None:
@@ -107,7 +122,7 @@ def _require_generable(cache: RequestCache, given: dict[str, Any], defaults: Any
         )
     if cache.decoded.token_ids:
         cache.session.require_unchanged()
-    ids, mask = given.get("input_ids", given.get("inputs")), given.get("attention_mask")
+    ids, mask = in_call.get("input_ids", in_call.get("inputs")), given.get("attention_mask")
     if ids is None:
         return  # `forward` will refuse it
     ids = _sequences(ids)
@@ -148,7 +163,10 @@ def _require_mask_of_all(cache: RequestCache, mask: Any, num_ids: int) -> None:
     if mask is None:
         return
     if not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
-        raise ConfigError("a request of a session attends to all of its tokens; leave out padding and its mask")
+        raise ConfigError(
+            "a request of a session attends to all of its tokens; leave out padding and its mask, or give the "
+            "attention_mask of `session.ask` (without one, `generate` leaves out tokens that are the pad token)"
+        )
     kv_len = cache.get_seq_length()
     if mask.shape[0] != 1 or mask.shape[1] not in (num_ids, kv_len + num_ids):
         raise ConfigError(
@@ -170,7 +188,7 @@ def _require_cached(options: dict[str, Any]) -> None:
 
 def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPast | tuple[Any, ...]:
     """Feed the next tokens of a request to its session's engine; return what `forward` returns."""
-    for name in ("inputs_embeds", "labels", "output_attentions", "output_hidden_states"):
+    for name in _NOT_OF_REQUESTS:
         if given.get(name) is not None and given[name] is not False:
             raise ConfigError(f"a request of a session takes token ids and gives logits; leave out {name}")
     _require_cached(given)
@@ -184,9 +202,10 @@ def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPas
         )
     mask = given.get("attention_mask")
     _require_mask_of_all(cache, mask, ids.shape[1])
+    kv_len = cache.get_seq_length()
     new = _new_ids(cache, ids[0].tolist(), mask, given.get("position_ids"))
     wanted = _wanted(keep, len(new))
-    logits = cache.session.feed(cache, new, int(wanted[0]) if isinstance(keep, int) else 0)
+    logits = cache.session.feed(cache, new, int(wanted[0]) if isinstance(keep, int) else 0, kv_len)
     if not isinstance(keep, int):
         logits = logits[wanted]
     out = CausalLMOutputWithPast(logits=logits[None].to(ids.device), **{CACHE: cache})

@@ -28,6 +28,7 @@ from index_build.pipeline import build_artifact
 from offload.codecs.formats import KvFormat
 from tests.selections import check_selection
 from tests.tiny import MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
+from workers import session_model
 from workers.engine.fidelity import Seen
 from workers.evaluate import full_attention, measure
 from workers.request_cache import RequestCache
@@ -359,6 +360,9 @@ def test_input_ids_that_differ_from_the_context_are_refused(store, place) -> Non
         for call in (model, model.generate):
             with pytest.raises(ConfigError, match=sentence):
                 call(**inputs)
+        inputs["inputs"] = inputs.pop("input_ids")
+        with pytest.raises(ConfigError, match=sentence):
+            model.generate(**inputs, input_ids=None)
 
 
 def test_generate_with_prefill_chunk_size_gives_the_same_tokens(store) -> None:
@@ -491,9 +495,12 @@ def test_a_request_beside_another_cache_is_refused(store, other, name, method) -
 def test_unsupported_model_arguments_are_refused(store) -> None:
     ids = torch.from_numpy(token_ids(3)).long()[None]
     with csattn_session(loaded(), artifact_of(store)) as session:
-        for name, value in (("labels", ids), ("output_attentions", True), ("output_hidden_states", True)):
+        for name in ("labels", "per_layer_inputs"):
             with pytest.raises(ConfigError, match=f"leave out {name}"):
-                loaded().model(ids, **{CACHE: session.request()}, **{name: value})
+                loaded().model(ids, **{CACHE: session.request()}, **{name: ids})
+        for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
+            with pytest.raises(ConfigError, match=f"leave out {name}"):
+                loaded().model(ids, **{CACHE: session.request()}, **{name: True})
         masked = session.ask("who?")
         masked["attention_mask"][0, 3] = 0
         with pytest.raises(ConfigError, match="leave out padding"):
@@ -545,14 +552,15 @@ def test_ctrl_c_ends_a_request_and_not_its_session(store, monkeypatch) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_request_of_an_ended_session_is_refused(store) -> None:
-    ids = torch.from_numpy(token_ids(3)).long()[None]
-    with csattn_session(loaded(), artifact_of(store)) as session:
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_request_of_an_ended_session_is_refused(store, family) -> None:
+    model, path, ids = loaded(family), artifact_of(store, family), torch.from_numpy(token_ids(3)).long()[None]
+    with csattn_session(model, path) as session:
         request = session.request()
-    with csattn_session(loaded(), artifact_of(store)), pytest.raises(ConfigError, match="in an open session"):
-        loaded().model(ids, **{CACHE: request})
+    with csattn_session(model, path), pytest.raises(ConfigError, match="in an open session"):
+        model.model(ids, **{CACHE: request})
     with pytest.raises(ConfigError, match="in an open session"):
-        loaded().model(ids, **{CACHE: request})
+        model.model(ids, **{CACHE: request})
 
 
 def test_a_request_keeps_its_slot_until_it_is_freed(store) -> None:
@@ -712,7 +720,25 @@ def test_a_request_of_a_session_ended_on_another_thread_is_refused(store, monkey
         assert session.room_for(CONTEXT_LEN, 9) == 9
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="this session has ended"):
-        session.feed(request, [1], 0)
+        session.feed(request, [1], 0, CONTEXT_LEN)
+
+
+def test_a_request_that_another_thread_decodes_meanwhile_is_refused(store, monkeypatch) -> None:
+    """Each thread finds that its tokens follow, and would wait for the other: the question was decoded twice."""
+    model, find = loaded().model, session_model._new_ids
+
+    def find_while_another_decodes(*given):
+        new = find(*given)
+        monkeypatch.undo()
+        model(**inputs)
+        return new
+
+    with csattn_session(loaded(), artifact_of(store)) as session:
+        inputs = session.continue_with(token_ids(9))
+        monkeypatch.setattr(session_model, "_new_ids", find_while_another_decodes)
+        with pytest.raises(ConfigError, match="another thread has decoded this request meanwhile; make one for each"):
+            model(**inputs)
+        assert inputs[CACHE].get_seq_length() == CONTEXT_LEN + 9
 
 
 def test_concurrently_opened_sessions_share_one_patched_method(monkeypatch) -> None:

@@ -240,6 +240,20 @@ def test_a_mask_that_is_not_over_tokens_is_refused(session, mask) -> None:
         loaded().model(**inputs)
 
 
+def test_the_mask_that_generate_makes_for_pad_tokens_is_refused(session) -> None:
+    inputs = session.continue_with(token_ids(9))
+    del inputs["attention_mask"]
+    pad = int(inputs["input_ids"][0, 3])
+    with pytest.raises(ConfigError, match=r"or give the attention_mask of `session.ask` \(without one, `generate`"):
+        loaded().model.generate(**inputs, pad_token_id=pad, max_new_tokens=1)
+
+
+def test_a_request_that_is_not_unpacked_is_refused(session) -> None:
+    for call in (loaded().model, loaded().model.generate):
+        with pytest.raises(ConfigError, match=r"given as one of them; write `\*\*request`"):
+            call(session.continue_with(token_ids(9)))
+
+
 @pytest.mark.parametrize("shape", [(1, 5), (3, CONTEXT_LEN + 9), (1, 900)])
 def test_a_mask_of_the_wrong_shape_is_refused(session, shape) -> None:
     inputs = {**session.continue_with(token_ids(9)), "attention_mask": torch.ones(shape)}

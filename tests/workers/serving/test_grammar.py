@@ -36,6 +36,9 @@ SCHEMAS: list[Any] = [
     {"type": "string", "pattern": "^[a-f]{2,3}-\\d$"}, {"type": "number", "minimum": -2, "exclusiveMaximum": 7.5},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}, {"type": ["null", "integer"]},
     {"anyOf": [{"const": "\"}"}, {"type": "object", "properties": {"ü": {"const": 1}}, "required": ["ü"]}]}, True,
+    {"const": ["a</tool_call>", "<|im_end|>"]}, {"required": ["<|im_end|>"], "type": "object", "maxProperties": 1},
+    {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"const": 1}, "maxProperties": 2},
+    {"type": "array", "uniqueItems": False, "maxItems": 1}, {"type": "object", "properties": {"uniqueItems": False}},
 ]  # fmt: skip
 
 
@@ -325,6 +328,11 @@ def test_reasoning_is_unconstrained_and_the_answer_fits_the_schema(kind: str, be
         ({"type": "integer", "multipleOf": 9_999_991}, "too costly"),
         ({"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}, "too costly"),
         ({"type": "string", "description": "x" * 70_000}, "characters"),
+        ({"properties": {"ab": {}}, "patternProperties": {"^x": {}, "b": {}}}, "a pattern .* matches a name"),
+        ({"type": "array", "prefixItems": [{"type": "null"}], "additionalItems": False}, "prefixItems beside"),
+        ({"enum": [1, [{"id": 2**53 + 1}]]}, r"beyond 2\^53"),
+        ({"type": "number", "multipleOf": 0.5, "minimum": -90}, "multipleOf of negative numbers"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf of schemas .*, but anyOf is; leave"),
     ],
 )
 def test_unsupported_schemas_are_refused_with_the_reason(schema: Any, words: str) -> None:
@@ -368,6 +376,12 @@ def test_a_schema_that_fails_while_an_answer_is_drawn_is_a_bad_request(error, se
         monkeypatch.setattr(grammar, "_matcher", SimpleNamespace(**failed))
     with pytest.raises(BadRequestError, match=sentence):
         grammar.allowed(256)
+
+
+def test_names_that_are_keywords_are_no_keywords() -> None:
+    names = {"properties": {"const": 1}, "patternProperties": {"const": 2}, "prefixItems": {}, "additionalItems": {}}
+    schema = {"type": "object", "properties": names, "default": {"const": 2**63 - 1}, "patternProperties": {"^x-": {}}}
+    Grammars(loaded()).make_now(ask(schema=schema), ChatTemplate(loaded().tokenizer))
 
 
 @pytest.mark.parametrize("most", [10**18, 1e18])

@@ -33,6 +33,7 @@ _UNFORCED = '%llguidance {"no_forcing": true}\n'
 # limits beyond which the library takes seconds or minutes
 _MAX_CHARS = 1 << 16  # of all schemas of a request
 _MAX_COUNT = 10_000
+_MAX_PATTERNS = 100  # of names of properties, which are compared with each other
 _MAX_MULTIPLE = 100_000  # least common multiple of all `multipleOf` of a schema
 # if an object's schema has only these keys, `properties` names everything that the object may have
 _ALL_NAMED = {"$defs", "$schema", "definitions", "description", "properties", "required", "title", "type"}
@@ -271,10 +272,12 @@ def _require_moderate(schemas: list[tuple[str, dict[str, Any] | bool]]) -> None:
         multiples = [Fraction(str(value)) for key, value in numbers if key == "multipleOf" and value > 0]
         scale = math.lcm(*(multiple.denominator for multiple in multiples))
         together = math.lcm(*(int(multiple * scale) for multiple in multiples))
-        if max(counts, default=0) > _MAX_COUNT or together > _MAX_MULTIPLE:
+        patterns = [inner.get("patternProperties") for inner in _schemas(schema)]
+        num_patterns = sum(len(one) for one in patterns if isinstance(one, dict))
+        if max(counts, default=0) > _MAX_COUNT or together > _MAX_MULTIPLE or num_patterns > _MAX_PATTERNS:
             raise BadRequestError(
-                f"the schema in {name} is too costly: wanted counts of at most {_MAX_COUNT:,}, and multipleOf whose "
-                f"least common multiple is at most {_MAX_MULTIPLE:,}",
+                f"the schema in {name} is too costly: wanted counts of at most {_MAX_COUNT:,}, multipleOf whose least "
+                f"common multiple is at most {_MAX_MULTIPLE:,}, and at most {_MAX_PATTERNS} patternProperties",
                 name,
             )
 

@@ -327,6 +327,7 @@ def test_reasoning_is_unconstrained_and_the_answer_fits_the_schema(kind: str, be
         ({"type": "array", "maxItems": 1_000_000}, "too costly"),
         ({"type": "integer", "multipleOf": 9_999_991}, "too costly"),
         ({"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}, "too costly"),
+        ({"patternProperties": {f"^{i}a*$": {} for i in range(101)}}, "too costly.* at most 100 patternProperties"),
         ({"type": "string", "description": "x" * 70_000}, "characters"),
         ({"properties": {"ab": {}}, "patternProperties": {"^x": {}, "b": {}}}, "a pattern .* matches a name"),
         ({"type": "array", "prefixItems": [{"type": "null"}], "additionalItems": False}, "prefixItems beside"),

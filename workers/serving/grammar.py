@@ -12,6 +12,7 @@ from itertools import takewhile
 from string import punctuation
 from threading import Lock
 from typing import Any
+from unicodedata import is_normalized
 from urllib.parse import quote
 
 import numpy as np
@@ -89,13 +90,13 @@ class Grammars:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _options(self, schemas: list[tuple[str, dict[str, Any] | bool]]) -> str:
-        """Text that must come next is written by the tokenizer. In text such as <|im_end|>, that would be the special
-        token, which must not come: then, nothing is forced, and other tokens write it."""
+        """Text that must come next is written by the tokenizer. For <|im_end|>, that would be the special token, which
+        must not come, and some write é for e and an accent: then nothing is forced, and other tokens write the text."""
         texts = json.dumps([schema for _, schema in schemas], ensure_ascii=False)
         is_special = self._tokens().is_special_token
         added = self._loaded.tokenizer.get_added_vocab().items()
         is_named = any(is_special(id) and json.dumps(text, ensure_ascii=False)[1:-1] in texts for text, id in added)
-        return _UNFORCED if is_named else ""
+        return _UNFORCED if is_named or not is_normalized("NFC", texts) else ""
 
     def _require_enforced(self, schemas: list[tuple[str, dict[str, Any] | bool]]) -> None:
         """Raise BadRequestError for what the library ignores in silence, or rounds."""

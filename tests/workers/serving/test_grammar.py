@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tokenizers import decoders
+from tokenizers import decoders, normalizers
 
 from tests.chat_models import TEMPLATES, chat_model
 from tests.tiny import loaded
@@ -420,6 +420,17 @@ def test_a_byte_level_decoder_is_recognised_after_other_decoders() -> None:
     for token_id in model.tokenizer("[1, 2]").input_ids:
         allowed = np.flatnonzero(grammar.allowed(model.geometry.vocab_size))
         assert allowed.tolist() == [token_id]
+        grammar.accept(token_id)
+
+
+def test_an_accent_of_its_own_stays_so_where_the_tokenizer_joins_it_with_its_letter() -> None:
+    model, text = deepcopy(loaded()), json.dumps("caf\u0065\u0301", ensure_ascii=False)
+    token_ids = model.tokenizer(text).input_ids
+    model.tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    grammar = Grammars(model).make_now(ask(schema={"const": json.loads(text)}), ChatTemplate(model.tokenizer))
+    assert model.tokenizer(text).input_ids != token_ids == grammar.possible(token_ids)
+    for token_id in token_ids:
+        assert grammar.allowed(model.geometry.vocab_size)[token_id]
         grammar.accept(token_id)
 
 

@@ -55,6 +55,7 @@ class AnswerParser:
         self._is_final = False
         self._drops_space = (thinks or format is not None) and not continues  # strip what comes next on the left
         self._lead = ""  # the marker that announced a call, until the call is certain
+        self._joint = ""  # what was dropped since the last call, until another is certain
         self._call = _Call()
         self.num_calls = 0
         self.is_cut_off = False  # the last call's arguments are incomplete
@@ -153,8 +154,11 @@ class AnswerParser:
         format = self._format
         assert format is not None
         rest = self._pending.lstrip(format.filler if self.num_calls or self._lead else _SPACE)
+        dropped = self._pending[: len(self._pending) - len(rest)]
         if self._lead:
-            self._lead += self._pending[: len(self._pending) - len(rest)]
+            self._lead += dropped
+        else:
+            self._joint += dropped
         self._pending = rest
         for marker in filter(None, (format.opening, format.closing)):
             if rest.startswith(marker):
@@ -167,14 +171,18 @@ class AnswerParser:
         if rest.startswith("{"):
             self._call, self._state = _Call(), self._read_call
             return True
+        if not rest:
+            self._joint = ""
         self._emit_lead()
         return bool(rest)
 
     def _emit_lead(self) -> None:
-        """Pass the marker on as text: no call has followed it."""
-        self._parts.text += self._lead
-        self._drops_space = self._drops_space and not self._lead
-        self._lead, self._state = "", self._read_text
+        """Pass on as text the marker, and what stands between it and the last call's end: no call has followed."""
+        assert self._format is not None
+        text = self._joint.lstrip(_SPACE).removeprefix(self._format.run[1]).lstrip(_SPACE) + self._lead
+        self._parts.text += text
+        self._drops_space = self._drops_space and not text
+        self._lead, self._joint, self._state = "", "", self._read_text
 
     def _read_call(self) -> bool:
         call = self._call
@@ -195,7 +203,7 @@ class AnswerParser:
             self._emit_lead()
             self._parts.text += whole
             return bool(self._pending)
-        self._lead, self._state, self._drops_space = "", self._between_calls, True
+        self._lead, self._joint, self._state, self._drops_space = "", "", self._between_calls, True
         self.is_cut_off = call.end is None and not call.has_end_at(call.emitted_len)
         if not self._parallel_calls and call.end is not None:
             self.has_ended, self._pending = True, ""

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
@@ -12,6 +12,7 @@ from itertools import takewhile
 from string import punctuation
 from threading import Lock
 from typing import Any
+from unicodedata import is_normalized
 from urllib.parse import quote
 
 import numpy as np
@@ -27,15 +28,20 @@ _MAX_MESSAGE_CHARS = 300  # characters of the library's error message
 # JSON on one line, as in most of what models were trained on; with free whitespace, small models never end an answer
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OF_A_PATTERN, _OF_BOUNDS, _DEAD_END = "regex parse error:", "Failed to generate regex for", "NoExtensionBias"
+_OF_ONE = "oneOf constraints are not supported"
 _ANYTHING = "/(?s:.*)/"
+_UNFORCED = '%llguidance {"no_forcing": true}\n'
 # limits beyond which the library takes seconds or minutes
 _MAX_CHARS = 1 << 16  # of all schemas of a request
 _MAX_COUNT = 10_000
+_MAX_PATTERNS = 100  # of names of properties, which are compared with each other
 _MAX_MULTIPLE = 100_000  # least common multiple of all `multipleOf` of a schema
 # if an object's schema has only these keys, `properties` names everything that the object may have
 _ALL_NAMED = {"$defs", "$schema", "definitions", "description", "properties", "required", "title", "type"}
 _VALUES = {"const", "default", "enum", "examples"}  # keys whose values are instances, not schemas
 _NAMED = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}  # keys of maps name -> schema
+_NEUTRAL = {"propertyNames": ({"type": "string"},), "uniqueItems": (False,)}  # zod writes the first for its records
+_BOUNDS = "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"
 _COUNTS = {"minItems", "maxItems", "minProperties", "maxProperties"}
 
 
@@ -64,7 +70,8 @@ class Grammars:
         schemas, field = _schemas_of(ask), "tools" if ask.schema is None else ask.schema_field
         _require_moderate(schemas)
         try:
-            matcher = self._compiled(grammar_text(ask, template)).deep_copy()
+            self._require_enforced(schemas)
+            matcher = self._compiled(self._options(schemas) + grammar_text(ask, template)).deep_copy()
         except ImportError:
             raise BadRequestError(
                 "this service cannot constrain answers to a schema: llguidance is not installed where it runs (pip "
@@ -81,6 +88,39 @@ class Grammars:
     def close(self) -> None:
         for pool in (self._pool, self._makers):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _options(self, schemas: list[tuple[str, dict[str, Any] | bool]]) -> str:
+        """Text that must come next is written by the tokenizer. For <|im_end|>, that would be the special token, which
+        must not come, and some write é for e and an accent: then nothing is forced, and other tokens write the text."""
+        texts = json.dumps([schema for _, schema in schemas], ensure_ascii=False)
+        is_special = self._tokens().is_special_token
+        added = self._loaded.tokenizer.get_added_vocab().items()
+        is_named = any(is_special(id) and json.dumps(text, ensure_ascii=False)[1:-1] in texts for text, id in added)
+        return _UNFORCED if is_named or not is_normalized("NFC", texts) else ""
+
+    def _require_enforced(self, schemas: list[tuple[str, dict[str, Any] | bool]]) -> None:
+        """Raise BadRequestError for what the library ignores in silence, or rounds."""
+        for field, schema in schemas:
+            for inner in _schemas(schema):
+                if "prefixItems" in inner and ("additionalItems" in inner or isinstance(inner.get("items"), list)):
+                    raise _refusal("prefixItems beside additionalItems, or beside a list of items", field)
+                bounds = [inner.get(key, 0) for key in _BOUNDS if "multipleOf" in inner]
+                if any(isinstance(bound, int | float) and bound < 0 for bound in bounds):
+                    raise _refusal("multipleOf of negative numbers", field)
+                values = [inner.get("const"), inner.get("enum")]
+                if json.loads(json.dumps(values), parse_int=float) != values:
+                    raise _refusal("a whole number beyond 2^53 in const or enum", field)
+                names, patterns = inner.get("properties"), inner.get("patternProperties")
+                if isinstance(names, dict) and isinstance(patterns, dict) and self._is_any_match(patterns, names):
+                    raise _refusal("a pattern of patternProperties that matches a name in properties", field)
+
+    def _is_any_match(self, patterns: Iterable[str], names: Iterable[str]) -> bool:
+        """Whether a name matches a pattern, by the library, as some patterns would take Python's forever."""
+        try:
+            self._compile(f"start: {_json({'enum': [*names], 'anyOf': [{'pattern': one} for one in patterns]})}")
+        except _NotCompiledError:
+            return False
+        return True
 
     def _require_compiled(self, schema: dict[str, Any] | bool, field: str) -> None:
         try:
@@ -116,7 +156,7 @@ class _NotCompiledError(Exception):
     """The library does not support a grammar, for this reason."""
 
 
-def _refusal(error: _NotCompiledError, field: str) -> BadRequestError:
+def _refusal(error: _NotCompiledError | str, field: str) -> BadRequestError:
     return BadRequestError(
         f"answers cannot be constrained to the schema in {field}: {error}; leave that part out", field
     )
@@ -233,10 +273,12 @@ def _require_moderate(schemas: list[tuple[str, dict[str, Any] | bool]]) -> None:
         multiples = [Fraction(str(value)) for key, value in numbers if key == "multipleOf" and value > 0]
         scale = math.lcm(*(multiple.denominator for multiple in multiples))
         together = math.lcm(*(int(multiple * scale) for multiple in multiples))
-        if max(counts, default=0) > _MAX_COUNT or together > _MAX_MULTIPLE:
+        patterns = [inner.get("patternProperties") for inner in _schemas(schema)]
+        num_patterns = sum(len(one) for one in patterns if isinstance(one, dict))
+        if max(counts, default=0) > _MAX_COUNT or together > _MAX_MULTIPLE or num_patterns > _MAX_PATTERNS:
             raise BadRequestError(
-                f"the schema in {name} is too costly: wanted counts of at most {_MAX_COUNT:,}, and multipleOf whose "
-                f"least common multiple is at most {_MAX_MULTIPLE:,}",
+                f"the schema in {name} is too costly: wanted counts of at most {_MAX_COUNT:,}, multipleOf whose least "
+                f"common multiple is at most {_MAX_MULTIPLE:,}, and at most {_MAX_PATTERNS} patternProperties",
                 name,
             )
 
@@ -251,6 +293,18 @@ def _numbers(schema: object) -> Iterator[tuple[str, float]]:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 yield key, value
             yield from _numbers(value)
+
+
+def _schemas(value: object, key: str = "") -> Iterator[dict[str, Any]]:
+    """A schema and all within it."""
+    if isinstance(value, list) and key not in _VALUES:
+        for item in value:
+            yield from _schemas(item)
+    if isinstance(value, dict) and key not in _VALUES:
+        if key not in _NAMED:
+            yield value
+        for name, item in value.items():
+            yield from _schemas(item, "" if key in _NAMED else name)
 
 
 def _constrained_tools(ask: Ask) -> list[Tool]:
@@ -317,7 +371,7 @@ def _free_rules(ask: Ask, template: ChatTemplate, tools: list[Tool]) -> list[str
             rules += [
                 f"HEAD{i}: /{head}/",
                 f"FENCED{i}: /{fence}{head}/",
-                f"args{i}: %json {json.dumps(_with_uris(tool.parameters))}",
+                f"args{i}: %json {json.dumps(_adapted(tool.parameters))}",
             ]
         bare = f"({' | '.join(f'HEAD{i} args{i}' for i in number)}) BEHIND"
         rules.append(f"alone: ({bare})+ | {bare.replace('HEAD', 'FENCED')} ({bare})* FENCE")
@@ -353,18 +407,21 @@ def _schemas_of(ask: Ask) -> list[tuple[str, dict[str, Any] | bool]]:
 def _json(schema: dict[str, Any] | bool) -> str:
     if schema is True:  # allows what {} does, which can take the library's options
         schema = {}
-    extended = {**_with_uris(schema), "x-guidance": _ONE_LINE} if isinstance(schema, dict) else schema
+    extended = {**_adapted(schema), "x-guidance": _ONE_LINE} if isinstance(schema, dict) else schema
     return f"%json {json.dumps(extended)}"
 
 
-def _with_uris(value: Any, key: str = "") -> Any:
-    """Percent-encode references, as the library takes only URIs: a class 日期 is referred to as `#/$defs/日期`."""
+def _adapted(value: Any, key: str = "") -> Any:
+    """Percent-encode references, as the library takes only URIs: a class 日期 is referred to as `#/$defs/日期`. Leave
+    out what allows everything, but is refused by the library."""
     if key == "$ref" and isinstance(value, str):
         return quote(value, safe=punctuation)
     if isinstance(value, list) and key not in _VALUES:
-        return [_with_uris(item) for item in value]
+        return [_adapted(item) for item in value]
     if isinstance(value, dict) and key not in _VALUES:
-        return {name: _with_uris(item, "" if key in _NAMED else name) for name, item in value.items()}
+        if key in _NAMED:
+            return {name: _adapted(item) for name, item in value.items()}
+        return {name: _adapted(item, name) for name, item in value.items() if item not in _NEUTRAL.get(name, ())}
     return value
 
 
@@ -398,4 +455,6 @@ def _reason(error: str) -> str:
     if _OF_BOUNDS in reason:
         bounds = reason.partition("range: ")[2].replace("Some(", "").replace(")", "").replace("None", "none")
         reason = f"its bounds of numbers are too large ({bounds}), wanted from -10^18 to 10^18"
+    if _OF_ONE in reason:
+        reason = "oneOf of schemas that may overlap is not supported, but anyOf is"
     return reason.partition("failed to compile JSON schema: ")[2][:_MAX_MESSAGE_CHARS] or reason[:_MAX_MESSAGE_CHARS]

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tokenizers import decoders
+from tokenizers import decoders, normalizers
 
 from tests.chat_models import TEMPLATES, chat_model
 from tests.tiny import loaded
@@ -36,6 +36,9 @@ SCHEMAS: list[Any] = [
     {"type": "string", "pattern": "^[a-f]{2,3}-\\d$"}, {"type": "number", "minimum": -2, "exclusiveMaximum": 7.5},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}, {"type": ["null", "integer"]},
     {"anyOf": [{"const": "\"}"}, {"type": "object", "properties": {"ü": {"const": 1}}, "required": ["ü"]}]}, True,
+    {"const": ["a</tool_call>", "<|im_end|>"]}, {"required": ["<|im_end|>"], "type": "object", "maxProperties": 1},
+    {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"const": 1}, "maxProperties": 2},
+    {"type": "array", "uniqueItems": False, "maxItems": 1}, {"type": "object", "properties": {"uniqueItems": False}},
 ]  # fmt: skip
 
 
@@ -324,7 +327,13 @@ def test_reasoning_is_unconstrained_and_the_answer_fits_the_schema(kind: str, be
         ({"type": "array", "maxItems": 1_000_000}, "too costly"),
         ({"type": "integer", "multipleOf": 9_999_991}, "too costly"),
         ({"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}, "too costly"),
+        ({"patternProperties": {f"^{i}a*$": {} for i in range(101)}}, "too costly.* at most 100 patternProperties"),
         ({"type": "string", "description": "x" * 70_000}, "characters"),
+        ({"properties": {"ab": {}}, "patternProperties": {"^x": {}, "b": {}}}, "a pattern .* matches a name"),
+        ({"type": "array", "prefixItems": [{"type": "null"}], "additionalItems": False}, "prefixItems beside"),
+        ({"enum": [1, [{"id": 2**53 + 1}]]}, r"beyond 2\^53"),
+        ({"type": "number", "multipleOf": 0.5, "minimum": -90}, "multipleOf of negative numbers"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf of schemas .*, but anyOf is; leave"),
     ],
 )
 def test_unsupported_schemas_are_refused_with_the_reason(schema: Any, words: str) -> None:
@@ -370,6 +379,12 @@ def test_a_schema_that_fails_while_an_answer_is_drawn_is_a_bad_request(error, se
         grammar.allowed(256)
 
 
+def test_names_that_are_keywords_are_no_keywords() -> None:
+    names = {"properties": {"const": 1}, "patternProperties": {"const": 2}, "prefixItems": {}, "additionalItems": {}}
+    schema = {"type": "object", "properties": names, "default": {"const": 2**63 - 1}, "patternProperties": {"^x-": {}}}
+    Grammars(loaded()).make_now(ask(schema=schema), ChatTemplate(loaded().tokenizer))
+
+
 @pytest.mark.parametrize("most", [10**18, 1e18])
 def test_bounds_of_numbers_are_refused_only_above_the_reported_ones(most: float) -> None:
     for kind in ("integer", "number"):
@@ -405,6 +420,17 @@ def test_a_byte_level_decoder_is_recognised_after_other_decoders() -> None:
     for token_id in model.tokenizer("[1, 2]").input_ids:
         allowed = np.flatnonzero(grammar.allowed(model.geometry.vocab_size))
         assert allowed.tolist() == [token_id]
+        grammar.accept(token_id)
+
+
+def test_an_accent_of_its_own_stays_so_where_the_tokenizer_joins_it_with_its_letter() -> None:
+    model, text = deepcopy(loaded()), json.dumps("caf\u0065\u0301", ensure_ascii=False)
+    token_ids = model.tokenizer(text).input_ids
+    model.tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    grammar = Grammars(model).make_now(ask(schema={"const": json.loads(text)}), ChatTemplate(model.tokenizer))
+    assert model.tokenizer(text).input_ids != token_ids == grammar.possible(token_ids)
+    for token_id in token_ids:
+        assert grammar.allowed(model.geometry.vocab_size)[token_id]
         grammar.accept(token_id)
 
 

@@ -21,9 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from csattn.artifact import open_artifact
-from csattn.artifact.directories import BUILDING_PREFIX, num_bytes_below, used_at
+from csattn.artifact.directories import BUILDING_PREFIX, LOCK_SUFFIX, num_bytes_below, used_at
 from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id
+from csattn.artifact.store import is_being_built, remove_unfinished
 from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ArtifactError, ArtifactRoomError, CsattnError
 from csattn.models import LoadedModel
@@ -241,10 +242,14 @@ class PromptContexts:
                 self.num_bytes -= num_bytes
 
     def _remove(self, path: Path) -> None:
-        """Remove an artifact, at once for all readers, and forget what is known of it."""
+        """Remove an artifact, at once for all readers, or an abandoned build, and forget what is known of it."""
         self._checked.discard(path)
         self._examiner.forget(path)
-        remove_at_once(path)
+        if path.name.startswith(BUILDING_PREFIX):
+            with suppress(ArtifactError):  # it is tried again after the next build
+                remove_unfinished(path.parent, path.name.removeprefix(BUILDING_PREFIX))
+        else:
+            remove_at_once(path)
 
     def _sizes(self) -> dict[Path, int]:
         """Bytes of the artifacts and abandoned builds of all salts, the least recently used first.
@@ -258,7 +263,8 @@ class PromptContexts:
                 directory.rmdir()
         for path in [path for directory in directories for path in entries(directory)]:
             is_stale = used_at(path) < time.time() - _STALE_S
-            if is_artifact_id(path.name) or (path.name.startswith(BUILDING_PREFIX) and is_stale):
+            is_work = path.name.startswith(BUILDING_PREFIX) and path.suffix != LOCK_SUFFIX
+            if is_artifact_id(path.name) or (is_work and is_stale and not is_being_built(path)):
                 found.append(path)
             elif path.name.startswith(GONE_PREFIX):
                 shutil.rmtree(path, ignore_errors=True)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from csattn.artifact import Artifact
+from csattn.artifact.directories import lock_of
 from csattn.errors import ArtifactError, ArtifactRoomError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
@@ -499,6 +500,24 @@ def test_leftovers_of_a_killed_service_are_removed(tmp_path, builds) -> None:
     answers(tmp_path, second)
     assert new.exists() and not gone.exists() and not old.exists(), "the new one may be another service's"
     assert len([path for path in place.iterdir() if path.is_dir()]) == 2
+
+
+def test_an_abandoned_build_is_removed_with_its_lock_unless_it_runs(tmp_path, builds) -> None:
+    """Within the budget it stays, to be continued."""
+    answers(tmp_path, ask(DOCUMENT))
+    [place] = builds
+    abandoned, running = (place / f".building-{digit * 16}" for digit in "01")
+    with lock_of(running).acquire():
+        lock_of(abandoned)._path.touch()  # as a killed process leaves it
+        for work in (abandoned, running):
+            (work / "artifact").mkdir(parents=True)
+            for path in (work, lock_of(work)._path):
+                os.utime(path, (1e9, 1e9))
+        answers(tmp_path, ask("1 " + DOCUMENT))
+        assert abandoned.exists()
+        answers(tmp_path, ask("2 " + DOCUMENT), context_bytes=0)
+        names = {path.name for path in place.iterdir() if path.name.startswith((".", "gone-"))}
+        assert names == {running.name, f"{running.name}.lock"}
 
 
 def test_a_context_in_use_is_spared_and_another_is_removed(tmp_path, builds, monkeypatch) -> None:

@@ -406,6 +406,26 @@ def test_a_prompt_that_fits_is_built_if_it_has_more_than_context_tokens(
     assert len(builds) == num_builds and (done.context_tokens > 0) == (num_builds > 0)
 
 
+def test_contexts_beyond_the_memory_budget_are_neither_found_nor_built(tmp_path, builds) -> None:
+    """Another service with more memory has kept one. A prompt that fits is answered; others are refused at once."""
+    asked = ask(DOCUMENT[:500] + "Which are red?"), ask(DOCUMENT + "Which are red?", new=300)
+    answers(tmp_path, *asked)
+    num_builds = len(builds)
+
+    async def main() -> None:
+        backend = make_backend(tmp_path)
+        backend._residency._settings = replace(backend._residency._settings, context_bytes=100_000)
+        async with backend:
+            said, done = await answer(backend, asked[0])
+            assert done.context_tokens == done.cached_tokens == 0
+            assert said == await asyncio.to_thread(afresh, tmp_path, asked[0], context_tokens=1000)
+            with pytest.raises(ContextTooLongError, match=r"engine\.context_bytes is 100,000"):
+                await answer(backend, asked[1])
+
+    asyncio.run(main())
+    assert num_builds == len(builds)
+
+
 def test_a_prompt_beyond_the_models_positions_is_refused_without_a_build(tmp_path, builds) -> None:
     with pytest.raises(ContextTooLongError, match="1024"):
         answers(tmp_path, ask(DOCUMENT + FIRST * 2))

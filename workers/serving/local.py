@@ -179,6 +179,9 @@ class LocalBackend:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
             raise closing() from None  # not this request was cancelled, but what it waited for
+        except Exception:
+            self._require_steps()  # threads that it needed have ended, too
+            raise
         finally:
             if request is None:
                 scheduler.flow.release(was_answered=False)

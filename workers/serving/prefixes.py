@@ -19,7 +19,7 @@ from workers.serving.contexts import Contexts
 from workers.serving.drafts import Drafts, Ngrams
 from workers.serving.examiner import Examiner
 from workers.serving.kept_rows import KeptRows, is_keepable, open_prefix_cache, row_identity
-from workers.serving.messages import Ask, ContextNotReadyError
+from workers.serving.messages import Ask, ContextNotReadyError, ContextTooLongError
 from workers.serving.prompt_contexts import STEP, Found, PromptContexts, num_common, prefix_len
 from workers.serving.prompts import head_ids, prompt_ids, require_embedded, room_for, whole_ids
 from workers.serving.residency import Residency
@@ -148,7 +148,7 @@ class Prefixes:
                 cut = await self._in_thread(self._cut, ask, whole, found, room)
                 try:
                     return await self.prompt_contexts.make(whole[:cut], ask.cache_salt)
-                except ContextNotReadyError:  # a full disk, say
+                except (ContextNotReadyError, ContextTooLongError):  # a full disk, say, or a small budget
                     if not fits:
                         raise
         return found

@@ -21,19 +21,21 @@ from pathlib import Path
 import numpy as np
 
 from csattn.artifact import open_artifact
-from csattn.artifact.directories import BUILDING_PREFIX, num_bytes_below, used_at
+from csattn.artifact.directories import BUILDING_PREFIX, LOCK_SUFFIX, num_bytes_below, used_at
 from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id
+from csattn.artifact.store import is_being_built, remove_unfinished
 from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ArtifactError, ArtifactRoomError, CsattnError
 from csattn.models import LoadedModel
+from workers.capacity import spec_of
 from workers.serving.backoff import BuildBackoff
 from workers.serving.build_queue import Build, BuildQueue
 from workers.serving.context_build import Builder
 from workers.serving.context_counts import BuildCounts
 from workers.serving.examiner import Examiner, Tokens
 from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, DiskBudget, entries, kept_files, remove_at_once, salted
-from workers.serving.messages import ContextNotReadyError, FailedBuild
+from workers.serving.messages import ContextNotReadyError, ContextTooLongError, FailedBuild
 from workers.serving.names_in_store import by_names_in_store
 from workers.serving.residency import Residency
 from workers.settings import Settings
@@ -74,7 +76,7 @@ class PromptContexts:
         self._directory = settings.store.path / DIRECTORY
         self.budget = DiskBudget("kept.context_bytes", settings.kept.context_bytes, self._directory)
         self.budget.find(kept_files(settings.store.path).context_bytes)
-        self._identity = [loaded.fingerprint, loaded.tokenizer_hash]
+        self._identity, self._geometry = [loaded.fingerprint, loaded.tokenizer_hash], loaded.geometry
         self._index_config = preset(settings.build.preset)
         self._checked: set[Path] = set()  # artifacts whose every byte has been verified
         self._verifications: dict[Path, asyncio.Task[bool]] = {}  # such verifications under way
@@ -101,7 +103,9 @@ class PromptContexts:
             without.add(found.path)
 
     async def make(self, token_ids: Sequence[int], salt: str) -> Found:
-        """Build a context of these tokens. Raises a ServingError if that fails."""
+        """Build a context of these tokens. Raises a ServingError if that fails, or if it could not be loaded."""
+        like = self._settings.build
+        self._residency.require_possible(spec_of(self._geometry, len(token_ids), like.dtype, like.preset))
         ids, directory = np.asarray(token_ids, np.int32), self._of(salt)
         key = directory, hashlib.sha256(ids.tobytes()).digest()
         build = self._builds.get(key) or self._begin(key, ids)
@@ -135,7 +139,7 @@ class PromptContexts:
         shared = {path: num_common(of, ids) for path, of in tokens.items()}
         most = max(shared.values(), default=0)
         for path in sorted(tokens, key=lambda path: -len(tokens[path])):
-            if shared[path] == len(tokens[path]) < len(ids):
+            if shared[path] == len(tokens[path]) < len(ids) and self._is_possible(path):
                 if path in own:
                     with suppress(OSError):
                         os.utime(path)  # for the LRU order of `_keep_to_budget`
@@ -146,6 +150,13 @@ class PromptContexts:
         """The context's tokens; None if it is unusable or its index is not of the preset that the engine is set to."""
         known = self._examiner.recall(path)
         return known.token_ids if known.spec and self._is_of_preset(known.spec.index_config) else None
+
+    def _is_possible(self, path: Path) -> bool:
+        """Whether the budget of loaded contexts is large enough for this one."""
+        spec = self._examiner.recall(path).spec
+        with suppress(ContextTooLongError):
+            return spec is not None and self._residency.require_possible(spec) > 0
+        return False
 
     def _is_of_preset(self, config: IndexConfig) -> bool:
         """Whether an index is of the preset that the engine is set to; any library may have run its k-means."""
@@ -241,10 +252,14 @@ class PromptContexts:
                 self.num_bytes -= num_bytes
 
     def _remove(self, path: Path) -> None:
-        """Remove an artifact, at once for all readers, and forget what is known of it."""
+        """Remove an artifact, at once for all readers, or an abandoned build, and forget what is known of it."""
         self._checked.discard(path)
         self._examiner.forget(path)
-        remove_at_once(path)
+        if path.name.startswith(BUILDING_PREFIX):
+            with suppress(ArtifactError):  # it is tried again after the next build
+                remove_unfinished(path.parent, path.name.removeprefix(BUILDING_PREFIX))
+        else:
+            remove_at_once(path)
 
     def _sizes(self) -> dict[Path, int]:
         """Bytes of the artifacts and abandoned builds of all salts, the least recently used first.
@@ -258,7 +273,8 @@ class PromptContexts:
                 directory.rmdir()
         for path in [path for directory in directories for path in entries(directory)]:
             is_stale = used_at(path) < time.time() - _STALE_S
-            if is_artifact_id(path.name) or (path.name.startswith(BUILDING_PREFIX) and is_stale):
+            is_work = path.name.startswith(BUILDING_PREFIX) and path.suffix != LOCK_SUFFIX
+            if is_artifact_id(path.name) or (is_work and is_stale and not is_being_built(path)):
                 found.append(path)
             elif path.name.startswith(GONE_PREFIX):
                 shutil.rmtree(path, ignore_errors=True)

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from csattn.artifact import Artifact
+from csattn.artifact import Artifact, ArtifactSpec
 from csattn.artifact.tensor_file import repair_advice
 from csattn.config import SearchConfig
 from csattn.errors import ArtifactError, ArtifactRoomError, ConfigError, CsattnError
@@ -83,6 +83,17 @@ class Residency:
         largest = max((resident.num_bytes for resident in self._residents.values()), default=0)
         is_full = self._settings.placement != "cpu" and len(self._residents) >= self._settings.num_contexts
         return not is_full and self._fits(largest)
+
+    def require_possible(self, spec: ArtifactSpec) -> int:
+        """Return how many bytes such a context takes. Raises ContextTooLongError if the whole budget has fewer."""
+        num_bytes, budget = sum(context_bytes(spec, self._settings.kv_format)), self._settings.context_bytes
+        if budget is not None and num_bytes > budget:
+            raise ContextTooLongError(
+                f"the context takes {num_bytes:,} bytes and engine.context_bytes is {budget:,}; use a shorter one, or "
+                "start the service with more",
+                "model",
+            )
+        return num_bytes
 
     def held(self, store: Path) -> tuple[Held, ...]:
         """The loaded contexts, the largest first."""
@@ -272,8 +283,7 @@ class Residency:
         return opened[0]
 
     async def _load_in_turn(self, path: Path, artifact: Artifact) -> Resident:
-        num_bytes = sum(context_bytes(artifact.spec, self._settings.kv_format))
-        self._require_possible(num_bytes)
+        num_bytes = self.require_possible(artifact.spec)
         async with self._one_at_a_time:
             self._require_wanted(path)
             if (resident := self._residents.get(path)) is not None:  # it was not unloaded after all: a new turn begins
@@ -308,15 +318,6 @@ class Residency:
             self._moving_bytes -= num_bytes
         resident.begin_turn(now := time.monotonic(), now - started)
         return resident
-
-    def _require_possible(self, num_bytes: int) -> None:
-        budget = self._settings.context_bytes
-        if budget is not None and num_bytes > budget:
-            raise ContextTooLongError(
-                f"the context takes {num_bytes:,} bytes and engine.context_bytes is {budget:,}; use a shorter one, or "
-                "start the service with more",
-                "model",
-            )
 
     def _fits(self, num_bytes: int) -> bool:
         budget = self._settings.context_bytes

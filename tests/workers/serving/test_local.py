@@ -428,20 +428,21 @@ def test_closing_ends_requests_that_are_not_yet_scheduled(built: Path) -> None:
             opened.set()
         assert backend._scheduler.flow.num_in_flight == 0
 
-        backend = LocalBackend(FullEngine(loaded()), loaded(), settings_of(built))
-        await backend.start()
-        find = backend._prefixes.find
+        for step in ("find", "_drafts"):
+            backend = LocalBackend(FullEngine(loaded()), loaded(), settings_of(built))
+            await backend.start()
+            real = getattr(backend._prefixes, step)
 
-        async def late(*arguments: Any) -> Any:
-            found = await find(*arguments)
-            await backend.close(drain_s=0.0)
-            return found
+            async def late(*arguments: Any, backend=backend, real=real) -> Any:
+                found = await real(*arguments)
+                await backend.close(drain_s=0.0)
+                return found
 
-        backend._prefixes.find = late  # type: ignore[method-assign]
-        async with asyncio.timeout(10):
-            with pytest.raises(WorkerLostError, match="shutting down"):
-                await answer(backend, ask())
-        assert backend._scheduler.flow.num_in_flight == 0
+            setattr(backend._prefixes, step, late)
+            async with asyncio.timeout(10):
+                with pytest.raises(WorkerLostError, match="shutting down"):
+                    await answer(backend, ask())
+            assert backend._scheduler.flow.num_in_flight == 0
 
     asyncio.run(main())
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from csattn.artifact import Artifact
+from csattn.artifact.directories import lock_of
 from csattn.errors import ArtifactError, ArtifactRoomError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, answers, ask, computed, make_backend
@@ -405,6 +406,26 @@ def test_a_prompt_that_fits_is_built_if_it_has_more_than_context_tokens(
     assert len(builds) == num_builds and (done.context_tokens > 0) == (num_builds > 0)
 
 
+def test_contexts_beyond_the_memory_budget_are_neither_found_nor_built(tmp_path, builds) -> None:
+    """Another service with more memory has kept one. A prompt that fits is answered; others are refused at once."""
+    asked = ask(DOCUMENT[:500] + "Which are red?"), ask(DOCUMENT + "Which are red?", new=300)
+    answers(tmp_path, *asked)
+    num_builds = len(builds)
+
+    async def main() -> None:
+        backend = make_backend(tmp_path)
+        backend._residency._settings = replace(backend._residency._settings, context_bytes=100_000)
+        async with backend:
+            said, done = await answer(backend, asked[0])
+            assert done.context_tokens == done.cached_tokens == 0
+            assert said == await asyncio.to_thread(afresh, tmp_path, asked[0], context_tokens=1000)
+            with pytest.raises(ContextTooLongError, match=r"engine\.context_bytes is 100,000"):
+                await answer(backend, asked[1])
+
+    asyncio.run(main())
+    assert num_builds == len(builds)
+
+
 def test_a_prompt_beyond_the_models_positions_is_refused_without_a_build(tmp_path, builds) -> None:
     with pytest.raises(ContextTooLongError, match="1024"):
         answers(tmp_path, ask(DOCUMENT + FIRST * 2))
@@ -499,6 +520,24 @@ def test_leftovers_of_a_killed_service_are_removed(tmp_path, builds) -> None:
     answers(tmp_path, second)
     assert new.exists() and not gone.exists() and not old.exists(), "the new one may be another service's"
     assert len([path for path in place.iterdir() if path.is_dir()]) == 2
+
+
+def test_an_abandoned_build_is_removed_with_its_lock_unless_it_runs(tmp_path, builds) -> None:
+    """Within the budget it stays, to be continued."""
+    answers(tmp_path, ask(DOCUMENT))
+    [place] = builds
+    abandoned, running = (place / f".building-{digit * 16}" for digit in "01")
+    with lock_of(running).acquire():
+        lock_of(abandoned)._path.touch()  # as a killed process leaves it
+        for work in (abandoned, running):
+            (work / "artifact").mkdir(parents=True)
+            for path in (work, lock_of(work)._path):
+                os.utime(path, (1e9, 1e9))
+        answers(tmp_path, ask("1 " + DOCUMENT))
+        assert abandoned.exists()
+        answers(tmp_path, ask("2 " + DOCUMENT), context_bytes=0)
+        names = {path.name for path in place.iterdir() if path.name.startswith((".", "gone-"))}
+        assert names == {running.name, f"{running.name}.lock"}
 
 
 def test_a_context_in_use_is_spared_and_another_is_removed(tmp_path, builds, monkeypatch) -> None:

@@ -28,7 +28,7 @@ from csattn.models.families import FAMILIES
 from csattn.models.layer_offload import layer_on_device
 from csattn.models.query import embed, layer_inputs
 from csattn.models.rope import position_embeddings
-from csattn.models.spec import AttentionSpec, ModelSpec
+from csattn.models.spec import AttentionSpec, ConvSpec, ModelSpec, RecurrentSpec, ScanSpec
 from csattn.sketch.reference import LARGEST_NUMBER
 from index_build.compressed_capture import CompressedLayer
 from index_build.latent_capture import LatentLayer
@@ -163,7 +163,7 @@ def prefill(
                         )[0]
                     on_chunk(layer_idx, rows.stop - rows.start)
             if of_layer.recurrent is not None:
-                capture.state = _state_arrays(kept, of_layer.recurrent.parts[1])
+                capture.state = _state_arrays(kept, of_layer.recurrent)
             if of_layer.mlp_only:
                 capture.state = {}
             if compressed is not None:
@@ -271,10 +271,12 @@ def _attend_by_cudnn(
     return out[0], lse.view(q.shape[:2])
 
 
-def _state_arrays(state: LinearAttentionLayer, memory_sizes: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return conv [channels, conv_len - 1] and memory [*memory_sizes], float32."""
+def _state_arrays(state: LinearAttentionLayer, spec: RecurrentSpec) -> dict[str, Tensor]:
+    """Return conv and memory, float32, in the sizes of the spec's `parts`."""
     conv = state.conv_states[0][0, :, 1:]
-    memory = state.recurrent_states[0][0] if all(memory_sizes) else conv.new_empty(memory_sizes)
+    memory = conv.new_empty(spec.parts[1]) if isinstance(spec, ConvSpec) else state.recurrent_states[0][0]
+    if isinstance(spec, ScanSpec):  # transformers has the head's dimensions first
+        memory = memory.mT
     return {"conv": conv.float().contiguous(), "memory": memory.float().contiguous()}
 
 

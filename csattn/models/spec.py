@@ -171,7 +171,7 @@ class ScanSpec:
     @property
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """As in `DeltaSpec`."""
-        return (self.num_channels, self.conv_len - 1), (self.num_heads, self.head_dim, self.state_dim)
+        return (self.num_channels, self.conv_len - 1), (self.num_heads, self.state_dim, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

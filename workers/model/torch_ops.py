@@ -534,8 +534,8 @@ def _scan(
     write, read = (x.view(-1, spec.state_dim).repeat_interleave(each, 0) for x in (write, read))
     step = functional.softplus(step + weights.step_bias).clamp(min=spec.least_step)
     memory = memory * torch.exp(-weights.decay * step)[:, None, None]
-    memory = memory + (step[:, None] * values)[:, :, None] * write[:, None]
-    out = torch.einsum("hpn,hn->hp", memory, read) + weights.skip[:, None] * values
+    memory = memory + write[:, :, None] * (step[:, None] * values)[:, None]
+    out = torch.einsum("hnp,hn->hp", memory, read) + weights.skip[:, None] * values
     gated = (out.flatten() * functional.silu(z)).view(spec.num_groups, -1)
     return _norm(gated, weights.norm.view(gated.shape), eps), memory
 

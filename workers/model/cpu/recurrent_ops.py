@@ -72,7 +72,7 @@ SCAN = (
     "step_bias",
     "skip",
     "least_step",  # address of a float64
-    "memory",  # [num_tails, 2, num_heads, head_dim, state_dim]
+    "memory",  # [num_tails, 2, num_heads, state_dim, head_dim]
     "out",  # [num_rows, num_heads * head_dim], written: before gates and norm
 )
 GATED_NORM = (
@@ -304,19 +304,20 @@ def scan_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     memory[:] = floats_of(args.memory, (2 * tail + version) * num_heads + head, size)
     write_at = width + head // (num_heads // args.num_groups) * state_dim
     read_at, step_at = write_at + args.num_groups * state_dim, num_channels + width + head
+    written, read = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
     for other in rows:
         mixed = floats_of(args.mixed, other, num_channels)
         step = max(softplus(floats_of(args.inputs, other, in_width)[step_at] + step_bias), least_step)
         decay_factor = np.exp(-decay * step)
-        out = floats_of(args.out, other * num_heads + head, head_dim)
-        for i in range(head_dim):
-            value, total = mixed[head * head_dim + i], np.float32(0.0)
-            written = step * value
-            for j in range(state_dim):
-                place = memory[i * state_dim + j] * decay_factor + written * mixed[write_at + j]
-                memory[i * state_dim + j] = place
-                total += place * mixed[read_at + j]
-            out[i] = total + skip * value
+        out, values = floats_of(args.out, other * num_heads + head, head_dim), mixed[head * head_dim :]
+        for j in range(head_dim):
+            written[j], read[j] = step * values[j], skip * values[j]
+        for i in range(state_dim):
+            write_factor, read_factor = mixed[write_at + i], mixed[read_at + i]
+            for j in range(head_dim):
+                memory[i * head_dim + j] = memory[i * head_dim + j] * decay_factor + written[j] * write_factor
+                read[j] += memory[i * head_dim + j] * read_factor
+        out[:] = read
     return 0
 
 

@@ -163,7 +163,7 @@ def scan_kernel(
     tail_lens,
     tail_ids,
     versions,
-    memory,  # [num_tails, VERSIONS, NUM_HEADS, HEAD_DIM, STATE_DIM] float32
+    memory,  # [num_tails, VERSIONS, NUM_HEADS, STATE_DIM, HEAD_DIM] float32
     out,  # [num_rows, NUM_HEADS, HEAD_DIM] <- before gates and norm
     num_rows,
     in_width,
@@ -182,16 +182,16 @@ def scan_kernel(
     row = tl.program_id(0)
     head = tl.program_id(1)
     tail, is_first = _request(tail_lens, tail_ids, row, num_rows, BLOCK_ROWS)
-    i = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
-    j = tl.arange(0, BLOCK_STATE)
-    is_value, is_place = i < HEAD_DIM, j < STATE_DIM
+    i = tl.arange(0, BLOCK_STATE)
+    j = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    is_place, is_value = i < STATE_DIM, j < HEAD_DIM
     head_decay, head_bias, head_skip = tl.load(decay + head), tl.load(step_bias + head), tl.load(skip + head)
     wait_for_earlier(PDL)
     if is_first:
         version = tl.load(versions + tail)
         size: tl.constexpr = HEAD_DIM * STATE_DIM
-        places = (i[:, None] * STATE_DIM + j[None, :]).to(tl.int64)
-        inside = is_value[:, None] & is_place[None, :]
+        places = (i[:, None] * HEAD_DIM + j[None, :]).to(tl.int64)
+        inside = is_place[:, None] & is_value[None, :]
         of_tail = (tail * VERSIONS * NUM_HEADS + head) * size
         version_stride = NUM_HEADS * size
         state = tl.load(memory + of_tail + version * version_stride + places, mask=inside, other=0.0)
@@ -200,14 +200,14 @@ def scan_kernel(
         for other in range(row, num_rows):
             if _is_of(tail_lens, tail_ids, other, tail):
                 channels = mixed + other * num_channels
-                value = tl.load(channels + head * HEAD_DIM + i, mask=is_value, other=0.0).to(tl.float32)
-                write = tl.load(channels + write_at + j, mask=is_place, other=0.0).to(tl.float32)
-                read = tl.load(channels + write_at + NUM_GROUPS * STATE_DIM + j, mask=is_place, other=0.0)
+                value = tl.load(channels + head * HEAD_DIM + j, mask=is_value, other=0.0).to(tl.float32)
+                write = tl.load(channels + write_at + i, mask=is_place, other=0.0).to(tl.float32)
+                read = tl.load(channels + write_at + NUM_GROUPS * STATE_DIM + i, mask=is_place, other=0.0)
                 x = tl.load(inputs + other * in_width + num_channels + width + head).to(tl.float32) + head_bias
                 step = tl.maximum(_softplus(x), least_step)
-                state = state * tl.exp(-head_decay * step) + (step * value)[:, None] * write[None, :]
-                total = tl.sum(state * read.to(tl.float32)[None, :], axis=1) + head_skip * value
-                at = (other * NUM_HEADS + head) * HEAD_DIM + i
+                state = state * tl.exp(-head_decay * step) + write[:, None] * (step * value)[None, :]
+                total = tl.sum(state * read.to(tl.float32)[:, None], axis=0) + head_skip * value
+                at = (other * NUM_HEADS + head) * HEAD_DIM + j
                 tl.store(out + at, total.to(out.dtype.element_ty), mask=is_value)
         tl.store(memory + of_tail + (version + 1) % VERSIONS * version_stride + places, state, mask=inside)
 

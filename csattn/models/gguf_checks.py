@@ -49,7 +49,7 @@ def read_rope_factors(gguf: Path) -> Tensor | None:
     family = bytes(values["general.architecture"]).decode()
     for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         field = reader.fields.get(f"{family}.{name}")
-        if field is not None and len(field.data) > 1 and family != "lfm2":  # which is refused for its convolutions
+        if field is not None and len(field.data) > 1 and family != "lfm2":  # 0 KV heads: the layer is a convolution
             raise not_read(f"its layers have one {name} each, a field")
     by_name = (values.get(f"{family}.rope.{name}", [0.0])[0] for name in ("scaling.factor", "scale_linear"))
     is_scaled = next((factor for factor in by_name if factor), 1.0) != 1.0

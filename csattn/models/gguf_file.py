@@ -83,6 +83,8 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
     except Exception as error:
         why = first_line(error).replace(f"{gguf}", "it")
         remedy = "give a whole .gguf file, or a directory"
+        if isinstance(error, KeyError):  # of one of transformers' tables
+            why, remedy = f"transformers does not know its {why}", "install a newer transformers, or give a directory"
         in_cache = isinstance(error, OSError) and str(target.parent) in (error.filename or f"{target.parent}")
         if in_cache or "os error" in why:  # safetensors and tokenizers write this
             remedy = f"free some space in {target.parent}, or set CSATTN_CACHE to another directory"

@@ -15,8 +15,8 @@ from csattn.models import load_model, mapped_files
 from csattn.models.mapped_files import ResultsToFiles, has_disk_space, to_mapped_file
 from csattn.models.quantized import read_state
 from csattn.models.quantized_model import drop_stale_quantized, experts_of_layers, round_weights
+from tests.models.gguf_files import gguf_of, write_gguf
 from tests.models.quantized_files import in_mxfp4, quantize
-from tests.models.test_gguf_file import gguf_of, write_gguf
 from tests.tiny import make_model, save
 
 

@@ -12,7 +12,7 @@ from csattn.models.loader import read_config
 from csattn.models.weight_sizes import weight_bytes
 from offload import budget
 from offload.errors import MemoryPlanError
-from tests.models.test_gguf_file import gguf_of, write_gguf
+from tests.models.gguf_files import gguf_of, write_gguf
 from tests.tiny import byte_tokenizer, make_model, save, tiny_config
 from workers import capacity
 from workers.cli import building

@@ -19,7 +19,7 @@ from csattn.models.identity import geometry_of
 from csattn.models.loader import read_config
 from csattn.models.weight_sizes import conversion_bytes, weight_bytes
 from offload.budget import SPARE_BYTES
-from tests.models.test_gguf_file import write_gguf
+from tests.models.gguf_files import write_gguf
 from tests.tiny import save, tiny_config
 from workers.capacity import context_bytes, spec_of
 from workers.doctor import Facts, Finding, checks, examine, facts, probes

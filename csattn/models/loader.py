@@ -34,6 +34,7 @@ from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_n
 from csattn.models.source import DEMO_MODEL, MERGE, gguf_of, model_name, source_of
 from csattn.models.text_part import (
     TEXT_MODEL_AT,
+    named_as_text,
     named_if_text,
     require_plain,
     require_whole,
@@ -396,8 +397,8 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
             named = named_if_text if is_part or is_deepseek else str
             store_decoded = _decoded_store(config, dtype)
             state, quantized = read_state(folder, quantization, dtype, named, store_decoded)
-            if is_deepseek:
-                quantized = {deepseek_files.in_model(name): kept for name, kept in quantized.items()}
+            in_model = deepseek_files.in_model if is_deepseek else named_as_text
+            quantized = {in_model(name): kept for name, kept in quantized.items()}
             del config.quantization_config
             kind = AutoModelForCausalLM._model_mapping[type(config)]
             with _joined_to_files(store_decoded):

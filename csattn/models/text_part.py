@@ -13,6 +13,7 @@ TEXT_MODEL_AT = {
     r"^model\.(language|text)_model\.": "model.",
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head": "lm_head",
+    r"^backbone\.": "model.",  # Nemotron-H
 }
 _OF_QUANTIZED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 NOT_TEXT = re.compile(

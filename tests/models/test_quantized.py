@@ -51,6 +51,20 @@ def test_quantized_weights_decode_as_their_format_defines(form: str, plain: Path
         assert torch.equal(weight.decoded(torch.float32), weights[f"{name}.weight"])
 
 
+def test_matrices_of_models_named_backbone_are_kept_quantized(tmp_path: Path, rng) -> None:
+    """transformers renames them while it loads. Experts without gates are decoded."""
+    plain = save(tmp_path / "plain", "nemotron_h", mlp_bias=False)
+    meant = quantize(plain, tmp_path / "quantized", "fp8 by block", rng)
+    half = load_model(str(tmp_path / "quantized"), "bfloat16").model
+    kept = {f"{name}.weight" for name, module in half.named_modules() if hasattr(module, "quantized")}
+    names = {name.replace("backbone.", "model.", 1): name for name in meant}
+    assert kept == {name for name in names if ".experts." not in name}
+    experts = load_model(str(tmp_path / "quantized")).model.model.layers[2].mixer.experts
+    for number, (up, down) in enumerate(zip(experts.up_proj, experts.down_proj, strict=True)):
+        of = f"backbone.layers.2.mixer.experts.{number}"
+        assert torch.equal(up, meant[f"{of}.up_proj.weight"]) and torch.equal(down, meant[f"{of}.down_proj.weight"])
+
+
 def kept_of_experts(half: Any) -> list[tuple[Any, Tensor, Tensor]]:
     """Return each layer's quantized experts, and the gate-up and down matrices that they decode to."""
     found = []

@@ -13,6 +13,7 @@ from csattn.models.share import require_shares, share_of_head, share_of_layer, s
 from csattn.models.spec import (
     CompressedSpec,
     ConvSpec,
+    DeltaSpec,
     ExpertsSpec,
     HeadsSpec,
     LatentSpec,
@@ -88,14 +89,18 @@ def random_weights(
     def norm(size: int, there: bool = True) -> Tensor | None:
         return torch.ones(size, device=device) if there else None
 
+    def has_bias(of: RecurrentSpec) -> bool:
+        return not isinstance(of, DeltaSpec) and of.bias
+
     def recurrent(of: RecurrentSpec) -> RecurrentWeights:
         conv = torch.randn(of.num_channels, of.conv_len, device=device, generator=generator) * of.conv_len**-0.5
-        inputs = (linear(of.in_width, spec.hidden_size),)
+        inputs = (linear(of.in_width, spec.hidden_size, has_bias(of)),)
         if isinstance(of, ConvSpec):
-            return ConvWeights(inputs, conv, None)
+            return ConvWeights(inputs, conv, torch.zeros(of.num_channels, device=device) if of.bias else None)
         if isinstance(of, ScanSpec):
             ones = [torch.ones(size, device=device) for size in (*3 * [of.num_heads], of.out_width)]
-            return ScanWeights(inputs, conv, None, *ones)
+            conv_bias = torch.zeros(of.num_channels, device=device) if of.conv_bias else None
+            return ScanWeights(inputs, conv, conv_bias, *ones)
         ones = [torch.ones(size, device=device) for size in (of.num_v_heads, of.num_v_heads, of.v_dim)]
         return DeltaWeights(inputs, conv, *ones)
 
@@ -152,12 +157,10 @@ def random_weights(
         sizes = of.num_experts, (1 + of.gated) * of.intermediate_size, spec.hidden_size
         both = matrix(sizes[0] * sizes[1], sizes[2])
         down = matrix(sizes[0] * sizes[2], of.intermediate_size, into_stream)
-        quantized = None if few is None or not of.gated else QuantizedExperts(in_few(both, few), in_few(down, few))
+        quantized = None if few is None else QuantizedExperts(in_few(both, few), in_few(down, few))
         if quantized is not None:
             both, down = quantized.gate_up.words, quantized.down.words
-        gates, ups, down = both.view(sizes), None, down.view(of.num_experts, spec.hidden_size, -1)
-        if of.gated:
-            gates, ups, down = by_expert(both, down, of.num_experts)
+        gates, ups, down = by_expert(both, down, of.num_experts, of.gated)
         zeros = torch.zeros(sizes[:2], dtype=dtype, device=device) if of.bias else None
         gate_bias, up_bias = (None, None) if zeros is None else zeros.chunk(2, dim=1)
         return ExpertWeights(
@@ -187,8 +190,9 @@ def random_weights(
         of_heads = sizes[attention.qk_norm] if plain else None
         q_norm, k_norm = (torch.ones(size, device=device) for size in of_heads or (0, 0))
         attended = of.latent.v_width if of.latent else heads.q_width
+        out_bias = attention.out_bias
         if of.recurrent is not None:
-            attended = of.recurrent.out_width
+            attended, out_bias = of.recurrent.out_width, has_bias(of.recurrent)
         if of.compressed is not None:
             attended = of.compressed.out_width
         return LayerWeights(
@@ -206,7 +210,7 @@ def random_weights(
             compressed=None if of.compressed is None else compressed(of.compressed),
             head_norms=HeadNorms(q_norm, k_norm, ones) if of_heads else None,
             sinks=torch.zeros(spec.num_q_heads, device=device) if attention.sinks and plain else None,
-            out=None if of.mlp_only else linear(hidden_size, attended, attention.out_bias, into_stream),
+            out=None if of.mlp_only else linear(hidden_size, attended, out_bias, into_stream),
             post_attention_norm=norm(hidden_size, of.post_norm),
             pre_mlp_norm=norm(hidden_size, of.pre_norm and of.has_mlp and not (of.parallel or of.mlp_only)),
             gate_up=() if mlp is None else (linear((1 + mlp.gated) * mlp.intermediate_size, hidden_size, mlp.bias),),

@@ -219,6 +219,8 @@ def _scan(config: Any) -> ScanSpec:
             head_dim=config.mamba_head_dim,
             state_dim=config.ssm_state_size,
             conv_len=config.conv_kernel,
+            bias=bool(config.use_bias),
+            conv_bias=bool(config.use_conv_bias),
             least_step=float(config.time_step_min),
         )
     if config.mamba_n_groups != 1:
@@ -238,12 +240,14 @@ def _scan(config: Any) -> ScanSpec:
         head_dim=config.mamba_d_head,
         state_dim=config.mamba_d_state,
         conv_len=config.mamba_d_conv,
+        bias=bool(config.mamba_proj_bias),
+        conv_bias=bool(config.mamba_conv_bias),
         least_step=float(least),
     )
 
 
 def _conv(config: Any) -> ConvSpec:
-    return ConvSpec(num_channels=config.hidden_size, conv_len=config.conv_L_cache)
+    return ConvSpec(num_channels=config.hidden_size, conv_len=config.conv_L_cache, bias=bool(config.conv_bias))
 
 
 def _delta(config: Any) -> DeltaSpec:

@@ -35,17 +35,19 @@ def linears_of_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
 
 
 def experts_of_layers(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
-    """Return the modules with the matrices of all experts of a layer, which may be quantized, by name.
-
-    Experts without gates have no quantized form.
-    """
+    """Return the modules with the matrices of all experts of a layer, which may be quantized, by name."""
     spec, family = describe(model.config), FAMILIES[model.config.model_type]
     block = ".".join(filter(None, [family.mlp if family.experts_at is None else family.experts_at, "experts"]))
     return [
         (f"model.layers.{i}.{block}", layer.get_submodule(block), of.experts[0])
         for i, (layer, of) in enumerate(zip(model.model.layers, spec.layers, strict=True))
-        if of.experts and of.experts[0].gated
+        if of.experts
     ]
+
+
+def before_activation(experts: Any) -> torch.nn.Parameter:
+    """Return the matrices of gates and ups in a module of experts; without gates, those of ups."""
+    return experts.gate_up_proj if hasattr(experts, "gate_up_proj") else experts.up_proj  # type: ignore[no-any-return]
 
 
 def attach_quantized(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
@@ -79,7 +81,7 @@ def drop_stale_quantized(model: Any) -> None:
     for _, module, spec in experts_of_layers(model):
         if not hasattr(module, "quantized"):
             continue
-        quantized, gates_ups, downs = module.quantized, module.gate_up_proj.data, module.down_proj.data
+        quantized, gates_ups, downs = module.quantized, before_activation(module).data, module.down_proj.data
         if inputs_first:
             gates_ups, downs = gates_ups.mT, downs.mT
         places = _gates_then_ups(spec) if spec.activation == "clamped" else None
@@ -112,7 +114,8 @@ def _is_decoded(
 
 def _experts_in_one(name: str, spec: ExpertsSpec, quantized: dict[str, QuantizedWeight]) -> QuantizedExperts | None:
     """Take the experts' matrices from a checkpoint with all experts in one tensor; None if it has no such tensor."""
-    if not {(gate_up := f"{name}.gate_up_proj"), (down := f"{name}.down_proj")} <= quantized.keys():
+    gate_up, down = f"{name}.{'gate_up_proj' if spec.gated else 'up_proj'}", f"{name}.down_proj"
+    if not {gate_up, down} <= quantized.keys():
         return None
     gates_ups = quantized.pop(gate_up)
     if spec.activation == "clamped":  # gates and ups alternate
@@ -132,8 +135,8 @@ def _experts_by_one(
         keys = ((layer, str(expert), name) for expert in range(spec.num_experts) for x in kinds for name in x)
         return [parts.pop(key) for key in keys if key in parts]
 
-    gates_ups, downs = some(_GATES, _UPS), some(_DOWNS)
-    if (len(gates_ups), len(downs)) != (2 * spec.num_experts, spec.num_experts):
+    gates_ups, downs = some(_GATES, _UPS) if spec.gated else some(_UPS), some(_DOWNS)
+    if (len(gates_ups), len(downs)) != ((1 + spec.gated) * spec.num_experts, spec.num_experts):
         return None
     return QuantizedExperts.of(gates_ups, downs)
 
@@ -157,8 +160,8 @@ def round_weights(model: Any, rounding: Rounding, store_decoded: Callable[[Tenso
         module.weight.data = store_decoded(weight.decoded(module.weight.dtype))
         quantized[f"{name}.weight"] = weight
     inputs_first = FAMILIES[model.config.model_type].inputs_first
-    for name, module, _ in experts_of_layers(model):
-        for part in ("gate_up_proj", "down_proj"):
+    for name, module, spec in experts_of_layers(model):
+        for part in ("gate_up_proj" if spec.gated else "up_proj", "down_proj"):
             parameter = getattr(module, part)
             matrices = parameter.data.mT if inputs_first else parameter.data
             whole = joined([QuantizedWeight.rounded(matrix, rounding) for matrix in matrices])

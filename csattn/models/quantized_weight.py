@@ -170,7 +170,8 @@ class QuantizedWeight:
 class QuantizedExperts:
     """The matrices of all experts of a layer, stacked."""
 
-    gate_up: QuantizedWeight  # [num_experts * 2 * intermediate_size, hidden_size]: of each expert gates, then ups
+    # [num_experts * 2 * intermediate_size, hidden_size]: of each expert gates, then ups, or only what it has
+    gate_up: QuantizedWeight
     down: QuantizedWeight  # [num_experts * hidden_size, intermediate_size]
 
     @classmethod

@@ -192,16 +192,15 @@ def _share_of_experts(experts: ExpertWeights, spec: ExpertsSpec, share: Share) -
     columns, quantized = share.of(spec.intermediate_size), experts.quantized
     if quantized is not None:
         columns_of = torch.arange(spec.intermediate_size)[columns]
-        firsts = spec.intermediate_size * torch.arange(
-            2 * spec.num_experts
-        )  # first rows of each expert's gates, then ups
+        # first rows of each expert's gates, then ups, if it has both
+        firsts = spec.intermediate_size * torch.arange((1 + spec.gated) * spec.num_experts)
         rows = (firsts[:, None] + columns_of).flatten().to(quantized.gate_up.words.device)
         quantized = QuantizedExperts(quantized.gate_up.outputs(rows), quantized.down.inputs(columns))
     if quantized is not None and not experts.gates.is_floating_point():
-        gates, ups, down = by_expert(quantized.gate_up.words, quantized.down.words, spec.num_experts)
+        gates, ups, down = by_expert(quantized.gate_up.words, quantized.down.words, spec.num_experts, spec.gated)
     else:
-        assert experts.ups is not None, "experts of models that can be shared are gated"
-        gates, ups, down = experts.gates[:, columns], experts.ups[:, columns], experts.down[..., columns]
+        gates, down = experts.gates[:, columns], experts.down[..., columns]
+        ups = None if experts.ups is None else experts.ups[:, columns]
     return replace(
         experts,
         gates=gates,

@@ -152,6 +152,8 @@ class ScanSpec:
     head_dim: int
     state_dim: int  # of the memory, numbers for each dimension of a head
     conv_len: int  # as in `DeltaSpec`
+    bias: bool = False  # of the input and output projections
+    conv_bias: bool = False
     least_step: float = 0.0  # a token's step in time is at least so long (transformers ignores it in decode steps)
 
     @property
@@ -180,6 +182,7 @@ class ConvSpec:
 
     num_channels: int
     conv_len: int  # as in `DeltaSpec`
+    bias: bool = False  # of the projections and of the convolution
 
     @property
     def out_width(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from csattn.models import deepseek_files
 from csattn.models.mapped_files import has_disk_space
 from csattn.models.quantization import Quantization
-from csattn.models.quantized_model import experts_of_layers, linears_of_layers
+from csattn.models.quantized_model import before_activation, experts_of_layers, linears_of_layers
 from csattn.models.quantized_weight import QuantizedWeight, WeightFormat, rounding_named
 from csattn.models.text_part import named_as_text
 
@@ -74,7 +74,7 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
         if expert_format is None or _is_left_out(name, skipped):
             continue
         for num_out, num_in in (
-            (2 * of.intermediate_size, config.hidden_size),
+            ((1 + of.gated) * of.intermediate_size, config.hidden_size),
             (config.hidden_size, of.intermediate_size),
         ):
             quantized += QuantizedWeight.size(*expert_format, of.num_experts * num_out, num_in)
@@ -123,9 +123,6 @@ def _meta_model(config: Any, dtype: torch.dtype) -> Any:
 def device_bytes(model: Any) -> int:
     """Return the bytes of a loaded model's weights as a GPU keeps them: quantized ones without the decoded."""
     modules = [module for module in model.modules() if hasattr(module, "quantized")]
-    plain = (
-        module.weight.nbytes if hasattr(module, "weight") else module.gate_up_proj.nbytes + module.down_proj.nbytes
-        for module in modules
-    )
-    saved = sum(plain) - sum(module.quantized.nbytes for module in modules)
+    matrices = ([x.weight] if hasattr(x, "weight") else [before_activation(x), x.down_proj] for x in modules)
+    saved = sum(matrix.nbytes for of in matrices for matrix in of) - sum(module.quantized.nbytes for module in modules)
     return int(sum(parameter.nbytes for parameter in model.parameters()) - saved)

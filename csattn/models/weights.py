@@ -78,7 +78,7 @@ class ExpertWeights:
         if self.quantized is None or self.gates.is_floating_point():
             return self
         matrices = self.quantized.gate_up.decoded(dtype), self.quantized.down.decoded(dtype)
-        gates, ups, down = by_expert(*matrices, len(self.gates))
+        gates, ups, down = by_expert(*matrices, len(self.gates), self.ups is not None)
         return replace(self, gates=gates, ups=ups, down=down)
 
 
@@ -93,13 +93,17 @@ class ExpertNorms:
 
 
 def by_expert(
-    gate_up: Tensor,  # [num_experts * 2 * intermediate_size, hidden_size]: of each expert gates, then ups
+    gate_up: Tensor,  # as in `QuantizedExperts`
     down: Tensor,  # [num_experts * hidden_size, intermediate_size]
     num_experts: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gated: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return gates, ups and down in the shapes of `ExpertWeights`, as views."""
-    gates, ups = gate_up.view(num_experts, -1, gate_up.shape[1]).chunk(2, dim=1)
-    return gates, ups, down.view(num_experts, -1, down.shape[1])
+    gates_ups, downs = gate_up.view(num_experts, -1, gate_up.shape[1]), down.view(num_experts, -1, down.shape[1])
+    if not gated:
+        return gates_ups, None, downs
+    gates, ups = gates_ups.chunk(2, dim=1)
+    return gates, ups, downs
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +280,8 @@ class ModelWeights:
         for layer, of_layer in zip(self.layers, self.spec.layers, strict=True):
             for experts, of in zip(layer.experts, of_layer.experts, strict=True):
                 if experts.quantized is not None:
-                    plain = 3 * of.num_experts * of.intermediate_size * self.spec.hidden_size * self.dtype.itemsize
+                    num_plain = (2 + of.gated) * of.num_experts * of.intermediate_size * self.spec.hidden_size
+                    plain = num_plain * self.dtype.itemsize
                     saved += (plain - experts.quantized.nbytes) * of.num_chosen // of.num_experts
         others = (self.spec.vocab_size - len(self.head.weight)) * self.spec.hidden_size  # other devices' head rows
         mixes = [mix for layer in self.layers for mix in (layer.attention_mix, layer.mlp_mix)] + [self.join]

@@ -52,17 +52,22 @@ def test_quantized_weights_decode_as_their_format_defines(form: str, plain: Path
 
 
 def test_matrices_of_models_named_backbone_are_kept_quantized(tmp_path: Path, rng) -> None:
-    """transformers renames them while it loads. Experts without gates are decoded."""
+    """transformers renames them while it loads."""
     plain = save(tmp_path / "plain", "nemotron_h", mlp_bias=False)
     meant = quantize(plain, tmp_path / "quantized", "fp8 by block", rng)
     half = load_model(str(tmp_path / "quantized"), "bfloat16").model
     kept = {f"{name}.weight" for name, module in half.named_modules() if hasattr(module, "quantized")}
     names = {name.replace("backbone.", "model.", 1): name for name in meant}
-    assert kept == {name for name in names if ".experts." not in name}
+    assert kept == {name for name in names if ".experts." not in name} | {
+        f"model.layers.{layer_idx}.mixer.experts.weight" for layer_idx in (2, 6)
+    }
     experts = load_model(str(tmp_path / "quantized")).model.model.layers[2].mixer.experts
     for number, (up, down) in enumerate(zip(experts.up_proj, experts.down_proj, strict=True)):
         of = f"backbone.layers.2.mixer.experts.{number}"
         assert torch.equal(up, meant[f"{of}.up_proj.weight"]) and torch.equal(down, meant[f"{of}.down_proj.weight"])
+    quantized = half.model.layers[2].mixer.experts.quantized
+    assert torch.equal(quantized.gate_up.decoded(torch.float32), experts.up_proj.flatten(0, 1))
+    assert torch.equal(quantized.down.decoded(torch.float32), experts.down_proj.flatten(0, 1))
 
 
 def kept_of_experts(half: Any) -> list[tuple[Any, Tensor, Tensor]]:

@@ -190,6 +190,7 @@ def test_shares_of_quantized_experts_decode_to_slices_of_the_whole(
                 part.quantized.gate_up.decoded(torch.float32),
                 part.quantized.down.decoded(torch.float32),
                 experts.num_experts,
+                experts.gated,
             )
             there = part.plain(torch.float32)
             assert all(map(torch.equal, own, (there.gates, there.ups, there.down)))

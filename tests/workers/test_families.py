@@ -279,7 +279,10 @@ def test_weights_match_the_models_description_and_cover_all_matrices(name: str) 
         assert (layer.recurrent is not None) == is_state
         assert bool(layer.gates) == (spec.attention.gated and not is_state)
         assert (layer.out is None) == spec.mlp_only
-        assert is_state or layer.out is None or (layer.out.bias is not None) == spec.attention.out_bias
+        out_bias = getattr(spec.recurrent, "bias", False) if is_state else spec.attention.out_bias
+        assert layer.out is None or (layer.out.bias is not None) == out_bias
+        conv_bias = spec.conv.bias if spec.conv else spec.scan is not None and spec.scan.conv_bias
+        assert not is_state or (layer.recurrent.conv_bias is not None) == conv_bias
         mlp = spec.mlp
         assert [linear.bias is not None for linear in layer.gate_up] == ([mlp.bias] * (1 + mlp.gated) if mlp else [])
         assert (layer.down is None) == (mlp is None) and (mlp is None or (layer.down.bias is not None) == mlp.bias)

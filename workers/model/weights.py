@@ -122,7 +122,8 @@ class _Mover:
             down = self.matrix(experts.down).contiguous()
         else:
             quantized = quantized.to(self.device)
-            gates, ups, down = by_expert(quantized.gate_up.words, quantized.down.words, len(experts.gates))
+            matrices = quantized.gate_up.words, quantized.down.words
+            gates, ups, down = by_expert(*matrices, len(experts.gates), experts.ups is not None)
         gate_bias, up_bias = None, None
         if experts.gate_bias is not None and experts.up_bias is not None:
             gate_bias, up_bias = join(experts.gate_bias, experts.up_bias)

@@ -18,6 +18,7 @@ KINDS: list[tuple[WeightFormat, int, bool]] = [
 KINDS_OF_EXPERTS: list[tuple[str, WeightFormat, int, bool]] = [
     ("clamped", "fp4", 32, False), ("plain", "fp8", 128, False), ("all", "int4", 128, True),
     ("one", "fp8", 0, False), ("groups", "int4", 32, True), ("limited", "fp4", 32, False),
+    ("ungated", "int4", 32, True),
 ]  # fmt: skip
 
 
@@ -40,9 +41,9 @@ def make_quantized_experts(
     dtype: torch.dtype = torch.bfloat16,  # of biases
 ) -> ExpertWeights:
     num, width = spec.num_experts, spec.intermediate_size
-    gate_up = make_quantized(num * 2 * width, hidden_size, *kind)
+    gate_up = make_quantized(num * (1 + spec.gated) * width, hidden_size, *kind)
     down = make_quantized(num * hidden_size, width, *kind)
-    gates, ups, downs = by_expert(gate_up.words, down.words, num)
+    gates, ups, downs = by_expert(gate_up.words, down.words, num, spec.gated)
     biases = randn(num, 2 * width, dtype=dtype).chunk(2, dim=1) if spec.bias else (None, None)
     return ExpertWeights(
         router=None,  # type: ignore[arg-type]

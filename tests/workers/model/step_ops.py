@@ -33,6 +33,10 @@ EXPERTS = {
         num_experts=6, num_chosen=5, intermediate_size=24, scores="root_softplus", activation="limited", normed=True,
         scale=2.5, by_token=True,
     ),
+    "ungated": ExpertsSpec(
+        num_experts=7, num_chosen=3, intermediate_size=37, scores="sigmoid", activation="relu2", gated=False,
+        has_choice_bias=True, normed=True, scale=1.5,
+    ),
 }  # fmt: skip
 
 

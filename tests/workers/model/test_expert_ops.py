@@ -68,12 +68,12 @@ def test_shares_are_zero_if_all_chosen_scores_are_zero() -> None:
 def make_experts(spec: ExpertsSpec, hidden_size: int, dtype: torch.dtype) -> ExpertWeights:
     num, width = spec.num_experts, spec.intermediate_size
     scale = 8 if spec.activation == "limited" else 2
-    both = randn(num, 2 * width, hidden_size, dtype=dtype, scale=scale * hidden_size**-0.5)
+    both = randn(num, (1 + spec.gated) * width, hidden_size, dtype=dtype, scale=scale * hidden_size**-0.5)
     biases = randn(num, 2 * width, dtype=dtype).chunk(2, dim=1) if spec.bias else (None, None)
     return ExpertWeights(
         router=make_linear(num, hidden_size, dtype),
         gates=both[:, :width],
-        ups=both[:, width:],
+        ups=both[:, width:] if spec.gated else None,
         down=randn(num, hidden_size, width, dtype=dtype, scale=width**-0.5),
         gate_bias=biases[0],
         up_bias=biases[1],

@@ -233,7 +233,7 @@ def test_quantized_limited_experts_give_the_bits_of_decoded_ones(layer_idx: int,
     weights, rows = weights_of_block(block, spec), rows_of_tokens([0, 7, VOCAB_SIZE - 1])
     assert weights.quantized is not None and (weights.by_token is None) == (layer_idx == BY_SCORE)
     matrices = weights.quantized.gate_up.decoded(torch.float32), weights.quantized.down.decoded(torch.float32)
-    gates, ups, down = by_expert(*matrices, spec.num_experts)
+    gates, ups, down = by_expert(*matrices, spec.num_experts, gated=True)
     router = Linear(weights.router.weight.float())
     wide = replace(weights, router=router, gates=gates, ups=ups, down=down, quantized=None)
     outs = []

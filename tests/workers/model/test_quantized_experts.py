@@ -101,7 +101,7 @@ def test_codes_beyond_a_shares_last_input_are_ignored(kind: tuple[WeightFormat, 
     weights = make_quantized_experts(spec, 70, kind)
     assert weights.quantized is not None
     down = make_quantized(spec.num_experts * 70, 320, *kind).inputs(slice(0, 192))
-    gates, ups, downs = by_expert(weights.quantized.gate_up.words, down.words, spec.num_experts)
+    gates, ups, downs = by_expert(weights.quantized.gate_up.words, down.words, spec.num_experts, spec.gated)
     kept = QuantizedExperts(weights.quantized.gate_up, down)
     weights = replace(weights, gates=gates, ups=ups, down=downs, quantized=kept)
     buffers = make_expert_buffers(spec, batch_size, 70, torch.bfloat16, randn(batch_size, spec.num_experts))

@@ -28,7 +28,7 @@ def decoded(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     """Return the same weights decoded, without their quantized form."""
     assert weights.quantized is not None
     matrices = weights.quantized.gate_up.decoded(dtype), weights.quantized.down.decoded(dtype)
-    gates, ups, down = by_expert(*matrices, len(weights.gates))
+    gates, ups, down = by_expert(*matrices, len(weights.gates), weights.ups is not None)
     return replace(weights, gates=gates, ups=ups, down=down, quantized=None)
 
 

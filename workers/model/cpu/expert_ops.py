@@ -209,12 +209,12 @@ def _gates_and_ups(weights: ExpertWeights, spec: ExpertsSpec) -> dict[str, Any]:
         "format": FORMATS.index(quantized.format),
         "group_size": quantized.group_size,
         "gates": quantized.words,
-        "ups": quantized.words[spec.intermediate_size :].data_ptr(),
+        "ups": quantized.words[spec.intermediate_size :].data_ptr() if spec.gated else 0,
         "gate_scales": scales,
         "up_scales": scales[:, spec.intermediate_size :].data_ptr(),
         "num_weights": num_weights,
         "expert_bytes": 0,
-        "expert_outputs": 2 * spec.intermediate_size,
+        "expert_outputs": (1 + spec.gated) * spec.intermediate_size,
         "row_stride": 0,
     }
 

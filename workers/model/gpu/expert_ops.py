@@ -52,7 +52,16 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
         if (quantized := weights.quantized) is not None:
             shares = buffers.shares if spec.on_input else None
             self._multiply_experts(
-                x, quantized.gate_up, bias, buffers.chosen, False, shares, None, buffers.gated, True, spec.activation
+                x,
+                quantized.gate_up,
+                bias,
+                buffers.chosen,
+                False,
+                shares,
+                None,
+                buffers.gated,
+                spec.gated,
+                spec.activation,
             )
             return
         num_squares = 1 if squares is None else len(squares)

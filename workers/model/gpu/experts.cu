@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_experts(
     const float* out_shares,   // [num_pairs]: factors of outputs, or null
     u16* out,                  // [num_pairs, num_out] bfloat16
     long long num_pairs, long long num_out, long long num_in, long long num_squares, double eps,
-    long long gated,           // out = activation(gate) * up
+    long long gated,           // out = activation(gate) * up; else activation(x @ weights.T + bias)
     long long activation
 ) {
     extern __shared__ uint4 memory[];
@@ -134,7 +134,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_experts(
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             if (n + 8 * j >= num_out || (gated && j >= 2)) continue;
-            const float value = gated ? gated_by(values[j], values[(j + 2) % 4], static_cast<int>(activation)) : values[j];
+            const int kind = static_cast<int>(activation);
+            const float value = gated ? gated_by(values[j], values[(j + 2) % 4], kind) : activated(values[j], kind);
             to[8 * j] = as_bf16(value * read.out_factor);
         }
     });

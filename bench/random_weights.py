@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from csattn.lightning.operands.compressor import CompressorWeights
+from csattn.models.quantized_model import HEAD_ROUNDING
 from csattn.models.quantized_weight import ROUNDINGS, QuantizedExperts, QuantizedWeight, Rounding
 from csattn.models.rope import model_frequencies
 from csattn.models.share import require_shares, share_of_head, share_of_layer, share_of_spec
@@ -240,6 +241,8 @@ def random_weights(
 
     def own_head() -> Linear:
         bias = torch.zeros(spec.vocab_size, dtype=dtype, device=device) if spec.head_bias else None
+        if few == "int4" and not spec.tied_embedding:
+            return linear(spec.vocab_size, spec.hidden_size, spec.head_bias, to=HEAD_ROUNDING["int4"])
         whole = Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size), bias)
         if share is None:
             return whole

@@ -9,7 +9,7 @@ import torch
 from csattn.models import deepseek_files
 from csattn.models.mapped_files import has_disk_space
 from csattn.models.quantization import Quantization
-from csattn.models.quantized_model import before_activation, experts_of_layers, linears_of_layers
+from csattn.models.quantized_model import HEAD_ROUNDING, before_activation, experts_of_layers, linears_of_layers
 from csattn.models.quantized_weight import QuantizedWeight, WeightFormat, rounding_named
 from csattn.models.text_part import named_as_text
 
@@ -70,6 +70,10 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> We
         if linear_format is not None and not _is_left_out(name, skipped):
             quantized += QuantizedWeight.size(*linear_format, *linear.weight.shape)
             linears += linear.weight.numel() * item_bytes
+    if weights is not None and (of_head := HEAD_ROUNDING.get(rounding_named(weights))) is not None:
+        head = model.lm_head.weight
+        quantized += QuantizedWeight.size(of_head, QuantizedWeight.group_size_of(of_head), *head.shape)
+        linears += 0 if _is_embedding(head, model) else head.numel() * item_bytes
     for name, _, of in experts_of_layers(model):
         if expert_format is None or _is_left_out(name, skipped):
             continue
@@ -120,9 +124,17 @@ def _meta_model(config: Any, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)  # it writes the dtype into the config
 
 
+def _is_embedding(weight: Any, model: Any) -> bool:
+    return weight is model.get_input_embeddings().weight
+
+
 def device_bytes(model: Any) -> int:
-    """Return the bytes of a loaded model's weights as a GPU keeps them: quantized ones without the decoded."""
+    """Return the bytes of a loaded model's weights as a GPU keeps them: quantized ones without the decoded.
+
+    A head that is also the embedding is kept in both forms.
+    """
     modules = [module for module in model.modules() if hasattr(module, "quantized")]
     matrices = ([x.weight] if hasattr(x, "weight") else [before_activation(x), x.down_proj] for x in modules)
-    saved = sum(matrix.nbytes for of in matrices for matrix in of) - sum(module.quantized.nbytes for module in modules)
+    decoded = (matrix for of in matrices for matrix in of if not _is_embedding(matrix, model))
+    saved = sum(matrix.nbytes for matrix in decoded) - sum(module.quantized.nbytes for module in modules)
     return int(sum(parameter.nbytes for parameter in model.parameters()) - saved)

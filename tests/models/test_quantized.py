@@ -19,6 +19,7 @@ from csattn.models.quantized import read_state
 from csattn.models.weight_sizes import device_bytes, weight_bytes
 from tests.models.quantized_files import FORMATS, NUM_LAYERS, change, compressed, in_mxfp4, pack, quantize
 from tests.tiny import save
+from workers.model.weights import take_weights
 
 # formats that a GPU does not keep: decoded once, when loaded
 NOT_KEPT = (
@@ -194,7 +195,7 @@ def test_weights_can_be_rounded_while_loading(rounding: str, most: float, plain:
     exact, rounded = load_model(str(plain), "bfloat16"), load_model(str(plain), "bfloat16", weights=rounding)
     before, after = dict(exact.model.named_modules()), dict(rounded.model.named_modules())
     names = [name for name, module in after.items() if hasattr(module, "quantized")]
-    assert len(names) == 7 * NUM_LAYERS and not any("head" in name for name in names)
+    assert len(names) == 7 * NUM_LAYERS + (rounding == "int4") and ("lm_head" in names) == (rounding == "int4")
     for name in names:
         assert torch.equal(after[name].weight, after[name].quantized.decoded(torch.bfloat16))
         assert 0 < (after[name].weight - before[name].weight).norm() < most * before[name].weight.norm()
@@ -203,6 +204,21 @@ def test_weights_can_be_rounded_while_loading(rounding: str, most: float, plain:
     saved = sum(before[name].weight.nbytes - after[name].quantized.nbytes for name in names)
     assert device_bytes(exact.model) == sum(parameter.nbytes for parameter in exact.model.parameters())
     assert device_bytes(rounded.model) == device_bytes(exact.model) - saved
+
+
+def test_a_head_that_is_the_embedding_is_rounded_to_8_bits_with_layers_of_4(tmp_path: Path) -> None:
+    exact = load_model(str(save(tmp_path, "llama", tie_word_embeddings=True)), "bfloat16")
+    rounded = load_model(str(tmp_path), "bfloat16", weights="int4")
+    head, embedding = rounded.model.lm_head, rounded.model.model.embed_tokens
+    assert head.weight is embedding.weight and head.quantized.format == "fp8"
+    assert torch.equal(head.weight, head.quantized.decoded(torch.bfloat16))
+    modules = [(name, module) for name, module in rounded.model.named_modules() if hasattr(module, "quantized")]
+    saved = sum(module.weight.nbytes * (name != "lm_head") - module.quantized.nbytes for name, module in modules)
+    assert device_bytes(rounded.model) == device_bytes(exact.model) - saved
+    taken = take_weights(rounded.model, "cpu")
+    assert taken.head.quantized is not None and torch.equal(taken.embedding, embedding.weight)
+    sizes = weight_bytes(rounded.model.config, 2, "int4")
+    assert sizes.on_gpu == device_bytes(rounded.model)
 
 
 def test_quantized_forms_of_changed_matrices_are_dropped(plain: Path) -> None:

@@ -39,7 +39,7 @@ def take_weights(
             part = share_of_layer(part, whole.heads_of(layer_idx), of_layer, share)
         layers.append(to.moved(_centred(part) if whole.centred else part))
     embedding = to.matrix(there.embedding)
-    tied = there.head.weight.data_ptr() == there.embedding.data_ptr()
+    tied = there.head.weight.data_ptr() == there.embedding.data_ptr() and there.head.quantized is None
     bias = there.head.bias
     head = Linear(embedding, None if bias is None else to.matrix(bias)) if tied else there.head
     if share is not None:

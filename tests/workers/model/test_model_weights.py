@@ -79,9 +79,10 @@ def test_quantized_weights_are_taken_without_decoding(rounding, tmp_path) -> Non
             assert torch.equal(linear.plain(torch.bfloat16), whole)
             assert torch.equal(linear.outputs(3, 20).plain(torch.bfloat16), whole[3:20])
         assert torch.equal(layer.qkv[0].bias, torch.cat([part.bias for part in parts[layer.qkv[0]]]))
-    assert weights.head.quantized is None
-    linears = [linear for layer in weights.layers for linear in (*layer.qkv, layer.out, *layer.gate_up, layer.down)]
-    assert weights.streamed_bytes == sum(linear.quantized.nbytes for linear in linears) + weights.head.weight.nbytes
+    head, linears = weights.head, [(*x.qkv, x.out, *x.gate_up, x.down) for x in weights.layers]
+    assert (None if head.quantized is None else head.quantized.format) == {"fp8": None, "int4": "fp8"}[rounding]
+    of_head = head.weight.nbytes if head.quantized is None else head.quantized.nbytes
+    assert weights.streamed_bytes == sum(linear.quantized.nbytes for of in linears for linear in of) + of_head
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,19 @@ EVERY_FAMILY = (
             "GraniteMoeHybrid",
             _SCAN | {"num_local_experts": 0, "position_embedding_type": "rope"},
         ),
+        "granitemoeshared": (
+            "GraniteMoeShared",
+            {
+                "shared_intermediate_size": 40,
+                "num_local_experts": 5,
+                "num_experts_per_tok": 2,
+                "attention_bias": True,
+                "attention_multiplier": 0.2,
+                "embedding_multiplier": 3.0,
+                "residual_multiplier": 0.4,
+                "logits_scaling": 2.0,
+            },
+        ),
         "granite": (
             "Granite",
             {
@@ -454,6 +467,7 @@ EVERY_FAMILY = (
                 "mlp_only_layers": [1],
             },
         ),
+        "sarvam_moe": ("SarvamMoE", _EXPERTS | {"head_dim": 16, "attention_bias": True, "first_k_dense_replace": 1}),
         "seed_oss": ("SeedOss", {"head_dim": 24, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
         "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True}),
         "solar_open": ("SolarOpen", _EXPERTS | {"head_dim": 16, "attention_bias": True}),

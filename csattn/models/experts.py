@@ -19,8 +19,8 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
     if config.model_type == "nemotron_h":
         widths = {"mlp": config.intermediate_size, "moe": config.moe_shared_expert_intermediate_size}
         return widths.get(config.layers_block_type[layer_idx])
-    if config.model_type == "granitemoehybrid":
-        return int(config.shared_intermediate_size)
+    if config.model_type in ("granitemoehybrid", "granitemoeshared"):
+        return int(config.shared_intermediate_size) or None
     if config.model_type == "lfm2":
         return _adjusted_width(config)
     if config.model_type in _SHARED and is_moe:
@@ -96,7 +96,7 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
             if (getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)) != (1.702, 7.0):
                 raise ModelError("this model's experts are clamped in a way that csattn does not compute")
             return (ExpertsSpec(**routed | {"activation": "clamped"}, scores="softmax_of_chosen", bias=True),)
-        case "granitemoe" | "granitemoehybrid":
+        case "granitemoe" | "granitemoehybrid" | "granitemoeshared":
             return (ExpertsSpec(**routed, scores="softmax_of_chosen"),)
         case "lfm2_moe":
             chosen = {"has_choice_bias": bool(config.use_expert_bias), "normed": bool(config.norm_topk_prob)}
@@ -151,7 +151,7 @@ def _in_interval(config: Any, layer_idx: int) -> bool:
 # families with DeepSeek-V3's routing: sigmoid scores with a bias for the choice, limited to the best groups
 _LIKE_DEEPSEEK = (
     *("deepseek_v3", "deepseek_v32", "dots1", "exaone_moe"),
-    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "nemotron_h", "solar_open"),
+    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "nemotron_h", "sarvam_moe", "solar_open"),
 )
 # the config field with the number of shared experts, which together are one MLP
 _SHARED = dict.fromkeys(_LIKE_DEEPSEEK, "n_shared_experts") | {
@@ -177,6 +177,7 @@ _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "gpt_oss": lambda config, layer_idx: True,
     "granitemoe": lambda config, layer_idx: True,
     "granitemoehybrid": lambda config, layer_idx: bool(config.num_local_experts),
+    "granitemoeshared": lambda config, layer_idx: True,
     "hy_v3": _in_sparse_layers,
     "lfm2_moe": lambda config, layer_idx: bool(layer_idx >= config.num_dense_layers),
     "llama4_text": lambda config, layer_idx: layer_idx in config.moe_layers,
@@ -189,5 +190,6 @@ _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "qwen3_5_moe_text": lambda config, layer_idx: True,
     "qwen3_moe": _every_nth_layer,
     "qwen3_next": _every_nth_layer,
+    "sarvam_moe": _after_dense_layers,
     "solar_open": lambda config, layer_idx: True,
 }

@@ -103,6 +103,7 @@ _GEMMA: dict[str, Any] = {"biases": _ATTENTION_BIAS, "scaled_embedding": True, "
 _GEMMA2: dict[str, Any] = {"norms": _GEMMA2_NORMS, "activation_field": "hidden_activation"}
 _GEMMA_FIELDS = ("query_pre_attn_scalar", "final_logit_softcapping")
 _GRANITE_FIELDS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+_GRANITE_NAMES = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
 _COHERE: dict[str, Any] = {
     "norms": ("input_layernorm", None, None, None),
     "biases": _ATTENTION_BIAS,
@@ -186,7 +187,15 @@ FAMILIES = {
         mlp="shared_mlp",
         experts_at="block_sparse_moe",
         router="router",
-        names={"gate_up_proj": "input_linear", "down_proj": "output_linear"},
+        names=_GRANITE_NAMES,
+    ),
+    "granitemoeshared": Family(
+        biases=_ATTENTION_BIAS,
+        config_fields=_GRANITE_FIELDS,
+        mlp="shared_mlp",
+        experts_at="block_sparse_moe",
+        router="router",
+        names=_GRANITE_NAMES,
     ),
     "helium": Family(biases=("attention_bias", False, "mlp_bias"), interleaved=True),
     "hy_v3": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
@@ -239,6 +248,7 @@ FAMILIES = {
     "qwen3_5_moe_text": _QWEN3_NEXT,
     "qwen3_5_text": _QWEN3_NEXT,
     "qwen3_next": _QWEN3_NEXT,
+    "sarvam_moe": Family(biases=("attention_bias", False, False), qk_norm="use_qk_norm"),
     "seed_oss": Family(biases=("attention_bias", "attention_out_bias", "mlp_bias")),
     "smollm3": Family(biases=_BY_CONFIG, rotated="no_rope_layers"),
     "solar_open": Family(biases=("attention_bias", False, False)),

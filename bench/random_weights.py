@@ -199,7 +199,7 @@ def random_weights(
             )
             if plain
             else (),
-            gates=(linear(heads.q_width, hidden_size, attention.qkv_bias),) if attention.gated and plain else (),
+            gates=(linear(heads.q_width, hidden_size, attention.gate_bias),) if attention.gated and plain else (),
             recurrent=None if of.recurrent is None else recurrent(of.recurrent),
             latent=None if of.latent is None else latent(of.latent, attention.qkv_bias),
             compressed=None if of.compressed is None else compressed(of.compressed),

@@ -82,6 +82,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 EVERY_FAMILY = (
     FAMILIES
     | {
+        "afmoe": (
+            "Afmoe",
+            {
+                "head_dim": 16,
+                "attention_bias": True,
+                "sliding_window": 37,
+                "layer_types": _LOCAL,
+                "num_dense_layers": 1,
+                "moe_intermediate_size": 36,
+                "num_experts": 7,
+                "num_experts_per_tok": 3,
+                "num_shared_experts": 2,
+                "route_scale": 1.5,
+                "mup_enabled": True,
+            },
+        ),
         "arcee": ("Arcee", {"mlp_bias": True}),
         "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 1.0}),
         "cohere2": ("Cohere2", {"sliding_window": 37, "layer_types": _LOCAL}),
@@ -176,6 +192,7 @@ EVERY_FAMILY = (
                 "routed_scaling_factor": 1.5,
             },
         ),
+        "flex_olmo": ("FlexOlmo", {"num_experts": 7, "num_experts_per_tok": 3, "attention_bias": True}),
         "gemma": ("Gemma", {"head_dim": 16}),
         "gemma2": (
             "Gemma2",
@@ -508,7 +525,7 @@ def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     if family != "llama":  # Llama has no biases, and stays as initialized
         with torch.no_grad():
             for name, parameter in model.named_parameters():  # these are initialized to zeros and ones
-                if name.endswith(("bias", "base")) or "norm" in name or "scale" in name:
+                if name.endswith(("bias", "base")) or "norm" in name or "scale" in name or not parameter.any():
                     parameter += 0.2 * torch.randn_like(parameter)
             for name, buffer in model.named_buffers():
                 if name.endswith(LAYER_SCALE):

@@ -55,7 +55,6 @@ def describe(config: Any) -> ModelSpec:
         query_scale = _latent_scale(config)
     if family.compressed:
         head_dim //= 2
-    embedding_scale = config.hidden_size**0.5 if family.scaled_embedding else 1.0
     return ModelSpec(
         layers=layers,
         hidden_size=config.hidden_size,
@@ -71,7 +70,9 @@ def describe(config: Any) -> ModelSpec:
         streams=_streams(config) if family.compressed else None,
         ropes=rope_specs(config, family),
         centred=family.centred,
-        embedding_multiplier=float(family.field(config, "embedding_multiplier", embedding_scale)),
+        embedding_multiplier=config.hidden_size**0.5
+        if family.scaled_embedding is True
+        else family.embedding_multiplier(config),
         logit_multiplier=family.field(
             config, family.logit_scale_field, 1.0 / family.field(config, "logits_scaling", 1.0)
         ),
@@ -97,7 +98,8 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
             rows_of=_rows_of(config, layer_idx),
             rope=_rope_of(config, family, layer_idx),
             reach=_reach(config, family, layer_idx),
-            gated=family.gated_attention,
+            gated=family.gated_attention is not None,
+            gate_bias=qkv_bias and family.gated_attention == "with_queries",
             sinks=family.sinks,
             logit_cap=family.field(config, "attn_logit_softcapping", None),
         ),

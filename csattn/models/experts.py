@@ -89,6 +89,9 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
             return (ExpertsSpec(**routed, scores="softmax", has_choice_bias=True, normed=True),)
         case "minimax_m2":
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, normed=True),)
+        case "afmoe":
+            shares = {"normed": True, "scale": float(config.route_scale)}
+            return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, **shares),)
         case "gemma4_text":
             return (ExpertsSpec(**routed, scores="softmax", normed=True, has_scales=True, has_own_norms=True),)
         case "gpt_oss":
@@ -155,6 +158,7 @@ _LIKE_DEEPSEEK = (
 )
 # the config field with the number of shared experts, which together are one MLP
 _SHARED = dict.fromkeys(_LIKE_DEEPSEEK, "n_shared_experts") | {
+    "afmoe": "num_shared_experts",
     "deepseek_v4": "n_shared_experts",
     "ernie4_5_moe": "moe_num_shared_experts",
     "exaone_moe": "num_shared_experts",
@@ -164,12 +168,14 @@ _SHARED = dict.fromkeys(_LIKE_DEEPSEEK, "n_shared_experts") | {
 _GATED_SHARED = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")
 # whether a layer has experts
 _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
+    "afmoe": lambda config, layer_idx: bool(layer_idx >= config.num_dense_layers),
     "deepseek_v3": _after_dense_layers,
     "deepseek_v32": _in_sparse_layers,
     "deepseek_v4": lambda config, layer_idx: True,
     "dots1": _after_dense_layers,
     "ernie4_5_moe": _in_interval,
     "exaone_moe": _in_sparse_layers,
+    "flex_olmo": lambda config, layer_idx: True,
     "gemma4_text": lambda config, layer_idx: bool(config.enable_moe_block),
     "glm4_moe": _after_dense_layers,
     "glm4_moe_lite": _in_sparse_layers,

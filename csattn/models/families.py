@@ -51,7 +51,8 @@ class Family:
     activation_field: str | None = "hidden_act"  # the config field with the MLP's activation; None: silu
     gated: bool = True  # whether the MLP has gates
     limited: bool = False  # whether the activation clips gates and ups
-    scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
+    # embeddings are multiplied by sqrt(hidden_size), by their module or, if a config field says so, by the model
+    scaled_embedding: bool | str = False
     scaled_layers: bool = False  # a layer's output is multiplied by its LAYER_SCALE
     softmax_scale: float | None = None  # None: head_dim ** -0.5
     v_norm: bool = False
@@ -65,7 +66,8 @@ class Family:
     rotated: Literal["all", "none", "local", "no_rope_layers", "position_embedding_type"] = "all"
     tempered: bool = False  # queries have a `Temper`
     sinks: bool = False
-    gated_attention: bool = False
+    # whether attention has gates: from the projection of queries, or from `gate_proj`, which has no bias
+    gated_attention: Literal["with_queries", "alone"] | None = None
     latents: bool = False
     interleaved_indexer: bool | None = None  # as `IndexerSpec.interleaved`; None: no indexer
     state: Literal["delta", "scan", "conv"] | None = None  # field of `LayerSpec` for layers without rows
@@ -73,7 +75,7 @@ class Family:
     mlp: str = "mlp"  # name of a layer's MLP module, which may hold experts
     # name of the layer's module with experts and their router; empty: the layer itself; None: its MLP
     experts_at: str | None = None
-    router: str = "gate"  # name of the experts' router module
+    router: str = "gate"  # path of the module with the router's weights, in that with the experts
     inputs_first: bool = False  # an expert's weights are stored [num_in, num_out]
     config_fields: tuple[str, ...] = ()  # config fields that it reads, and other families lack or ignore
     logit_scale_field: str = "logit_scale"  # which of these fields multiplies logits
@@ -82,6 +84,11 @@ class Family:
     def part(self, module: Any, name: str) -> Any:
         """Return a module's part by its name in most families; None: it has no such part."""
         return getattr(module, self.names.get(name, name), None)
+
+    def embedding_multiplier(self, config: Any) -> float:
+        """Return the factor of embeddings that the model applies, not its embedding module."""
+        scaled = isinstance(self.scaled_embedding, str) and getattr(config, self.scaled_embedding)
+        return float(config.hidden_size**0.5 if scaled else self.field(config, "embedding_multiplier", 1.0))
 
     def field(self, config: Any, name: str, default: Any) -> Any:
         """Return the config's field if this family reads it, else `default`."""
@@ -132,8 +139,20 @@ _LFM2: dict[str, Any] = {
     "state": "conv",
     "mlp": "feed_forward",
 }
-_QWEN3_NEXT = Family(biases=_ATTENTION_BIAS, qk_norm="head", offset_norms=True, gated_attention=True, state="delta")
+_QWEN3_NEXT = Family(
+    biases=_ATTENTION_BIAS, qk_norm="head", offset_norms=True, gated_attention="with_queries", state="delta"
+)
 FAMILIES = {
+    "afmoe": Family(
+        ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
+        biases=_ATTENTION_BIAS,
+        qk_norm="head",
+        scaled_embedding="mup_enabled",
+        rotated="local",
+        gated_attention="alone",
+        router="router.gate",
+        names={CHOICE_BIAS: "expert_bias"},
+    ),
     "arcee": Family(biases=_BY_CONFIG, gated=False),
     "cohere": Family(**_COHERE),
     "cohere2": Family(**_COHERE, rotated="local"),
@@ -154,6 +173,7 @@ FAMILIES = {
     "exaone": Family(biases=_BY_CONFIG),
     "exaone4": Family(_POST_NORMS, qk_norm="head", rotated="local"),
     "exaone_moe": Family(qk_norm="head", rotated="local"),
+    "flex_olmo": Family(_POST_NORMS, biases=_ATTENTION_BIAS, qk_norm="projection"),
     "gemma": Family(**_GEMMA),
     "gemma2": Family(**_GEMMA2, **_GEMMA, config_fields=(*_GEMMA_FIELDS, "attn_logit_softcapping")),
     "gemma3_text": Family(**_GEMMA2, **_GEMMA, qk_norm="head", config_fields=_GEMMA_FIELDS),

@@ -108,7 +108,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
     return LayerWeights(
         input_norm=norms[0],
         qkv=() if of_layer.latent or of_layer.compressed else _qkv(attention, of_layer.attention, heads, family),
-        gates=_of_heads(attention.q_proj, heads, 1) if attention is not None and of_layer.attention.gated else (),
+        gates=_gates(attention, heads, family),
         recurrent=None if of_layer.recurrent is None else _recurrent(layer, of_layer.recurrent),
         latent=None if of_layer.latent is None else latent_weights(attention, of_layer.latent),
         compressed=None if of_layer.compressed is None else _compressed(attention, rotary),
@@ -151,10 +151,17 @@ def _qkv(attention: Any, of: AttentionSpec, heads: HeadsSpec, family: Family) ->
         return (_linear(attention.q_proj),)
     if of.k_is_v:
         return _linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.k_proj)
-    if of.gated:
+    if family.gated_attention == "with_queries":
         return (*_of_heads(attention.q_proj, heads, 0), _linear(attention.k_proj), _linear(attention.v_proj))
     widths = [heads.q_width, *2 * [heads.kv_width]]
     return _parts(attention, family, "qkv_proj", ("q_proj", "k_proj", "v_proj"), widths)
+
+
+def _gates(attention: Any, heads: HeadsSpec, family: Family) -> tuple[Linear, ...]:
+    if attention is None or family.gated_attention is None:
+        return ()
+    alone = family.gated_attention == "alone"
+    return (_linear(attention.gate_proj),) if alone else _of_heads(attention.q_proj, heads, 1)
 
 
 def _of_heads(module: Any, heads: HeadsSpec, second: int) -> tuple[Linear, ...]:
@@ -271,7 +278,7 @@ def _by_head(whole: Linear, num_heads: int, widths: tuple[int, ...]) -> tuple[Li
 
 
 def _routed(block: Any, spec: ExpertsSpec, family: Family, vocab_size: int) -> ExpertWeights:
-    router, experts = getattr(block, family.router), block.experts
+    router, experts = block.get_submodule(family.router), block.experts
     scales, norms = getattr(router, "per_expert_scale", None), None
     if spec.has_own_norms:
         names = (f"{name}_layernorm_{number}" for name, number in _EXPERT_NORMS)

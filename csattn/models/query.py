@@ -20,7 +20,7 @@ def embed(model: Any, token_ids: Tensor) -> Tensor:
     """Return the input of a supported model's first layer: [..., hidden_size]."""
     family = FAMILIES[model.config.model_type]
     hidden: Tensor = family.part(model.model, "embed_tokens")(token_ids)
-    multiplier = family.field(model.config, "embedding_multiplier", 1.0)
+    multiplier = family.embedding_multiplier(model.config)
     return hidden if multiplier == 1.0 else hidden * multiplier
 
 
@@ -48,7 +48,7 @@ def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
         hidden = getattr(layer, family.norms[0])(hidden)
     if hasattr(attention, "q_proj"):
         q = attention.q_proj(hidden)
-        if family.gated_attention:  # each head's query, then its gate
+        if family.gated_attention == "with_queries":  # each head's query, then its gate
             q = q.view(len(q), -1, 2, attention.head_dim)[:, :, 0].flatten(1)
     else:
         q = attention.qkv_proj(hidden)[:, : attention.config.num_attention_heads * attention.head_dim]

@@ -72,6 +72,7 @@ class AttentionSpec:
     rope: int | None = 0  # index into `ModelSpec.ropes`; None: no RoPE
     reach: Reach | None = None  # None: all rows, and the layer gets an index
     gated: bool = False  # attention's output is multiplied by the sigmoid of a gate projection of its width
+    gate_bias: bool = False
     sinks: bool = False  # sink logits: each query head has one more logit in its softmax, without a row
     logit_cap: float | None = None  # logits are cap * tanh(logit / cap)
 
@@ -364,11 +365,12 @@ class StreamsSpec:
 class LayerSpec:
     """stream += residual_multiplier * post_norm(attention(pre_norm(stream))), then the same with the MLP, if any.
 
+    The outputs of the MLP and of experts are one output, except for experts with norms of their own.
     If `delta`, `scan`, `conv`, `latent` or `compressed` is set, it takes the place of `attention`.
     """
 
     mlp: MlpSpec | None
-    experts: tuple[ExpertsSpec, ...] = ()  # their outputs are added to the MLP's
+    experts: tuple[ExpertsSpec, ...] = ()
     attention: AttentionSpec = AttentionSpec()
     delta: DeltaSpec | None = None
     scan: ScanSpec | None = None

@@ -39,7 +39,7 @@ REFUSED = {
         *("granitemoehybrid", "granitemoehybrid, dense", "lfm2", "lfm2_moe", "nemotron_h"),
         *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
     },
-    "norms over all heads together": {"minimax_m2", "olmo2", "olmo3", "olmoe"},
+    "norms over all heads together": {"flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"},
 }
 SPLIT = sorted(ALL_FAMILIES.keys() - {name for names in REFUSED.values() for name in names})
 

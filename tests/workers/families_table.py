@@ -15,6 +15,7 @@ from tests.tiny import ALL_FAMILIES, tiny_config
 ROOT = Path(__file__).parents[2]
 # by family: the name that users know
 TITLES = {
+    "afmoe": "Arcee Trinity",
     "arcee": "Arcee",
     "cohere": "Command R",
     "cohere2": "Command R7B, Command A",
@@ -28,6 +29,7 @@ TITLES = {
     "exaone": "EXAONE 3, 3.5",
     "exaone4": "EXAONE 4",
     "exaone_moe": "K-EXAONE",
+    "flex_olmo": "FlexOlmo",
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3",

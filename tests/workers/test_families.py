@@ -38,6 +38,7 @@ CONTEXT = token_ids(300)
 NUM_TOKENS, FEW_TOKENS = 40, 14  # the first leave a window, and reach into the next chunk of a model with chunks
 QUESTION = token_ids(5, seed=5).tolist()
 EMULATED = [
+    "afmoe",
     "gemma2",
     "gemma4_text",
     "gemma4_text, experts",
@@ -273,7 +274,8 @@ def test_weights_match_the_models_description_and_cover_all_matrices(name: str) 
     weights = weights_of(model)
     for spec, layer in zip(weights.spec.layers, weights.layers, strict=True):
         is_state = spec.recurrent is not None
-        assert all((linear.bias is not None) == spec.attention.qkv_bias for linear in (*layer.qkv, *layer.gates))
+        assert all((linear.bias is not None) == spec.attention.qkv_bias for linear in layer.qkv)
+        assert all((linear.bias is not None) == spec.attention.gate_bias for linear in layer.gates)
         assert (layer.latent is None) == (spec.latent is None)
         assert (layer.compressed is None) == (spec.compressed is None)
         assert (layer.recurrent is not None) == is_state

@@ -357,14 +357,14 @@ class StepLayers:
             self._ops.experts(x, weights, experts, buffers)
             add = partial(self._ops.experts_add, weights, experts, buffers, spec.residual_multiplier, self._stream)
             adds.append(add)
-        if spec.experts and self._devices is not None:
-            adds = [partial(self._add_shares, layer_idx)]
+        if spec.experts and not has_own_norms and (self._devices is not None or spec.post_norm):
+            adds = [partial(self._add_together, layer_idx)]
         if layer.layer_input is not None:
             adds.append(partial(self._add_input, layer_idx, layer.layer_input))
         return adds
 
-    def _add_shares(self, layer_idx: int, readers: Readers) -> None:
-        """Add the layer's MLP and experts: this device's shares of both, summed over devices in one all-reduce."""
+    def _add_together(self, layer_idx: int, readers: Readers) -> None:
+        """Add the layer's MLP and experts as one output: normed, and summed over devices in one all-reduce."""
         layer, spec, branch = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx], self._branch
         assert branch is not None
         if spec.mlp is not None:

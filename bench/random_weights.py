@@ -298,11 +298,14 @@ def _frequencies(spec: ModelSpec, number: int, device: torch.device | str) -> Fr
     if rope.parameters is None:
         return Frequencies(torch.empty(0, device=device))
     rotated = [spec.heads_of(i) for i, layer in enumerate(spec.layers) if layer.attention.rope == number]
+    parameters = rope.parameters
     if first.compressed is not None:
         head_dim = first.compressed.head_dim
+    elif first.latent is not None:  # a factor, if any, is of a whole head
+        head_dim, parameters = first.latent.rope_dim, parameters | {"partial_rotary_factor": None}
     else:
-        head_dim = rotated[0].head_dim if first.latent is None else first.latent.rope_dim
-    angles, scale = rotary_frequencies(rope.parameters, head_dim, spec.max_positions)
+        head_dim = rotated[0].head_dim
+    angles, scale = rotary_frequencies(parameters, head_dim, spec.max_positions)
     return Frequencies(angles.to(device), scale)
 
 

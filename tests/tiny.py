@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from csattn.models import LoadedModel
 from csattn.models.families import LAYER_SCALE
 from csattn.models.loader import wrap_model
+from csattn.models.text_part import class_of
 
 _LOCAL = ["sliding_attention", "full_attention", "sliding_attention"]  # layer types
 _DELTA = {
@@ -411,6 +412,22 @@ EVERY_FAMILY = (
                 },
             },
         ),
+        "mistral4": (
+            "Mistral4",
+            _LATENTS
+            | {
+                "attention_bias": True,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 0.7,
+                    "llama_4_scaling_beta": 0.3,
+                },
+            },
+        ),
         "mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": None}),
         "nemotron_h": (
             "NemotronH",
@@ -521,7 +538,8 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
+    config = tiny_config(family, **changes)
+    model = class_of(config)._from_config(config).eval()
     if family != "llama":  # Llama has no biases, and stays as initialized
         with torch.no_grad():
             for name, parameter in model.named_parameters():  # these are initialized to zeros and ones

@@ -61,10 +61,12 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
             "compute; use a model without it"
         )
     match config.model_type:
-        case name if name in _LIKE_DEEPSEEK:
+        case name if name in _LIKE_DEEPSEEK or name == "mistral4":
             groups = (config.n_group, config.topk_group)
             _require_groups(groups, routed["num_experts"], routed["num_chosen"])
             shares = {"normed": config.norm_topk_prob, "scale": float(config.routed_scaling_factor)}
+            if name == "mistral4":
+                return (ExpertsSpec(**routed, scores="softmax", groups=groups, **shares),)
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, groups=groups, **shares),)
         case "deepseek_v4":
             if config.n_shared_experts != 1:
@@ -163,6 +165,7 @@ _SHARED = dict.fromkeys(_LIKE_DEEPSEEK, "n_shared_experts") | {
     "ernie4_5_moe": "moe_num_shared_experts",
     "exaone_moe": "num_shared_experts",
     "hy_v3": "num_shared_experts",
+    "mistral4": "n_shared_experts",
 }
 # families with a shared expert that has a gate of its own; Qwen3-Coder's configs have its width, 0, and no such expert
 _GATED_SHARED = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")
@@ -189,6 +192,7 @@ _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "llama4_text": lambda config, layer_idx: layer_idx in config.moe_layers,
     "mellum": _in_sparse_layers,
     "minimax_m2": lambda config, layer_idx: True,
+    "mistral4": _after_dense_layers,
     "mixtral": lambda config, layer_idx: True,
     "nemotron_h": lambda config, layer_idx: config.layers_block_type[layer_idx] == "moe",
     "olmoe": lambda config, layer_idx: True,

@@ -244,6 +244,7 @@ FAMILIES = {
     "ministral": Family(),
     "ministral3": Family(tempered=True, config_fields=("sliding_window",)),
     "mistral": Family(config_fields=("sliding_window",)),
+    "mistral4": Family(**_LATENTS, interleaved="rope_interleave", tempered=True),
     "mixtral": Family(config_fields=("sliding_window",)),
     "nemotron_h": Family(
         ("norm", None, None, None),

@@ -20,6 +20,15 @@ NOT_TEXT = re.compile(
 )
 
 
+def class_of(config: Any) -> Any:
+    """Return the class in `transformers` of the model that generates text and has this config."""
+    import transformers
+
+    if config.model_type == "mistral4":  # `AutoModelForCausalLM` knows only the whole model, which sees images
+        return transformers.Mistral4ForCausalLM
+    return transformers.AutoModelForCausalLM._model_mapping[type(config)]
+
+
 def text_config(config: Any) -> Any:
     """Return the text model's config of a vision-language model; of other models, the config itself."""
     text = getattr(config, "text_config", None)

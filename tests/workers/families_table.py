@@ -61,6 +61,7 @@ TITLES = {
     "ministral": "Ministral 8B",
     "ministral3": "Ministral 3",
     "mistral": "Mistral",
+    "mistral4": "Mistral Small 4",
     "mixtral": "Mixtral",
     "nemotron_h": "Nemotron-H, Nemotron Nano 2, 3 Nano",
     "olmo2": "OLMo 2",

@@ -49,7 +49,7 @@ EMULATED = [
     "nemotron_h",
     "qwen3_next",
 ]  # families whose layers all have kernels for the device
-MODEL_CHOICE = ["deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"]  # these have other kernels
+MODEL_CHOICE = ["deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "mistral4"]  # these have other kernels
 
 
 @dataclass(frozen=True)

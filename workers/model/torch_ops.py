@@ -500,7 +500,7 @@ def _products(x: Normed, linears: Sequence[Linear]) -> Tensor:
 
 
 def _latent_rope(rotation: Rotation) -> LatentRope:
-    return LatentRope(rotation.cos, rotation.sin, rotation.interleaved)
+    return LatentRope(rotation.cos, rotation.sin, rotation.interleaved, rotation.q_scale)
 
 
 def _delta(

@@ -141,7 +141,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (compressed_kernels.unrotate_kernel, COMPRESSED[:1]),
     (latent_kernels.append_latents_kernel, LATENTS),
     (latent_kernels.make_latent_queries_kernel, LATENTS),
-    (latent_kernels.heads_product_kernel, [{"BLOCK_M": rows, **HEAD_TILES} for rows in (16, 64)]),
+    (latent_kernels.heads_product_kernel, [{"BLOCK_M": rows, "SCALED": rows > 16, **HEAD_TILES} for rows in (16, 64)]),
     (
         linear_kernels.linear_kernel,
         [

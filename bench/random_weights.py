@@ -203,7 +203,7 @@ def random_weights(
             recurrent=None if of.recurrent is None else recurrent(of.recurrent),
             latent=None if of.latent is None else latent(of.latent, attention.qkv_bias),
             compressed=None if of.compressed is None else compressed(of.compressed),
-            head_norms=HeadNorms(q_norm, k_norm, ones) if of_heads else None,
+            head_norms=HeadNorms(q_norm, k_norm, ones, attention.norms_after_rope) if of_heads else None,
             sinks=torch.zeros(spec.num_q_heads, device=device) if attention.sinks and plain else None,
             out=linear(hidden_size, attended, attention.out_bias, into_stream),
             post_attention_norm=norm(hidden_size, of.post_norm),

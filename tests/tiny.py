@@ -327,6 +327,29 @@ EVERY_FAMILY = (
             },
         ),
         "helium": ("Helium", {"head_dim": 16}),
+        "hunyuan_v1_dense": (
+            "HunYuanDenseV1",
+            {
+                "head_dim": 24,
+                "attention_bias": True,
+                "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e3},
+            },
+        ),
+        "hunyuan_v1_moe": (
+            "HunYuanMoEV1",
+            {
+                "head_dim": 16,
+                "intermediate_size": 36,
+                "num_experts": 7,
+                "moe_topk": [3, 2, 4],
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                },
+            },
+        ),
         "hy_v3": (
             "HYV3",
             {

@@ -93,6 +93,7 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
             qkv_bias=qkv_bias,
             out_bias=out_bias,
             qk_norm=_qk_norm(config, family, layer_idx),
+            norms_after_rope=family.norms_after_rope,
             v_norm=family.v_norm,
             k_is_v=_k_is_v(config, layer_idx),
             rows_of=_rows_of(config, layer_idx),

@@ -19,6 +19,8 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
     if config.model_type == "nemotron_h":
         widths = {"mlp": config.intermediate_size, "moe": config.moe_shared_expert_intermediate_size}
         return widths.get(config.layers_block_type[layer_idx])
+    if config.model_type == "hunyuan_v1_moe":
+        return int(config.intermediate_size)
     if config.model_type in ("granitemoehybrid", "granitemoeshared"):
         return int(config.shared_intermediate_size) or None
     if config.model_type == "lfm2":
@@ -108,6 +110,10 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
             return (ExpertsSpec(**routed, scores="sigmoid", **chosen, scale=float(config.routed_scaling_factor)),)
         case "llama4_text":
             return (ExpertsSpec(**routed, scores="sigmoid", on_input=True),)
+        case "hunyuan_v1_moe":
+            if not isinstance(chosen := config.moe_topk, int):
+                routed["num_chosen"] = chosen[layer_idx]
+            return (ExpertsSpec(**routed, scores="softmax", normed=True),)
         case "mixtral":
             return (ExpertsSpec(**routed, scores="softmax", normed=True),)
     every: tuple[ExpertsSpec, ...] = ()
@@ -187,6 +193,7 @@ _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "granitemoe": lambda config, layer_idx: True,
     "granitemoehybrid": lambda config, layer_idx: bool(config.num_local_experts),
     "granitemoeshared": lambda config, layer_idx: True,
+    "hunyuan_v1_moe": lambda config, layer_idx: True,
     "hy_v3": _in_sparse_layers,
     "lfm2_moe": lambda config, layer_idx: bool(layer_idx >= config.num_dense_layers),
     "llama4_text": lambda config, layer_idx: layer_idx in config.moe_layers,

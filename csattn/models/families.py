@@ -6,7 +6,6 @@ from typing import Any, Literal
 from csattn.errors import ModelError
 
 _NORM_BIASES = "its norms have biases"
-_NORMS_AFTER_ROPE = "it normalises queries and keys after RoPE"
 # families that users may try, and why they are refused
 _REFUSED = {
     "apertus": "its MLPs have an activation with trained weights",
@@ -14,8 +13,6 @@ _REFUSED = {
     "falcon_h1": "its layers have attention and a state space in parallel",
     "gemma3": "it also reads images; load its text model, a gemma3_text",
     "gemma4": "it also reads images; load its text model, a gemma4_text",
-    "hunyuan_v1_dense": _NORMS_AFTER_ROPE,
-    "hunyuan_v1_moe": _NORMS_AFTER_ROPE,
     "jais2": _NORM_BIASES,
     "jamba": "its state spaces are of the first Mamba",
     "nemotron": _NORM_BIASES,
@@ -47,6 +44,8 @@ class Family:
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
     head_bias: str | None = None  # the config field that says whether the output head has a bias
     qk_norm: Literal["none", "head", "projection"] | str = "none"  # or the config field that switches "head" on
+    norms_after_rope: bool = False
+    alpha: bool = False  # RoPE of the type "dynamic" may have a fixed factor of its base instead, by an `alpha`
     interleaved: bool | str = False  # RoPE has pairs (2i, 2i + 1), or the config field that says so
     activation_field: str | None = "hidden_act"  # the config field with the MLP's activation; None: silu
     gated: bool = True  # whether the MLP has gates
@@ -121,6 +120,13 @@ _COHERE: dict[str, Any] = {
     "config_fields": ("logit_scale",),
 }
 _LATENTS: dict[str, Any] = {"biases": _ATTENTION_BIAS, "latents": True}
+_HUNYUAN: dict[str, Any] = {
+    "biases": _ATTENTION_BIAS,
+    "qk_norm": "head",
+    "norms_after_rope": True,
+    "alpha": True,
+    "names": {"q_norm": "query_layernorm", "k_norm": "key_layernorm", "shared_experts": "shared_mlp"},
+}
 _LFM2_NAMES = {
     CHOICE_BIAS: "expert_bias",
     "norm": "embedding_norm",
@@ -218,6 +224,8 @@ FAMILIES = {
         names=_GRANITE_NAMES,
     ),
     "helium": Family(biases=("attention_bias", False, "mlp_bias"), interleaved=True),
+    "hunyuan_v1_dense": Family(**_HUNYUAN),
+    "hunyuan_v1_moe": Family(**_HUNYUAN, router="gate.wg"),
     "hy_v3": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "hyperclovax": Family(
         ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),

@@ -71,8 +71,9 @@ def weights_of(model: Any) -> ModelWeights:
 
 def _frequencies(body: Any, layer_type: str) -> Frequencies:
     angles, scale = model_frequencies(rotary_of(body), layer_type)
-    # Llama 4 norms heads after RoPE, which cancels RoPE's factor; a step norms them before
-    drops_scale = any(hasattr(getattr(layer, "self_attn", None), "qk_norm") for layer in body.layers)
+    # norms of heads after RoPE cancel RoPE's factor; a step norms them before (Llama 4's have no weights)
+    drops_scale = FAMILIES[body.config.model_type].norms_after_rope
+    drops_scale |= any(hasattr(getattr(layer, "self_attn", None), "qk_norm") for layer in body.layers)
     return Frequencies(angles, 1.0 if drops_scale else scale)
 
 
@@ -94,7 +95,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
     if family.experts_at is not None:
         block = getattr(layer, family.experts_at) if family.experts_at else layer
     elif of_layer.experts:  # beside them a shared expert may serve all tokens
-        mlp = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
+        mlp = getattr(block, "shared_expert", None) or family.part(block, "shared_experts")
     norms = [None if name is None else _norm(getattr(layer, name), family) for name in family.norms]
     head_norms = None
     if attention is not None and hasattr(attention, "qk_norm"):  # without weights
@@ -104,7 +105,8 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         of_k = of_q = _norm(family.part(attention, "q_norm"), family)
         if of_layer.attention.rows_of is None:  # else it is never read
             of_k = _norm(family.part(attention, "k_norm"), family)
-        head_norms = HeadNorms(of_q, of_k, of_k.new_ones(heads.head_dim) if of_layer.attention.v_norm else None)
+        of_v = of_k.new_ones(heads.head_dim) if of_layer.attention.v_norm else None
+        head_norms = HeadNorms(of_q, of_k, of_v, family.norms_after_rope)
     return LayerWeights(
         input_norm=norms[0],
         qkv=() if of_layer.latent or of_layer.compressed else _qkv(attention, of_layer.attention, heads, family),

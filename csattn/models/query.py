@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 from csattn.models.families import FAMILIES
 
@@ -40,6 +40,7 @@ def layer_inputs(model: Any, token_ids: Tensor, layer_idx: int) -> Tensor:
 def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
     """Return the queries that the layer's attention would project from this input, before RoPE.
 
+    Weights of norms that multiply after RoPE are left out.
     layer: a decoder layer of a supported model. hidden: [q_len, hidden_size] -> [num_q_heads, q_len, head_dim].
     """
     attention = getattr(layer, "self_attn", None) or layer.mixer
@@ -57,6 +58,8 @@ def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
         q = attention.qk_norm(q.view(of_heads))
     elif (norm := family.part(attention, "q_norm")) is None:
         q = q.view(of_heads)
+    elif family.norms_after_rope:
+        q = rms_norm(q.view(of_heads).float(), of_heads[2:], None, norm.variance_epsilon).to(q.dtype)
     elif family.qk_norm != "projection":
         q = norm(q.view(of_heads))
     else:

@@ -65,6 +65,7 @@ class AttentionSpec:
     out_bias: bool = False
     # RMSNorm of q and k before RoPE: over each head, or over the whole projection
     qk_norm: Literal["none", "head", "projection"] = "none"
+    norms_after_rope: bool = False  # the weights of these norms multiply after RoPE
     v_norm: bool = False  # RMSNorm of each head of v, without weights
     k_is_v: bool = False  # values are the projected keys before norm and RoPE
     # the earlier layer whose rows this one attends to, with the same heads and reach; None: it has its own

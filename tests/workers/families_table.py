@@ -48,6 +48,8 @@ TITLES = {
     "granitemoehybrid, dense": "Granite 4 H dense, Granite 4",
     "granitemoeshared": "Granite MoE with shared experts",
     "helium": "Helium",
+    "hunyuan_v1_dense": "Hunyuan 0.5B to 7B",
+    "hunyuan_v1_moe": "Hunyuan A13B",
     "hy_v3": "Hy3",
     "hyperclovax": "HyperCLOVA X SEED",
     "internlm3": "InternLM3",

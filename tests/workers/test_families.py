@@ -45,6 +45,7 @@ EMULATED = [
     "gemma4_text, inputs",
     "gpt_oss",
     "granitemoehybrid",
+    "hunyuan_v1_moe",
     "lfm2_moe",
     "nemotron_h",
     "qwen3_next",

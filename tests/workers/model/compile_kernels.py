@@ -175,7 +175,10 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
                 HEADS
                 | {"NORM": norm, "HALF": half, "INTERLEAVED": interleaved, "ROTATED": norm != "projection"}
                 | {"V_NORMED": norm == "head", "BLOCK_OUT": 64}
-                for norm, half, interleaved in (("none", 64, False), ("head", 32, True), ("projection", 0, False))
+                for norm, half, interleaved in (
+                    *(("none", 64, False), ("head", 32, True)),
+                    *(("projection", 0, False), ("after_rope", 64, False)),
+                )
             ],
         )
         for kernel in (head_kernels.rotate_append_kernel, head_kernels.predict_query_kernel)

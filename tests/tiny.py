@@ -102,6 +102,24 @@ EVERY_FAMILY = (
         "arcee": ("Arcee", {"mlp_bias": True}),
         "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 1.0}),
         "cohere2": ("Cohere2", {"sliding_window": 37, "layer_types": _LOCAL}),
+        "cohere2_moe": (
+            "Cohere2Moe",
+            {
+                "head_dim": 16,
+                "attention_bias": True,
+                "logit_scale": 0.7,
+                "sliding_window": 37,
+                "num_hidden_layers": 4,
+                "layer_types": ["full_attention", *_LOCAL],
+                "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+                "prefix_dense_intermediate_size": 48,
+                "intermediate_size": 36,
+                "num_experts": 7,
+                "num_experts_per_tok": 3,
+                "num_shared_experts": 2,
+                "expert_selection_fn": "sigmoid",
+            },
+        ),
         "cwm": (
             "Cwm",
             {

@@ -13,6 +13,10 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
     is_moe = has_experts(config, layer_idx)
     if config.model_type == "llama4_text":
         return int(config.intermediate_size if is_moe else config.intermediate_size_mlp)
+    if config.model_type == "cohere2_moe":
+        dense = config.prefix_dense_intermediate_size
+        width = config.intermediate_size if dense is None else dense
+        return int(config.intermediate_size * config.num_shared_experts if is_moe else width) or None
     if config.model_type == "gemma4_text":
         is_wide = config.use_double_wide_mlp and layer_idx >= config.num_hidden_layers - config.num_kv_shared_layers
         return int(config.intermediate_size * (1 + is_wide))
@@ -93,6 +97,10 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
             return (ExpertsSpec(**routed, scores="softmax", has_choice_bias=True, normed=True),)
         case "minimax_m2":
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, normed=True),)
+        case "cohere2_moe":
+            if config.expert_selection_fn == "softmax":
+                return (ExpertsSpec(**routed, scores="softmax_of_chosen"),)
+            return (ExpertsSpec(**routed, scores="sigmoid", normed=bool(config.norm_topk_prob)),)
         case "afmoe":
             shares = {"normed": True, "scale": float(config.route_scale)}
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, **shares),)
@@ -122,6 +130,13 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
         every = (ExpertsSpec(**routed | one, scores="sigmoid"),)
     normed = config.model_type == "qwen3_5_moe_text" or config.norm_topk_prob
     return (ExpertsSpec(**routed, scores="softmax", normed=normed), *every)
+
+
+def averages_experts(config: Any, layer_idx: int) -> bool:
+    """Whether a layer adds half of what its MLP and its experts give together."""
+    if config.model_type != "cohere2_moe" or not has_experts(config, layer_idx) or not config.num_shared_experts:
+        return False
+    return bool(config.shared_expert_combination_strategy == "average")
 
 
 def _require_groups(groups: tuple[int, int], num_experts: int, num_chosen: int) -> None:
@@ -178,6 +193,7 @@ _GATED_SHARED = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")
 # whether a layer has experts
 _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "afmoe": lambda config, layer_idx: bool(layer_idx >= config.num_dense_layers),
+    "cohere2_moe": _in_sparse_layers,
     "deepseek_v3": _after_dense_layers,
     "deepseek_v32": _in_sparse_layers,
     "deepseek_v4": lambda config, layer_idx: True,

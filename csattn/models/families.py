@@ -15,14 +15,23 @@ _REFUSED = {
     "gemma4": "it also reads images; load its text model, a gemma4_text",
     "jais2": _NORM_BIASES,
     "jamba": "its state spaces are of the first Mamba",
+    "laguna": "the gates of its attention are not sigmoids",
+    "llama4": "it also reads images; load its text model, a llama4_text",
+    "longcat_flash": "its layers have two attentions, and experts without weights",
+    "mimo_v2_flash": "its values are narrower than its keys",
+    "minimax": "its linear attention has no gated deltas",
+    "nanochat": "its norms have no weights",
     "nemotron": _NORM_BIASES,
+    "olmo": "its norms have no weights",
+    "olmo_hybrid": "its linear attention has other gates",
+    "phi": _NORM_BIASES,
+    "phimoe": _NORM_BIASES,
     "qwen3_5": "it also reads images; load its text model, a qwen3_5_text",
     "qwen3_5_moe": "it also reads images; load its text model, a qwen3_5_moe_text",
-    "llama4": "it also reads images; load its text model, a llama4_text",
-    "olmo": "its norms have no weights",
-    "phi": _NORM_BIASES,
     "stablelm": _NORM_BIASES,
     "starcoder2": _NORM_BIASES,
+    "step3p5": "its layers have different numbers of query heads",
+    "step3p7": "its layers have different numbers of query heads",
 }
 # A layer's buffers that are weights: the factor on its output, the bias of expert scores for the choice, and the
 # experts of each token id.
@@ -56,7 +65,7 @@ class Family:
     softmax_scale: float | None = None  # None: head_dim ** -0.5
     v_norm: bool = False
     offset_norms: bool = False  # norms multiply by 1 + their weights
-    centred: bool = False  # norms are LayerNorm: they subtract the mean
+    centred: bool = False  # norms are LayerNorm: they subtract the mean; RMSNorm if the config has `rms_norm_eps`
     eps_field: str = "rms_norm_eps"  # the config field with the norms' epsilon
     parallel: bool = False  # attention and MLP read the same input, and their outputs are added
     single: bool = False  # a layer is attention, what is in its place, or an MLP, by layer_types
@@ -162,6 +171,7 @@ FAMILIES = {
     "arcee": Family(biases=_BY_CONFIG, gated=False),
     "cohere": Family(**_COHERE),
     "cohere2": Family(**_COHERE, rotated="local"),
+    "cohere2_moe": Family(**_COHERE, rotated="local"),
     "cwm": Family(),
     "deepseek_v3": Family(**_LATENTS, interleaved="rope_interleave"),
     "deepseek_v32": Family(**_LATENTS, interleaved=True, interleaved_indexer=False),

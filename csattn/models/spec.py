@@ -381,6 +381,7 @@ class LayerSpec:
     pre_norm: bool = True
     post_norm: bool = False
     residual_multiplier: float = 1.0
+    mlp_multiplier: float = 1.0  # another factor of what the MLP and experts add
     # the stream that leaves the layer is multiplied by a learned scalar
     scaled: bool = False
     parallel: bool = False  # the MLP reads the same normed input as attention

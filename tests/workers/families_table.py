@@ -19,6 +19,7 @@ TITLES = {
     "arcee": "Arcee",
     "cohere": "Command R",
     "cohere2": "Command R7B, Command A",
+    "cohere2_moe": "Command A+",
     "cwm": "CWM",
     "deepseek_v3": "DeepSeek-V3, R1, V3.1",
     "deepseek_v32": "DeepSeek-V3.2",

@@ -334,6 +334,20 @@ def matrices_of(model: torch.nn.Module) -> list[Tensor]:
     return [p for name, p in model.named_parameters() if p.dim() > 1 and not name.endswith("bias")]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": 1e-2, "prefix_dense_sliding_window_pattern": 2, "prefix_dense_intermediate_size": None},
+        {"shared_expert_combination_strategy": "sum", "expert_selection_fn": "softmax"},
+        {"num_shared_experts": 0, "norm_topk_prob": False},
+    ],
+)
+def test_other_norms_and_experts_of_command_a_plus_equal_transformers(changes: dict[str, object]) -> None:
+    model = make_model("cohere2_moe", **changes)
+    output = prefill(make_runner(model), QUESTION, 0, CONTEXT_LENS[0], 0)
+    torch.testing.assert_close(output.logits, logits_after(model, 0, QUESTION)[-1:], rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_model_runner_on_cpu_equals_transformers(name: str) -> None:
     """The decode loop runs on a CPU: the same description of layers, over the operations in torch."""

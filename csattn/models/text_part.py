@@ -16,7 +16,7 @@ TEXT_MODEL_AT = {
 }
 _OF_QUANTIZED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 NOT_TEXT = re.compile(
-    r"(model\.)?(vision|visual|audio|multi_modal|embed_vision|embed_audio|connector|image_newline|mtp)"
+    r"(model\.)?(vision|visual|audio|multi_modal|mm_projector|embed_vision|embed_audio|connector|image_newline|mtp)"
 )
 
 

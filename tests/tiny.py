@@ -39,6 +39,20 @@ _SCAN = {
     "initializer_range": 0.15,
 }
 _CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+_GRANITE = {
+    "attention_bias": True,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+_GRANITE_SWA = _GRANITE | {
+    "num_hidden_layers": 5,
+    "sliding_window": 37,
+    "layer_types": ["full_attention", *_LOCAL, "full_attention"],
+    "layer_rope_theta": [1e4, 1e3, 0, 0, 1e3],
+    "tie_word_embeddings": False,
+}
 _EXPERTS = {
     "moe_intermediate_size": 36,
     "n_routed_experts": 12,
@@ -320,18 +334,19 @@ EVERY_FAMILY = (
             "GraniteMoeHybrid",
             _SCAN | {"num_local_experts": 0, "position_embedding_type": "rope"},
         ),
+        "granite_swa": ("GraniteSWA", _GRANITE_SWA | {"mlp_bias": True}),
+        "granitemoe_swa": (
+            "GraniteMoeSWA",
+            _GRANITE_SWA | {"shared_intermediate_size": 40, "num_local_experts": 5, "num_experts_per_tok": 2},
+        ),
         "granitemoeshared": (
             "GraniteMoeShared",
             {
                 "shared_intermediate_size": 40,
                 "num_local_experts": 5,
                 "num_experts_per_tok": 2,
-                "attention_bias": True,
-                "attention_multiplier": 0.2,
-                "embedding_multiplier": 3.0,
-                "residual_multiplier": 0.4,
-                "logits_scaling": 2.0,
-            },
+            }
+            | _GRANITE,
         ),
         "granite": (
             "Granite",

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from csattn.errors import ModelError
 from csattn.models.experts import averages_experts, experts_of, has_experts, mlp_width
 from csattn.models.families import FAMILIES, Family, own_field, unsupported
-from csattn.models.positions import max_positions, rope_parameters, rope_specs, rotates_any, unrotated_rope
+from csattn.models.positions import max_positions, rope_name, rope_parameters, rope_specs, rotates_any, unrotated_rope
 from csattn.models.spec import (
     Activation,
     AttentionSpec,
@@ -393,8 +393,8 @@ def _rope_of(config: Any, family: Family, layer_idx: int) -> int | None:
         return None
     if family.compressed:
         return int(layer_type(config, layer_idx) in _COMPRESSED)
-    names = list(rope_parameters(config))
-    return 0 if names == [""] else names.index(layer_type(config, layer_idx))
+    name = rope_name(config, layer_idx, layer_type(config, layer_idx))
+    return None if name is None else list(rope_parameters(config)).index(name)
 
 
 def _qk_norm(config: Any, family: Family, layer_idx: int) -> Literal["none", "head", "projection"]:

@@ -25,7 +25,7 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
         return widths.get(config.layers_block_type[layer_idx])
     if config.model_type == "hunyuan_v1_moe":
         return int(config.intermediate_size)
-    if config.model_type in ("granitemoehybrid", "granitemoeshared"):
+    if config.model_type in ("granitemoe_swa", "granitemoehybrid", "granitemoeshared"):
         return int(config.shared_intermediate_size) or None
     if config.model_type == "lfm2":
         return _adjusted_width(config)
@@ -111,7 +111,7 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
             if (getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)) != (1.702, 7.0):
                 raise ModelError("this model's experts are clamped in a way that csattn does not compute")
             return (ExpertsSpec(**routed | {"activation": "clamped"}, scores="softmax_of_chosen", bias=True),)
-        case "granitemoe" | "granitemoehybrid" | "granitemoeshared":
+        case "granitemoe" | "granitemoe_swa" | "granitemoehybrid" | "granitemoeshared":
             return (ExpertsSpec(**routed, scores="softmax_of_chosen"),)
         case "lfm2_moe":
             chosen = {"has_choice_bias": bool(config.use_expert_bias), "normed": bool(config.norm_topk_prob)}
@@ -208,6 +208,7 @@ _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
     "gpt_oss": lambda config, layer_idx: True,
     "granitemoe": lambda config, layer_idx: True,
     "granitemoehybrid": lambda config, layer_idx: bool(config.num_local_experts),
+    "granitemoe_swa": lambda config, layer_idx: True,
     "granitemoeshared": lambda config, layer_idx: True,
     "hunyuan_v1_moe": lambda config, layer_idx: True,
     "hy_v3": _in_sparse_layers,

@@ -119,6 +119,14 @@ _GEMMA2: dict[str, Any] = {"norms": _GEMMA2_NORMS, "activation_field": "hidden_a
 _GEMMA_FIELDS = ("query_pre_attn_scalar", "final_logit_softcapping")
 _GRANITE_FIELDS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 _GRANITE_NAMES = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
+_GRANITE_MOE_SHARED: dict[str, Any] = {
+    "biases": _ATTENTION_BIAS,
+    "config_fields": _GRANITE_FIELDS,
+    "mlp": "shared_mlp",
+    "experts_at": "block_sparse_moe",
+    "router": "router",
+    "names": _GRANITE_NAMES,
+}
 _COHERE: dict[str, Any] = {
     "norms": ("input_layernorm", None, None, None),
     "biases": _ATTENTION_BIAS,
@@ -212,6 +220,7 @@ FAMILIES = {
     "glm_moe_dsa": Family(**_LATENTS, interleaved=True, interleaved_indexer=True),
     "gpt_oss": Family(biases=_ATTENTION_BIAS, sinks=True, router="router", inputs_first=True),
     "granite": Family(biases=_BY_CONFIG, config_fields=_GRANITE_FIELDS),
+    "granite_swa": Family(biases=_BY_CONFIG, config_fields=_GRANITE_FIELDS, sinks=True),
     "granitemoe": Family(
         biases=_ATTENTION_BIAS, config_fields=_GRANITE_FIELDS, mlp="block_sparse_moe", router="router"
     ),
@@ -225,14 +234,8 @@ FAMILIES = {
         router="router",
         names=_GRANITE_NAMES,
     ),
-    "granitemoeshared": Family(
-        biases=_ATTENTION_BIAS,
-        config_fields=_GRANITE_FIELDS,
-        mlp="shared_mlp",
-        experts_at="block_sparse_moe",
-        router="router",
-        names=_GRANITE_NAMES,
-    ),
+    "granitemoe_swa": Family(**_GRANITE_MOE_SHARED, sinks=True),
+    "granitemoeshared": Family(**_GRANITE_MOE_SHARED),
     "helium": Family(biases=("attention_bias", False, "mlp_bias"), interleaved=True),
     "hunyuan_v1_dense": Family(**_HUNYUAN),
     "hunyuan_v1_moe": Family(**_HUNYUAN, router="gate.wg"),

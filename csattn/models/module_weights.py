@@ -70,7 +70,7 @@ def weights_of(model: Any) -> ModelWeights:
 
 
 def _frequencies(body: Any, layer_type: str) -> Frequencies:
-    angles, scale = model_frequencies(rotary_of(body), layer_type)
+    angles, scale = model_frequencies(rotary_of(body, layer_type), layer_type)
     # norms of heads after RoPE cancel RoPE's factor; a step norms them before (Llama 4's have no weights)
     drops_scale = FAMILIES[body.config.model_type].norms_after_rope
     drops_scale |= any(hasattr(getattr(layer, "self_attn", None), "qk_norm") for layer in body.layers)

@@ -19,7 +19,7 @@ def rotate_for(body: Any, layer_idx: int, q: Tensor, positions: Tensor) -> Tenso
         return q
     rope = spec.ropes[number]
     if rope.parameters is not None:
-        per_position, scale = model_frequencies(rotary_of(body), names[number])
+        per_position, scale = model_frequencies(rotary_of(body, names[number]), names[number])
         angles = (positions.float()[:, None] * per_position).repeat(1, 2)
         family = FAMILIES[body.config.model_type]
         if family.norms_after_rope:  # they cancel the factor

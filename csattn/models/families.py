@@ -9,6 +9,7 @@ _NORM_BIASES = "its norms have biases"
 # families that users may try, and why they are refused
 _REFUSED = {
     "apertus": "its MLPs have an activation with trained weights",
+    "axk1": "it norms the output of experts only, not of its dense layers",
     "bamba": "its attention has rotations of its own beside state spaces",
     "falcon_h1": "its layers have attention and a state space in parallel",
     "gemma3": "it also reads images; load its text model, a gemma3_text",
@@ -23,7 +24,7 @@ _REFUSED = {
     "nanochat": "its norms have no weights",
     "nemotron": _NORM_BIASES,
     "olmo": "its norms have no weights",
-    "olmo_hybrid": "its linear attention has other gates",
+    "olmo_hybrid": "its layers have norms in different places",
     "phi": _NORM_BIASES,
     "phimoe": _NORM_BIASES,
     "qwen3_5": "it also reads images; load its text model, a qwen3_5_text",

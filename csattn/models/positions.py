@@ -85,8 +85,8 @@ def rotates_any(config: Any, family: Family) -> bool:
 
 def _rope_spec(config: Any, parameters: dict[str, Any], family: Family) -> RopeSpec:
     rope_type = parameters.get("rope_type", "default")
-    if family.alpha and rope_type == "dynamic" and (alpha := parameters.get("alpha")):
-        base = parameters["rope_theta"] * alpha ** (config.head_dim / (config.head_dim - 2))
+    if family.alpha and rope_type == "dynamic" and (alpha := parameters.get("alpha")) and (dim := config.head_dim):
+        base = parameters["rope_theta"] * alpha ** (dim / (dim - 2))
         rope_type, parameters = "default", {"rope_type": "default", "rope_theta": base}
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise ModelError(

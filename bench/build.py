@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
 
 from bench import build_parts
 from bench.shapes import config_named
@@ -34,6 +33,7 @@ from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
 from csattn.models import LoadedModel, load_model
 from csattn.models.loader import wrap_model
+from csattn.models.text_part import class_of
 from index_build.build_layers import index_and_fit, make_fit
 from index_build.capture import prefill
 from index_build.inputs import make_config
@@ -58,7 +58,7 @@ def random_model(shape_name: str, num_layers: int | None, device: str) -> Loaded
     layers = {} if num_layers is None else {"num_hidden_layers": num_layers}
     config = config_named(shape_name, tie_word_embeddings=True, **layers)  # saves memory; nothing is generated
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        model = class_of(config)._from_config(config, dtype=torch.bfloat16).eval()
     return wrap_model(model, byte_tokenizer(chat_template=None), f"random-{shape_name}")
 
 

@@ -205,11 +205,11 @@ def random_weights(
             )
             if plain
             else (),
-            gates=(linear(heads.q_width, hidden_size, attention.qkv_bias),) if attention.gated and plain else (),
+            gates=(linear(heads.q_width, hidden_size, attention.gate_bias),) if attention.gated and plain else (),
             recurrent=None if of.recurrent is None else recurrent(of.recurrent),
             latent=None if of.latent is None else latent(of.latent, attention.qkv_bias),
             compressed=None if of.compressed is None else compressed(of.compressed),
-            head_norms=HeadNorms(q_norm, k_norm, ones) if of_heads else None,
+            head_norms=HeadNorms(q_norm, k_norm, ones, attention.norms_after_rope) if of_heads else None,
             sinks=torch.zeros(spec.num_q_heads, device=device) if attention.sinks and plain else None,
             out=None if of.mlp_only else linear(hidden_size, attended, out_bias, into_stream),
             post_attention_norm=norm(hidden_size, of.post_norm),
@@ -306,11 +306,14 @@ def _frequencies(spec: ModelSpec, number: int, device: torch.device | str) -> Fr
     if rope.parameters is None:
         return Frequencies(torch.empty(0, device=device))
     rotated = [spec.heads_of(i) for i, layer in enumerate(spec.layers) if layer.attention.rope == number]
+    parameters = rope.parameters
     if first.compressed is not None:
         head_dim = first.compressed.head_dim
+    elif first.latent is not None:  # a factor, if any, is of a whole head
+        head_dim, parameters = first.latent.rope_dim, parameters | {"partial_rotary_factor": None}
     else:
-        head_dim = rotated[0].head_dim if first.latent is None else first.latent.rope_dim
-    angles, scale = rotary_frequencies(rope.parameters, head_dim, spec.max_positions)
+        head_dim = rotated[0].head_dim
+    angles, scale = rotary_frequencies(parameters, head_dim, spec.max_positions)
     return Frequencies(angles.to(device), scale)
 
 

@@ -138,7 +138,7 @@ def prefill(
                         more["shared_kv_states"] = {layer_type(config, layer_idx): (kept, kept)}
                 cache = Cache(layers=[kept] * (layer_idx + 1))  # this layer's cache, at any layer_idx
                 if of_layer.latent is not None:
-                    of_latents = of_layer.latent, spec.softmax_scale, spec.ropes[0].interleaved
+                    of_latents = of_layer.latent, spec.softmax_scale, spec.ropes[0]
                     latent = LatentLayer(layer, *of_latents, kv.view(context_len, -1), chosen)
                 for start in range(0, context_len, chunk_len):
                     rows = slice(start, min(start + chunk_len, context_len))

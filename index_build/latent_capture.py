@@ -16,7 +16,7 @@ from csattn.models.latent import (
     query_latents,
 )
 from csattn.models.module_weights import latent_weights
-from csattn.models.spec import LatentSpec
+from csattn.models.spec import LatentSpec, RopeSpec
 from csattn.models.weights import Linear
 
 
@@ -28,11 +28,11 @@ class LatentLayer:
         layer: Any,
         spec: LatentSpec,
         softmax_scale: float,
-        interleaved: bool,
+        rope: RopeSpec,
         rows: Tensor,  # [context_len, width], written
         chosen: Tensor | None,  # [context_len, top_k] int32: the previous layer's choice; written if this layer chooses
     ) -> None:
-        self._layer, self._spec, self._scale, self._interleaved = layer, spec, softmax_scale, interleaved
+        self._layer, self._spec, self._scale, self._rope = layer, spec, softmax_scale, rope
         self._weights = latent_weights(layer.self_attn, spec)
         self._rows, self._chosen = rows, chosen
 
@@ -43,7 +43,10 @@ class LatentLayer:
         """
         spec, weights, layer = self._spec, self._weights, self._layer
         half = spec.rope_dim // 2
-        rope = LatentRope(cos[:, :half], sin[:, :half], self._interleaved)
+        q_scale, temper = torch.ones(len(hidden), device=hidden.device), self._rope.temper
+        if temper is not None:
+            q_scale = temper.scales(torch.arange(tokens.start, tokens.stop, device=hidden.device))
+        rope = LatentRope(cos[:, :half], sin[:, :half], self._rope.interleaved, q_scale)
         inputs = _products(layer.input_layernorm(hidden), weights.inputs)
         projected = inputs
         if weights.queries:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from csattn.models import LoadedModel
 from csattn.models.families import LAYER_SCALE
 from csattn.models.loader import wrap_model
+from csattn.models.text_part import class_of
 
 _LOCAL = ["sliding_attention", "full_attention", "sliding_attention"]  # layer types
 _DELTA = {
@@ -38,6 +39,20 @@ _SCAN = {
     "initializer_range": 0.15,
 }
 _CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+_GRANITE = {
+    "attention_bias": True,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+_GRANITE_SWA = _GRANITE | {
+    "num_hidden_layers": 5,
+    "sliding_window": 37,
+    "layer_types": ["full_attention", *_LOCAL, "full_attention"],
+    "layer_rope_theta": [1e4, 1e3, 0, 0, 1e3],
+    "tie_word_embeddings": False,
+}
 _EXPERTS = {
     "moe_intermediate_size": 36,
     "n_routed_experts": 12,
@@ -82,9 +97,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 EVERY_FAMILY = (
     FAMILIES
     | {
+        "afmoe": (
+            "Afmoe",
+            {
+                "head_dim": 16,
+                "attention_bias": True,
+                "sliding_window": 37,
+                "layer_types": _LOCAL,
+                "num_dense_layers": 1,
+                "moe_intermediate_size": 36,
+                "num_experts": 7,
+                "num_experts_per_tok": 3,
+                "num_shared_experts": 2,
+                "route_scale": 1.5,
+                "mup_enabled": True,
+            },
+        ),
         "arcee": ("Arcee", {"mlp_bias": True}),
         "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 1.0}),
         "cohere2": ("Cohere2", {"sliding_window": 37, "layer_types": _LOCAL}),
+        "cohere2_moe": (
+            "Cohere2Moe",
+            {
+                "head_dim": 16,
+                "attention_bias": True,
+                "logit_scale": 0.7,
+                "sliding_window": 37,
+                "num_hidden_layers": 4,
+                "layer_types": ["full_attention", *_LOCAL],
+                "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+                "prefix_dense_intermediate_size": 48,
+                "intermediate_size": 36,
+                "num_experts": 7,
+                "num_experts_per_tok": 3,
+                "num_shared_experts": 2,
+                "expert_selection_fn": "sigmoid",
+            },
+        ),
         "cwm": (
             "Cwm",
             {
@@ -176,6 +225,7 @@ EVERY_FAMILY = (
                 "routed_scaling_factor": 1.5,
             },
         ),
+        "flex_olmo": ("FlexOlmo", {"num_experts": 7, "num_experts_per_tok": 3, "attention_bias": True}),
         "gemma": ("Gemma", {"head_dim": 16}),
         "gemma2": (
             "Gemma2",
@@ -284,6 +334,20 @@ EVERY_FAMILY = (
             "GraniteMoeHybrid",
             _SCAN | {"num_local_experts": 0, "position_embedding_type": "rope"},
         ),
+        "granite_swa": ("GraniteSWA", _GRANITE_SWA | {"mlp_bias": True}),
+        "granitemoe_swa": (
+            "GraniteMoeSWA",
+            _GRANITE_SWA | {"shared_intermediate_size": 40, "num_local_experts": 5, "num_experts_per_tok": 2},
+        ),
+        "granitemoeshared": (
+            "GraniteMoeShared",
+            {
+                "shared_intermediate_size": 40,
+                "num_local_experts": 5,
+                "num_experts_per_tok": 2,
+            }
+            | _GRANITE,
+        ),
         "granite": (
             "Granite",
             {
@@ -296,6 +360,29 @@ EVERY_FAMILY = (
             },
         ),
         "helium": ("Helium", {"head_dim": 16}),
+        "hunyuan_v1_dense": (
+            "HunYuanDenseV1",
+            {
+                "head_dim": 24,
+                "attention_bias": True,
+                "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e3},
+            },
+        ),
+        "hunyuan_v1_moe": (
+            "HunYuanMoEV1",
+            {
+                "head_dim": 16,
+                "intermediate_size": 36,
+                "num_experts": 7,
+                "moe_topk": [3, 2, 4],
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                },
+            },
+        ),
         "hy_v3": (
             "HYV3",
             {
@@ -381,6 +468,22 @@ EVERY_FAMILY = (
                 },
             },
         ),
+        "mistral4": (
+            "Mistral4",
+            _LATENTS
+            | {
+                "attention_bias": True,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 0.7,
+                    "llama_4_scaling_beta": 0.3,
+                },
+            },
+        ),
         "mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": None}),
         "nemotron_h": (
             "NemotronH",
@@ -454,6 +557,7 @@ EVERY_FAMILY = (
                 "mlp_only_layers": [1],
             },
         ),
+        "sarvam_moe": ("SarvamMoE", _EXPERTS | {"head_dim": 16, "attention_bias": True, "first_k_dense_replace": 1}),
         "seed_oss": ("SeedOss", {"head_dim": 24, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
         "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True}),
         "solar_open": ("SolarOpen", _EXPERTS | {"head_dim": 16, "attention_bias": True}),
@@ -490,11 +594,12 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
+    config = tiny_config(family, **changes)
+    model = class_of(config)._from_config(config).eval()
     if family != "llama":  # Llama has no biases, and stays as initialized
         with torch.no_grad():
             for name, parameter in model.named_parameters():  # these are initialized to zeros and ones
-                if name.endswith(("bias", "base")) or "norm" in name or "scale" in name:
+                if name.endswith(("bias", "base")) or "norm" in name or "scale" in name or not parameter.any():
                     parameter += 0.2 * torch.randn_like(parameter)
             for name, buffer in model.named_buffers():
                 if name.endswith(LAYER_SCALE):

@@ -4,9 +4,9 @@ from math import inf, log
 from typing import Any, Literal
 
 from csattn.errors import ModelError
-from csattn.models.experts import experts_of, mlp_width
+from csattn.models.experts import averages_experts, experts_of, has_experts, mlp_width
 from csattn.models.families import FAMILIES, Family, own_field, unsupported
-from csattn.models.positions import max_positions, rope_parameters, rope_specs, rotates_any, unrotated_rope
+from csattn.models.positions import max_positions, rope_name, rope_parameters, rope_specs, rotates_any, unrotated_rope
 from csattn.models.spec import (
     Activation,
     AttentionSpec,
@@ -55,7 +55,7 @@ def describe(config: Any) -> ModelSpec:
         query_scale = _latent_scale(config)
     if family.compressed:
         head_dim //= 2
-    embedding_scale = config.hidden_size**0.5 if family.scaled_embedding else 1.0
+    rms_norm_eps = own_field(config, "rms_norm_eps", None) if family.centred else None
     return ModelSpec(
         layers=layers,
         hidden_size=config.hidden_size,
@@ -65,13 +65,15 @@ def describe(config: Any) -> ModelSpec:
         softmax_scale=float(family.field(config, "attention_multiplier", query_scale)),
         vocab_size=config.vocab_size,
         max_positions=max_positions(config),
-        norm_eps=getattr(config, family.eps_field),
+        norm_eps=getattr(config, family.eps_field) if rms_norm_eps is None else rms_norm_eps,
         local_heads=local_heads,
         layer_input_width=own_field(config, "hidden_size_per_layer_input", 0) or 0,
         streams=_streams(config) if family.compressed else None,
         ropes=rope_specs(config, family),
-        centred=family.centred,
-        embedding_multiplier=float(family.field(config, "embedding_multiplier", embedding_scale)),
+        centred=family.centred and rms_norm_eps is None,
+        embedding_multiplier=config.hidden_size**0.5
+        if family.scaled_embedding is True
+        else family.embedding_multiplier(config),
         logit_multiplier=family.field(
             config, family.logit_scale_field, 1.0 / family.field(config, "logits_scaling", 1.0)
         ),
@@ -92,12 +94,14 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
             qkv_bias=qkv_bias,
             out_bias=out_bias,
             qk_norm=_qk_norm(config, family, layer_idx),
+            norms_after_rope=family.norms_after_rope,
             v_norm=family.v_norm,
             k_is_v=_k_is_v(config, layer_idx),
             rows_of=_rows_of(config, layer_idx),
             rope=_rope_of(config, family, layer_idx),
             reach=_reach(config, family, layer_idx),
-            gated=family.gated_attention,
+            gated=family.gated_attention is not None,
+            gate_bias=qkv_bias and family.gated_attention == "with_queries",
             sinks=family.sinks,
             logit_cap=family.field(config, "attn_logit_softcapping", None),
         ),
@@ -113,6 +117,7 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
         pre_norm=family.norms[0] is not None,
         post_norm=family.norms[1] is not None,
         residual_multiplier=float(family.field(config, "residual_multiplier", 1.0)),
+        mlp_multiplier=0.5 if averages_experts(config, layer_idx) else 1.0,
         parallel=family.parallel,
         mlp_only=layer_type(config, layer_idx) in _MLP_TYPES,
         scaled=family.scaled_layers,
@@ -386,12 +391,14 @@ def _rope_of(config: Any, family: Family, layer_idx: int) -> int | None:
     if not rotates_any(config, family):
         return None
     has_window = family.rotated == "local" and config.sliding_window is not None
+    if own_field(config, "prefix_dense_sliding_window_pattern", None) == 1 and not has_experts(config, layer_idx):
+        has_window = False  # dense layers rotate without one, too
     if has_window and _reach(config, family, layer_idx) is None:
         return None
     if family.compressed:
         return int(layer_type(config, layer_idx) in _COMPRESSED)
-    names = list(rope_parameters(config))
-    return 0 if names == [""] else names.index(layer_type(config, layer_idx))
+    name = rope_name(config, layer_idx, layer_type(config, layer_idx))
+    return None if name is None else list(rope_parameters(config)).index(name)
 
 
 def _qk_norm(config: Any, family: Family, layer_idx: int) -> Literal["none", "head", "projection"]:

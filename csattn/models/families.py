@@ -6,26 +6,33 @@ from typing import Any, Literal
 from csattn.errors import ModelError
 
 _NORM_BIASES = "its norms have biases"
-_NORMS_AFTER_ROPE = "it normalises queries and keys after RoPE"
 # families that users may try, and why they are refused
 _REFUSED = {
     "apertus": "its MLPs have an activation with trained weights",
+    "axk1": "it norms the output of experts only, not of its dense layers",
     "bamba": "its attention has rotations of its own beside state spaces",
     "falcon_h1": "its layers have attention and a state space in parallel",
     "gemma3": "it also reads images; load its text model, a gemma3_text",
     "gemma4": "it also reads images; load its text model, a gemma4_text",
-    "hunyuan_v1_dense": _NORMS_AFTER_ROPE,
-    "hunyuan_v1_moe": _NORMS_AFTER_ROPE,
     "jais2": _NORM_BIASES,
     "jamba": "its state spaces are of the first Mamba",
+    "laguna": "the gates of its attention are not sigmoids",
+    "llama4": "it also reads images; load its text model, a llama4_text",
+    "longcat_flash": "its layers have two attentions, and experts without weights",
+    "mimo_v2_flash": "its values are narrower than its keys",
+    "minimax": "its linear attention has no gated deltas",
+    "nanochat": "its norms have no weights",
     "nemotron": _NORM_BIASES,
+    "olmo": "its norms have no weights",
+    "olmo_hybrid": "its layers have norms in different places",
+    "phi": _NORM_BIASES,
+    "phimoe": _NORM_BIASES,
     "qwen3_5": "it also reads images; load its text model, a qwen3_5_text",
     "qwen3_5_moe": "it also reads images; load its text model, a qwen3_5_moe_text",
-    "llama4": "it also reads images; load its text model, a llama4_text",
-    "olmo": "its norms have no weights",
-    "phi": _NORM_BIASES,
     "stablelm": _NORM_BIASES,
     "starcoder2": _NORM_BIASES,
+    "step3p5": "its layers have different numbers of query heads",
+    "step3p7": "its layers have different numbers of query heads",
 }
 # A layer's buffers that are weights: the factor on its output, the bias of expert scores for the choice, and the
 # experts of each token id.
@@ -47,16 +54,19 @@ class Family:
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
     head_bias: str | None = None  # the config field that says whether the output head has a bias
     qk_norm: Literal["none", "head", "projection"] | str = "none"  # or the config field that switches "head" on
+    norms_after_rope: bool = False
+    alpha: bool = False  # RoPE of the type "dynamic" may have a fixed factor of its base instead, by an `alpha`
     interleaved: bool | str = False  # RoPE has pairs (2i, 2i + 1), or the config field that says so
     activation_field: str | None = "hidden_act"  # the config field with the MLP's activation; None: silu
     gated: bool = True  # whether the MLP has gates
     limited: bool = False  # whether the activation clips gates and ups
-    scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
+    # embeddings are multiplied by sqrt(hidden_size), by their module or, if a config field says so, by the model
+    scaled_embedding: bool | str = False
     scaled_layers: bool = False  # a layer's output is multiplied by its LAYER_SCALE
     softmax_scale: float | None = None  # None: head_dim ** -0.5
     v_norm: bool = False
     offset_norms: bool = False  # norms multiply by 1 + their weights
-    centred: bool = False  # norms are LayerNorm: they subtract the mean
+    centred: bool = False  # norms are LayerNorm: they subtract the mean; RMSNorm if the config has `rms_norm_eps`
     eps_field: str = "rms_norm_eps"  # the config field with the norms' epsilon
     parallel: bool = False  # attention and MLP read the same input, and their outputs are added
     single: bool = False  # a layer is attention, what is in its place, or an MLP, by layer_types
@@ -65,7 +75,8 @@ class Family:
     rotated: Literal["all", "none", "local", "no_rope_layers", "position_embedding_type"] = "all"
     tempered: bool = False  # queries have a `Temper`
     sinks: bool = False
-    gated_attention: bool = False
+    # whether attention has gates: from the projection of queries, or from `gate_proj`, which has no bias
+    gated_attention: Literal["with_queries", "alone"] | None = None
     latents: bool = False
     interleaved_indexer: bool | None = None  # as `IndexerSpec.interleaved`; None: no indexer
     state: Literal["delta", "scan", "conv"] | None = None  # field of `LayerSpec` for layers without rows
@@ -73,7 +84,7 @@ class Family:
     mlp: str = "mlp"  # name of a layer's MLP module, which may hold experts
     # name of the layer's module with experts and their router; empty: the layer itself; None: its MLP
     experts_at: str | None = None
-    router: str = "gate"  # name of the experts' router module
+    router: str = "gate"  # path of the module with the router's weights, in that with the experts
     inputs_first: bool = False  # an expert's weights are stored [num_in, num_out]
     config_fields: tuple[str, ...] = ()  # config fields that it reads, and other families lack or ignore
     logit_scale_field: str = "logit_scale"  # which of these fields multiplies logits
@@ -82,6 +93,11 @@ class Family:
     def part(self, module: Any, name: str) -> Any:
         """Return a module's part by its name in most families; None: it has no such part."""
         return getattr(module, self.names.get(name, name), None)
+
+    def embedding_multiplier(self, config: Any) -> float:
+        """Return the factor of embeddings that the model applies, not its embedding module."""
+        scaled = isinstance(self.scaled_embedding, str) and getattr(config, self.scaled_embedding)
+        return float(config.hidden_size**0.5 if scaled else self.field(config, "embedding_multiplier", 1.0))
 
     def field(self, config: Any, name: str, default: Any) -> Any:
         """Return the config's field if this family reads it, else `default`."""
@@ -103,6 +119,15 @@ _GEMMA: dict[str, Any] = {"biases": _ATTENTION_BIAS, "scaled_embedding": True, "
 _GEMMA2: dict[str, Any] = {"norms": _GEMMA2_NORMS, "activation_field": "hidden_activation"}
 _GEMMA_FIELDS = ("query_pre_attn_scalar", "final_logit_softcapping")
 _GRANITE_FIELDS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+_GRANITE_NAMES = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
+_GRANITE_MOE_SHARED: dict[str, Any] = {
+    "biases": _ATTENTION_BIAS,
+    "config_fields": _GRANITE_FIELDS,
+    "mlp": "shared_mlp",
+    "experts_at": "block_sparse_moe",
+    "router": "router",
+    "names": _GRANITE_NAMES,
+}
 _COHERE: dict[str, Any] = {
     "norms": ("input_layernorm", None, None, None),
     "biases": _ATTENTION_BIAS,
@@ -113,6 +138,13 @@ _COHERE: dict[str, Any] = {
     "config_fields": ("logit_scale",),
 }
 _LATENTS: dict[str, Any] = {"biases": _ATTENTION_BIAS, "latents": True}
+_HUNYUAN: dict[str, Any] = {
+    "biases": _ATTENTION_BIAS,
+    "qk_norm": "head",
+    "norms_after_rope": True,
+    "alpha": True,
+    "names": {"q_norm": "query_layernorm", "k_norm": "key_layernorm", "shared_experts": "shared_mlp"},
+}
 _LFM2_NAMES = {
     CHOICE_BIAS: "expert_bias",
     "norm": "embedding_norm",
@@ -131,11 +163,24 @@ _LFM2: dict[str, Any] = {
     "state": "conv",
     "mlp": "feed_forward",
 }
-_QWEN3_NEXT = Family(biases=_ATTENTION_BIAS, qk_norm="head", offset_norms=True, gated_attention=True, state="delta")
+_QWEN3_NEXT = Family(
+    biases=_ATTENTION_BIAS, qk_norm="head", offset_norms=True, gated_attention="with_queries", state="delta"
+)
 FAMILIES = {
+    "afmoe": Family(
+        ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
+        biases=_ATTENTION_BIAS,
+        qk_norm="head",
+        scaled_embedding="mup_enabled",
+        rotated="local",
+        gated_attention="alone",
+        router="router.gate",
+        names={CHOICE_BIAS: "expert_bias"},
+    ),
     "arcee": Family(biases=_BY_CONFIG, gated=False),
     "cohere": Family(**_COHERE),
     "cohere2": Family(**_COHERE, rotated="local"),
+    "cohere2_moe": Family(**_COHERE, rotated="local"),
     "cwm": Family(),
     "deepseek_v3": Family(**_LATENTS, interleaved="rope_interleave"),
     "deepseek_v32": Family(**_LATENTS, interleaved=True, interleaved_indexer=False),
@@ -153,6 +198,7 @@ FAMILIES = {
     "exaone": Family(biases=_BY_CONFIG),
     "exaone4": Family(_POST_NORMS, qk_norm="head", rotated="local"),
     "exaone_moe": Family(qk_norm="head", rotated="local"),
+    "flex_olmo": Family(_POST_NORMS, biases=_ATTENTION_BIAS, qk_norm="projection"),
     "gemma": Family(**_GEMMA),
     "gemma2": Family(**_GEMMA2, **_GEMMA, config_fields=(*_GEMMA_FIELDS, "attn_logit_softcapping")),
     "gemma3_text": Family(**_GEMMA2, **_GEMMA, qk_norm="head", config_fields=_GEMMA_FIELDS),
@@ -175,6 +221,7 @@ FAMILIES = {
     "glm_moe_dsa": Family(**_LATENTS, interleaved=True, interleaved_indexer=True),
     "gpt_oss": Family(biases=_ATTENTION_BIAS, sinks=True, router="router", inputs_first=True),
     "granite": Family(biases=_BY_CONFIG, config_fields=_GRANITE_FIELDS),
+    "granite_swa": Family(biases=_BY_CONFIG, config_fields=_GRANITE_FIELDS, sinks=True),
     "granitemoe": Family(
         biases=_ATTENTION_BIAS, config_fields=_GRANITE_FIELDS, mlp="block_sparse_moe", router="router"
     ),
@@ -186,9 +233,13 @@ FAMILIES = {
         mlp="shared_mlp",
         experts_at="block_sparse_moe",
         router="router",
-        names={"gate_up_proj": "input_linear", "down_proj": "output_linear"},
+        names=_GRANITE_NAMES,
     ),
+    "granitemoe_swa": Family(**_GRANITE_MOE_SHARED, sinks=True),
+    "granitemoeshared": Family(**_GRANITE_MOE_SHARED),
     "helium": Family(biases=("attention_bias", False, "mlp_bias"), interleaved=True),
+    "hunyuan_v1_dense": Family(**_HUNYUAN),
+    "hunyuan_v1_moe": Family(**_HUNYUAN, router="gate.wg"),
     "hy_v3": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
     "hyperclovax": Family(
         ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
@@ -215,6 +266,7 @@ FAMILIES = {
     "ministral": Family(),
     "ministral3": Family(tempered=True, config_fields=("sliding_window",)),
     "mistral": Family(config_fields=("sliding_window",)),
+    "mistral4": Family(**_LATENTS, interleaved="rope_interleave", tempered=True),
     "mixtral": Family(config_fields=("sliding_window",)),
     "nemotron_h": Family(
         ("norm", None, None, None),
@@ -239,6 +291,7 @@ FAMILIES = {
     "qwen3_5_moe_text": _QWEN3_NEXT,
     "qwen3_5_text": _QWEN3_NEXT,
     "qwen3_next": _QWEN3_NEXT,
+    "sarvam_moe": Family(biases=("attention_bias", False, False), qk_norm="use_qk_norm"),
     "seed_oss": Family(biases=("attention_bias", "attention_out_bias", "mlp_bias")),
     "smollm3": Family(biases=_BY_CONFIG, rotated="no_rope_layers"),
     "solar_open": Family(biases=("attention_bias", False, False)),

@@ -27,6 +27,7 @@ class LatentRope:
     cos: Tensor  # [num_tokens, rope_dim // 2]
     sin: Tensor
     interleaved: bool
+    q_scale: Tensor  # [num_tokens] float32: a factor of the queries, not of index heads'
 
     def __call__(self, x: Tensor, interleaved: bool | None = None) -> Tensor:
         """Rotate the first rope_dim dimensions of x [..., num_tokens, >= rope_dim]. interleaved: default: self's."""
@@ -79,7 +80,7 @@ def latent_queries(
     q = projected[:, : spec.q_width].float().view(num_tokens, spec.num_heads, -1)
     nope = torch.einsum("thn,hnc->thc", q[..., : spec.nope_dim], weights.up_k.float())
     rotated = rope(q[..., spec.nope_dim :].transpose(0, 1)).transpose(0, 1)
-    q, indexer = torch.cat([nope, rotated], dim=-1), spec.indexer
+    q, indexer = torch.cat([nope, rotated], dim=-1) * rope.q_scale[:, None, None], spec.indexer
     if indexer is None:
         return LatentQueries(q, None, None)
     index_q = projected[:, spec.q_width :].float().view(num_tokens, indexer.num_heads, -1).transpose(0, 1)

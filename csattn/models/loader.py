@@ -34,6 +34,7 @@ from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_n
 from csattn.models.source import DEMO_MODEL, MERGE, gguf_of, model_name, source_of
 from csattn.models.text_part import (
     TEXT_MODEL_AT,
+    class_of,
     named_as_text,
     named_if_text,
     require_plain,
@@ -370,7 +371,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
     is_part: it is the text model of a vision-language model. Raises ModelError for a tensor that is missing, unexpected
     or of another shape: `transformers` would go on with random numbers in its place.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     how: dict[str, Any] = {
         "config": config,
@@ -389,7 +390,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
         if quantization is None:
             store_decoded = None if weights is None else _decoded_store(config, dtype, weights)
             with _joined_to_files(store_decoded):
-                model, found = AutoModelForCausalLM.from_pretrained(source, **how)
+                model, found = class_of(config).from_pretrained(source, **how)
             require_plain(found)
         else:
             require_unrounded(config, weights)
@@ -400,9 +401,8 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
             in_model = deepseek_files.in_model if is_deepseek else named_as_text
             quantized = {in_model(name): kept for name, kept in quantized.items()}
             del config.quantization_config
-            kind = AutoModelForCausalLM._model_mapping[type(config)]
             with _joined_to_files(store_decoded):
-                model, found = kind.from_pretrained(None, state_dict=state, **how | {"key_mapping": None})
+                model, found = class_of(config).from_pretrained(None, state_dict=state, **how | {"key_mapping": None})
             # AutoGPTQ writes biases of zeros that models do not have
             zeros = {x for x, tensor in state.items() if x.endswith(".bias") and not tensor.any()}
             found["unexpected_keys"] = set(found["unexpected_keys"]) - zeros

@@ -70,9 +70,10 @@ def weights_of(model: Any) -> ModelWeights:
 
 
 def _frequencies(body: Any, layer_type: str) -> Frequencies:
-    angles, scale = model_frequencies(rotary_of(body), layer_type)
-    # Llama 4 norms heads after RoPE, which cancels RoPE's factor; a step norms them before
-    drops_scale = any(hasattr(getattr(layer, "self_attn", None), "qk_norm") for layer in body.layers)
+    angles, scale = model_frequencies(rotary_of(body, layer_type), layer_type)
+    # norms of heads after RoPE cancel RoPE's factor; a step norms them before (Llama 4's have no weights)
+    drops_scale = FAMILIES[body.config.model_type].norms_after_rope
+    drops_scale |= any(hasattr(getattr(layer, "self_attn", None), "qk_norm") for layer in body.layers)
     return Frequencies(angles, 1.0 if drops_scale else scale)
 
 
@@ -94,7 +95,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
     if family.experts_at is not None:
         block = getattr(layer, family.experts_at) if family.experts_at else layer
     elif of_layer.experts:  # beside them a shared expert may serve all tokens
-        mlp = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
+        mlp = getattr(block, "shared_expert", None) or family.part(block, "shared_experts")
     norms = [None if name is None else _norm(getattr(layer, name), family) for name in family.norms]
     head_norms = None
     if attention is not None and hasattr(attention, "qk_norm"):  # without weights
@@ -104,11 +105,12 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         of_k = of_q = _norm(family.part(attention, "q_norm"), family)
         if of_layer.attention.rows_of is None:  # else it is never read
             of_k = _norm(family.part(attention, "k_norm"), family)
-        head_norms = HeadNorms(of_q, of_k, of_k.new_ones(heads.head_dim) if of_layer.attention.v_norm else None)
+        of_v = of_k.new_ones(heads.head_dim) if of_layer.attention.v_norm else None
+        head_norms = HeadNorms(of_q, of_k, of_v, family.norms_after_rope)
     return LayerWeights(
         input_norm=norms[0],
         qkv=() if of_layer.latent or of_layer.compressed else _qkv(attention, of_layer.attention, heads, family),
-        gates=_of_heads(attention.q_proj, heads, 1) if attention is not None and of_layer.attention.gated else (),
+        gates=_gates(attention, heads, family),
         recurrent=None if of_layer.recurrent is None else _recurrent(layer, of_layer.recurrent),
         latent=None if of_layer.latent is None else latent_weights(attention, of_layer.latent),
         compressed=None if of_layer.compressed is None else _compressed(attention, rotary),
@@ -151,10 +153,17 @@ def _qkv(attention: Any, of: AttentionSpec, heads: HeadsSpec, family: Family) ->
         return (_linear(attention.q_proj),)
     if of.k_is_v:
         return _linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.k_proj)
-    if of.gated:
+    if family.gated_attention == "with_queries":
         return (*_of_heads(attention.q_proj, heads, 0), _linear(attention.k_proj), _linear(attention.v_proj))
     widths = [heads.q_width, *2 * [heads.kv_width]]
     return _parts(attention, family, "qkv_proj", ("q_proj", "k_proj", "v_proj"), widths)
+
+
+def _gates(attention: Any, heads: HeadsSpec, family: Family) -> tuple[Linear, ...]:
+    if attention is None or family.gated_attention is None:
+        return ()
+    alone = family.gated_attention == "alone"
+    return (_linear(attention.gate_proj),) if alone else _of_heads(attention.q_proj, heads, 1)
 
 
 def _of_heads(module: Any, heads: HeadsSpec, second: int) -> tuple[Linear, ...]:
@@ -271,7 +280,7 @@ def _by_head(whole: Linear, num_heads: int, widths: tuple[int, ...]) -> tuple[Li
 
 
 def _routed(block: Any, spec: ExpertsSpec, family: Family, vocab_size: int) -> ExpertWeights:
-    router, experts = getattr(block, family.router), block.experts
+    router, experts = block.get_submodule(family.router), block.experts
     scales, norms = getattr(router, "per_expert_scale", None), None
     if spec.has_own_norms:
         names = (f"{name}_layernorm_{number}" for name, number in _EXPERT_NORMS)

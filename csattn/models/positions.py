@@ -14,10 +14,22 @@ _ROPES = ("main", "compress")  # the two kinds of RoPE in models of compressed a
 
 
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """RoPE parameters by the type of the layers that use them; by the empty name if all layers share one."""
+    """RoPE parameters by the type of the layers that use them; by the empty name if all layers share one.
+
+    Where layers have a base each (`layer_rope_theta`), parameters are by base.
+    """
     rope = dict(getattr(config, "rope_parameters", None) or {})
+    if (bases := own_field(config, "layer_rope_theta", None)) is not None:
+        return {str(float(base)): rope | {"rope_theta": base} for base in sorted(set(bases) - {0})}
     types = {*(getattr(config, "layer_types", None) or ()), *_ROPES}
     return {name: dict(of_type) for name, of_type in rope.items() if name in types} or {"": rope}
+
+
+def rope_name(config: Any, layer_idx: int, layer_type: str) -> str | None:
+    """Return the name of a layer's RoPE in `rope_parameters`; None: its base is 0, and it has no RoPE."""
+    if (bases := own_field(config, "layer_rope_theta", None)) is not None:
+        return str(float(bases[layer_idx])) if bases[layer_idx] else None
+    return "" if "" in rope_parameters(config) else layer_type
 
 
 def max_positions(config: Any) -> int:
@@ -66,11 +78,16 @@ def rotates_any(config: Any, family: Family) -> bool:
     """Whether any layer has RoPE."""
     if family.rotated == "position_embedding_type":
         return bool(config.position_embedding_type == "rope")
+    if own_field(config, "layer_rope_theta", None) is not None:
+        return any(config.layer_rope_theta)
     return family.rotated != "none"
 
 
 def _rope_spec(config: Any, parameters: dict[str, Any], family: Family) -> RopeSpec:
     rope_type = parameters.get("rope_type", "default")
+    if family.alpha and rope_type == "dynamic" and (alpha := parameters.get("alpha")) and (dim := config.head_dim):
+        base = parameters["rope_theta"] * alpha ** (dim / (dim - 2))
+        rope_type, parameters = "default", {"rope_type": "default", "rope_theta": base}
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise ModelError(
             f"this model's positions are scaled by {rope_type!r}, which changes stored keys as the sequence grows; "

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 from csattn.models.families import FAMILIES
 
@@ -20,7 +20,7 @@ def embed(model: Any, token_ids: Tensor) -> Tensor:
     """Return the input of a supported model's first layer: [..., hidden_size]."""
     family = FAMILIES[model.config.model_type]
     hidden: Tensor = family.part(model.model, "embed_tokens")(token_ids)
-    multiplier = family.field(model.config, "embedding_multiplier", 1.0)
+    multiplier = family.embedding_multiplier(model.config)
     return hidden if multiplier == 1.0 else hidden * multiplier
 
 
@@ -40,6 +40,7 @@ def layer_inputs(model: Any, token_ids: Tensor, layer_idx: int) -> Tensor:
 def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
     """Return the queries that the layer's attention would project from this input, before RoPE.
 
+    Weights of norms that multiply after RoPE are left out.
     layer: a decoder layer of a supported model. hidden: [q_len, hidden_size] -> [num_q_heads, q_len, head_dim].
     """
     attention = getattr(layer, "self_attn", None) or layer.mixer
@@ -48,7 +49,7 @@ def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
         hidden = getattr(layer, family.norms[0])(hidden)
     if hasattr(attention, "q_proj"):
         q = attention.q_proj(hidden)
-        if family.gated_attention:  # each head's query, then its gate
+        if family.gated_attention == "with_queries":  # each head's query, then its gate
             q = q.view(len(q), -1, 2, attention.head_dim)[:, :, 0].flatten(1)
     else:
         q = attention.qkv_proj(hidden)[:, : attention.config.num_attention_heads * attention.head_dim]
@@ -57,6 +58,8 @@ def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
         q = attention.qk_norm(q.view(of_heads))
     elif (norm := family.part(attention, "q_norm")) is None:
         q = q.view(of_heads)
+    elif family.norms_after_rope:
+        q = rms_norm(q.view(of_heads).float(), of_heads[2:], None, norm.variance_epsilon).to(q.dtype)
     elif family.qk_norm != "projection":
         q = norm(q.view(of_heads))
     else:

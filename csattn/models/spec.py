@@ -65,6 +65,7 @@ class AttentionSpec:
     out_bias: bool = False
     # RMSNorm of q and k before RoPE: over each head, or over the whole projection
     qk_norm: Literal["none", "head", "projection"] = "none"
+    norms_after_rope: bool = False  # the weights of these norms multiply after RoPE
     v_norm: bool = False  # RMSNorm of each head of v, without weights
     k_is_v: bool = False  # values are the projected keys before norm and RoPE
     # the earlier layer whose rows this one attends to, with the same heads and reach; None: it has its own
@@ -72,6 +73,7 @@ class AttentionSpec:
     rope: int | None = 0  # index into `ModelSpec.ropes`; None: no RoPE
     reach: Reach | None = None  # None: all rows, and the layer gets an index
     gated: bool = False  # attention's output is multiplied by the sigmoid of a gate projection of its width
+    gate_bias: bool = False
     sinks: bool = False  # sink logits: each query head has one more logit in its softmax, without a row
     logit_cap: float | None = None  # logits are cap * tanh(logit / cap)
 
@@ -367,11 +369,12 @@ class StreamsSpec:
 class LayerSpec:
     """stream += residual_multiplier * post_norm(attention(pre_norm(stream))), then the same with the MLP, if any.
 
+    The outputs of the MLP and of experts are one output, except for experts with norms of their own.
     If `delta`, `scan`, `conv`, `latent` or `compressed` is set, it takes the place of `attention`.
     """
 
     mlp: MlpSpec | None
-    experts: tuple[ExpertsSpec, ...] = ()  # their outputs are added to the MLP's
+    experts: tuple[ExpertsSpec, ...] = ()
     attention: AttentionSpec = AttentionSpec()
     delta: DeltaSpec | None = None
     scan: ScanSpec | None = None
@@ -381,6 +384,7 @@ class LayerSpec:
     pre_norm: bool = True
     post_norm: bool = False
     residual_multiplier: float = 1.0
+    mlp_multiplier: float = 1.0  # another factor of what the MLP and experts add
     # the stream that leaves the layer is multiplied by a learned scalar
     scaled: bool = False
     parallel: bool = False  # the MLP reads the same normed input as attention

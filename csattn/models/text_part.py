@@ -17,8 +17,17 @@ TEXT_MODEL_AT = {
 }
 _OF_QUANTIZED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 NOT_TEXT = re.compile(
-    r"(model\.)?(vision|visual|audio|multi_modal|embed_vision|embed_audio|connector|image_newline|mtp)"
+    r"(model\.)?(vision|visual|audio|multi_modal|mm_projector|embed_vision|embed_audio|connector|image_newline|mtp)"
 )
+
+
+def class_of(config: Any) -> Any:
+    """Return the class in `transformers` of the model that generates text and has this config."""
+    import transformers
+
+    if config.model_type == "mistral4":  # `AutoModelForCausalLM` knows only the whole model, which sees images
+        return transformers.Mistral4ForCausalLM
+    return transformers.AutoModelForCausalLM._model_mapping[type(config)]
 
 
 def text_config(config: Any) -> Any:

@@ -11,7 +11,7 @@ from csattn.models.mapped_files import has_disk_space
 from csattn.models.quantization import Quantization
 from csattn.models.quantized_model import HEAD_ROUNDING, before_activation, experts_of_layers, linears_of_layers
 from csattn.models.quantized_weight import QuantizedWeight, WeightFormat, rounding_named
-from csattn.models.text_part import named_as_text
+from csattn.models.text_part import class_of, named_as_text
 
 # fields of a quantization_config with the modules that are not quantized
 _LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")
@@ -118,10 +118,8 @@ def is_converted_on_disk(all_bytes: int) -> bool:
 
 def _meta_model(config: Any, dtype: torch.dtype) -> Any:
     """Make a model on the meta device: shapes and dtypes without memory."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)  # it writes the dtype into the config
+        return class_of(config)._from_config(deepcopy(config), dtype=dtype)  # it writes the dtype into the config
 
 
 def _is_embedding(weight: Any, model: Any) -> bool:

@@ -42,6 +42,7 @@ class HeadNorms:
     q: Tensor  # [head_dim] or [num_q_heads * head_dim] float32
     k: Tensor  # [head_dim] or [num_kv_heads * head_dim] float32
     v: Tensor | None = None  # [head_dim] float32
+    after_rope: bool = False  # the weights of q and k multiply after RoPE
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,12 +34,12 @@ from workers.model.torch_ops import TorchOps
 REFUSED = {
     "experts with separate norms": {"gemma4_text, experts"},
     "layers that share the rows of other layers": {"gemma4_text, inputs"},
-    "layers of latents": {"deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu"},
+    "layers of latents": {"deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4", "youtu"},
     "layers that keep a state instead of rows": {
         *("granitemoehybrid", "granitemoehybrid, dense", "lfm2", "lfm2_moe", "nemotron_h"),
         *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
     },
-    "norms over all heads together": {"minimax_m2", "olmo2", "olmo3", "olmoe"},
+    "norms over all heads together": {"flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"},
 }
 SPLIT = sorted(ALL_FAMILIES.keys() - {name for names in REFUSED.values() for name in names})
 

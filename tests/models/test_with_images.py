@@ -37,9 +37,11 @@ class Kind:
 KINDS = {
     "gemma3": Kind("gemma3_text", {**_SMALL, **_PATCHES}, {"final_logit_softcapping": None}),
     "gemma4": Kind("gemma4_text", {**_SMALL, "head_dim": 8, "num_key_value_heads": 2}, {"pad_token_id": 0}),
+    "kimi_k25": Kind("deepseek_v3", {**_SMALL, **_PATCHES}),
     "llama4": Kind("llama4_text", {**_SMALL, **_PATCHES}),
     "llava_next": Kind("llama", {"model_type": "clip_vision_model", **_SMALL, **_PATCHES}),
     "mistral3": Kind("mistral", {"model_type": "pixtral", **_SMALL, **_PATCHES}),
+    "mistral3, latents": Kind("mistral4", {"model_type": "pixtral", **_SMALL, **_PATCHES}),
     "qwen3_5": Kind("qwen3_5_text", _OF_QWEN),
     "qwen3_5_moe": Kind("qwen3_5_moe_text", _OF_QWEN),
     "smolvlm": Kind("llama", {**_SMALL, **_PATCHES}),
@@ -52,10 +54,14 @@ def save(directory: Path, kind: str) -> Any:
     text, tower = tiny_config(of.text, **of.changes).to_dict(), of.tower
     if kind == "gemma3":
         tower = {"model_type": "siglip_vision_model", **tower}
-    config = type(AutoConfig.for_model(kind))(text_config=text, vision_config=tower)
+    config = type(AutoConfig.for_model(kind.partition(",")[0]))(text_config=text, vision_config=tower)
     torch.manual_seed(0)
     whole = AutoModelForImageTextToText.from_config(config).float().eval()
     whole.save_pretrained(directory)
+    if kind == "kimi_k25":  # transformers calls the text model's layers blocks, published files do not
+        file = directory / "model.safetensors"
+        named = {re.sub(r"^(language_model.*)\.blocks\.", r"\1.layers.", x): t for x, t in load_file(file).items()}
+        save_file(named, file, {"format": "pt"})
     byte_tokenizer().save_pretrained(directory)
     return whole
 

@@ -38,17 +38,19 @@ CONTEXT = token_ids(300)
 NUM_TOKENS, FEW_TOKENS = 40, 14  # the first leave a window, and reach into the next chunk of a model with chunks
 QUESTION = token_ids(5, seed=5).tolist()
 EMULATED = [
+    "afmoe",
     "gemma2",
     "gemma4_text",
     "gemma4_text, experts",
     "gemma4_text, inputs",
     "gpt_oss",
     "granitemoehybrid",
+    "hunyuan_v1_moe",
     "lfm2_moe",
     "nemotron_h",
     "qwen3_next",
 ]  # families whose layers all have kernels for the device
-MODEL_CHOICE = ["deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"]  # these have other kernels
+MODEL_CHOICE = ["deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "mistral4"]  # these have other kernels
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,8 @@ def test_weights_match_the_models_description_and_cover_all_matrices(name: str) 
     weights = weights_of(model)
     for spec, layer in zip(weights.spec.layers, weights.layers, strict=True):
         is_state = spec.recurrent is not None
-        assert all((linear.bias is not None) == spec.attention.qkv_bias for linear in (*layer.qkv, *layer.gates))
+        assert all((linear.bias is not None) == spec.attention.qkv_bias for linear in layer.qkv)
+        assert all((linear.bias is not None) == spec.attention.gate_bias for linear in layer.gates)
         assert (layer.latent is None) == (spec.latent is None)
         assert (layer.compressed is None) == (spec.compressed is None)
         assert (layer.recurrent is not None) == is_state
@@ -332,6 +335,20 @@ def test_weights_match_the_models_description_and_cover_all_matrices(name: str) 
 def matrices_of(model: torch.nn.Module) -> list[Tensor]:
     """All matrices except experts' biases, which are matrices with a row per expert."""
     return [p for name, p in model.named_parameters() if p.dim() > 1 and not name.endswith("bias")]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": 1e-2, "prefix_dense_sliding_window_pattern": 2, "prefix_dense_intermediate_size": None},
+        {"shared_expert_combination_strategy": "sum", "expert_selection_fn": "softmax"},
+        {"num_shared_experts": 0, "norm_topk_prob": False},
+    ],
+)
+def test_other_norms_and_experts_of_command_a_plus_equal_transformers(changes: dict[str, object]) -> None:
+    model = make_model("cohere2_moe", **changes)
+    output = prefill(make_runner(model), QUESTION, 0, CONTEXT_LENS[0], 0)
+    torch.testing.assert_close(output.logits, logits_after(model, 0, QUESTION)[-1:], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ALL_FAMILIES)

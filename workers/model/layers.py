@@ -337,7 +337,7 @@ class StepLayers:
     def _mlps(self, layer_idx: int) -> list[Callable[[Readers], None]]:
         """Compute everything that a layer adds after attention. Return the calls that add it to the stream."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
-        of_input = spec.parallel or spec.mlp_only
+        of_input, times = spec.parallel or spec.mlp_only, spec.residual_multiplier * spec.mlp_multiplier
         x = self._normed(layer.input_norm if of_input else layer.pre_mlp_norm, self._stream.scaled)
         adds: list[Callable[[Readers], None]] = []
         has_own_norms = any(experts.has_own_norms for experts in spec.experts)
@@ -347,7 +347,7 @@ class StepLayers:
             gated = self._gated[spec.mlp.intermediate_size]
             self._ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
             assert layer.down is not None
-            norm, times = layer.post_mlp_norm, spec.residual_multiplier
+            norm = layer.post_mlp_norm
             adds.append(partial(self._add, gated, layer.down, norm, times, scale=self._scale_after_mlp(layer_idx)))
         together = () if has_own_norms else zip(spec.experts, layer.experts, strict=True)
         for number, (experts, weights) in enumerate(together):
@@ -355,16 +355,16 @@ class StepLayers:
             self._ops.linear(x, [weights.router], buffers.logits)
             self._ops.choose_experts(weights, experts, self._rows, buffers)
             self._ops.experts(x, weights, experts, buffers)
-            add = partial(self._ops.experts_add, weights, experts, buffers, spec.residual_multiplier, self._stream)
+            add = partial(self._ops.experts_add, weights, experts, buffers, times, self._stream)
             adds.append(add)
-        if spec.experts and self._devices is not None:
-            adds = [partial(self._add_shares, layer_idx)]
+        if spec.experts and not has_own_norms and (self._devices is not None or spec.post_norm):
+            adds = [partial(self._add_together, layer_idx)]
         if layer.layer_input is not None:
             adds.append(partial(self._add_input, layer_idx, layer.layer_input))
         return adds
 
-    def _add_shares(self, layer_idx: int, readers: Readers) -> None:
-        """Add the layer's MLP and experts: this device's shares of both, summed over devices in one all-reduce."""
+    def _add_together(self, layer_idx: int, readers: Readers) -> None:
+        """Add the layer's MLP and experts as one output: normed, and summed over devices in one all-reduce."""
         layer, spec, branch = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx], self._branch
         assert branch is not None
         if spec.mlp is not None:
@@ -373,7 +373,7 @@ class StepLayers:
         for number, (experts, weights) in enumerate(zip(spec.experts, layer.experts, strict=True)):
             is_first = spec.mlp is None and number == 0
             self._ops.experts_out(weights, experts, self._experts[number, experts], branch, adds=not is_first)
-        times, scale = spec.residual_multiplier, self._scale_after_mlp(layer_idx)
+        times, scale = spec.residual_multiplier * spec.mlp_multiplier, self._scale_after_mlp(layer_idx)
         self._add_branch(layer.post_mlp_norm, times, readers, scale)
 
     def _scale_after_mlp(self, layer_idx: int) -> float:

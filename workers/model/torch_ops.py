@@ -304,20 +304,21 @@ class TorchOps:
     ) -> None:
         """q = q_scale * rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail.
 
-        Heads that have norms are normed first.
+        Heads that have norms are normed first; see `HeadNorms.after_rope`.
         """
         num_q_heads, head_dim = q.shape[1:]
         heads = qkv.view(rows.batch_size, -1, head_dim).float()
         own_q, kv_heads = heads[:, :num_q_heads], heads[:, num_q_heads:]
-        own_q = own_q if norms is None else _head_norm(own_q, norms.q, eps)
-        q.copy_(_rotated_q(own_q, rotation))
+        own_q = own_q if norms is None else _head_norm(own_q, norms.q, eps, norms.after_rope)
+        q_weight, k_weight = _weights_after_rope(norms)
+        q.copy_(_rotated_q(own_q, rotation) * q_weight)
         if tail is None:
             return
         k, v = kv_heads.chunk(2, dim=1)
         if norms is not None:
-            k = _head_norm(k, norms.k, eps)
+            k = _head_norm(k, norms.k, eps, norms.after_rope)
             v = v if norms.v is None else _head_norm(v, norms.v, eps)
-        kv = torch.stack([_rotated(k, rotation), v], dim=2).to(tail.dtype)
+        kv = torch.stack([_rotated(k, rotation) * k_weight, v], dim=2).to(tail.dtype)
         active = rows.tail_lens > 0
         tail[rows.tail_ids[active].long(), :, (rows.tail_lens - rows.tail_starts)[active].long() - 1] = kv[active]
 
@@ -438,10 +439,10 @@ class TorchOps:
         """q = q_scale * rope([norm(early), 1] @ maps[row's context]); for idle rows any finite number."""
         heads = early.view(q.shape).float()
         if norms is not None:
-            heads = _head_norm(heads, norms.q, eps).to(q.dtype).float()
+            heads = _head_norm(heads, norms.q, eps, norms.after_rope).to(q.dtype).float()
         chosen = maps[rows.context_ids.clamp(min=0).long()].float()
         mapped = torch.einsum("bhd,bhde->bhe", heads, chosen[:, :, :-1]) + chosen[:, :, -1]
-        q.copy_(_rotated_q(mapped, rotation))
+        q.copy_(_rotated_q(mapped, rotation) * _weights_after_rope(norms)[0])
 
     def finish_logits(
         self,
@@ -500,7 +501,7 @@ def _products(x: Normed, linears: Sequence[Linear]) -> Tensor:
 
 
 def _latent_rope(rotation: Rotation) -> LatentRope:
-    return LatentRope(rotation.cos, rotation.sin, rotation.interleaved)
+    return LatentRope(rotation.cos, rotation.sin, rotation.interleaved, rotation.q_scale)
 
 
 def _delta(
@@ -553,13 +554,20 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def _head_norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _head_norm(heads: Tensor, weight: Tensor, eps: float, after_rope: bool = False) -> Tensor:
     """RMSNorm of each head, or of all heads together if the weight is as wide as all of them.
 
-    heads: [batch_size, num_heads, head_dim].
+    heads: [batch_size, num_heads, head_dim]. after_rope: the weight multiplies later.
     """
+    if after_rope:
+        weight = torch.ones_like(weight)
     together = heads.flatten(1) if len(weight) > heads.shape[2] else heads
     return _norm(together, weight, eps).view(heads.shape)
+
+
+def _weights_after_rope(norms: HeadNorms | None) -> tuple[Tensor | float, Tensor | float]:
+    """Return what multiplies q and k after RoPE."""
+    return (norms.q, norms.k) if norms is not None and norms.after_rope else (1.0, 1.0)
 
 
 def _rotated_q(heads: Tensor, rotation: Rotation | None) -> Tensor:

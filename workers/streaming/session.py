@@ -41,17 +41,18 @@ class StreamSession:
         if not isinstance(config, StreamConfig):
             raise ConfigError(f"the config of a stream is a StreamConfig, got {config!r}; give one")
         geometry, spec = loaded.geometry, describe(loaded.model.config)
-        kinds = {(x.rope, x.reach, x.sinks, x.logit_cap) for x in (layer.attention for layer in spec.layers)}
+        each = [layer.attention for layer in spec.layers]
+        kinds = {(x.rope, x.reach, x.sinks, x.logit_cap, x.norms_after_rope) for x in each}
         if (
-            kinds != {(0, None, False, None)}
+            kinds != {(0, None, False, None, False)}
             or spec.kv_sources
             or spec.ropes[0].temper is not None
             or len(spec.indexed_layers) < spec.num_layers
         ):
             raise ConfigError(
                 f"{loaded.name} has layers whose rows cannot be moved to other positions: without RoPE or with "
-                "separate RoPE, with sinks or capped logits, with a state, latents or compressed rows, or that do "
-                "not attend to all rows; stream with another model"
+                "separate RoPE, with sinks, capped logits or norms after RoPE, with a state, latents or compressed "
+                "rows, or that do not attend to all rows; stream with another model"
             )
         config.require_positions(geometry.max_positions)
         self.loaded = loaded

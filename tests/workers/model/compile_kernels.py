@@ -141,7 +141,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (compressed_kernels.unrotate_kernel, COMPRESSED[:1]),
     (latent_kernels.append_latents_kernel, LATENTS),
     (latent_kernels.make_latent_queries_kernel, LATENTS),
-    (latent_kernels.heads_product_kernel, [{"BLOCK_M": rows, **HEAD_TILES} for rows in (16, 64)]),
+    (latent_kernels.heads_product_kernel, [{"BLOCK_M": rows, "SCALED": rows > 16, **HEAD_TILES} for rows in (16, 64)]),
     (
         linear_kernels.linear_kernel,
         [
@@ -175,7 +175,10 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
                 HEADS
                 | {"NORM": norm, "HALF": half, "INTERLEAVED": interleaved, "ROTATED": norm != "projection"}
                 | {"V_NORMED": norm == "head", "BLOCK_OUT": 64}
-                for norm, half, interleaved in (("none", 64, False), ("head", 32, True), ("projection", 0, False))
+                for norm, half, interleaved in (
+                    *(("none", 64, False), ("head", 32, True)),
+                    *(("projection", 0, False), ("after_rope", 64, False)),
+                )
             ],
         )
         for kernel in (head_kernels.rotate_append_kernel, head_kernels.predict_query_kernel)

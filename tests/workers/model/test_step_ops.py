@@ -308,17 +308,20 @@ def make_head_norms(kind: str, num_q_heads: int, num_kv_heads: int, head_dim: in
         return None
     q_heads, kv_heads = (num_q_heads, num_kv_heads) if kind == "projection" else (1, 1)
     of_v = torch.ones(head_dim, device=DEVICE) if head_dim == 24 else None
-    return HeadNorms(1 + randn(q_heads * head_dim, scale=0.5), 1 + randn(kv_heads * head_dim, scale=0.5), of_v)
+    of_q, of_k = (1 + randn(heads * head_dim, scale=0.5) for heads in (q_heads, kv_heads))
+    return HeadNorms(of_q, of_k, of_v, after_rope=kind == "after")
 
 
 # every norm with every rotation for a head_dim that is no power of two; other widths and the narrow dtype with one
+NORMS = ("none", "head", "projection", "after")
 HEADS = [
-    *((2, 2, 24, norm, rotates, DTYPES[0]) for norm in ("none", "head", "projection") for rotates in ROTATIONS),
+    *((2, 2, 24, norm, rotates, DTYPES[0]) for norm in NORMS for rotates in ROTATIONS),
     (4, 2, 16, "projection", "whole", DTYPES[0]),
     (4, 2, 16, "head", "part interleaved", DTYPES[1]),
     (3, 1, 64, "none", "interleaved", DTYPES[0]),
     (3, 1, 64, "projection", "part", DTYPES[1]),
     (2, 1, 512, "head", "whole", DTYPES[1]),
+    (2, 1, 512, "after", "whole", DTYPES[1]),
     (1, 1, 288, "head", "part interleaved", DTYPES[0]),
 ]
 

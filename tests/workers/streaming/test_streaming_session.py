@@ -254,6 +254,12 @@ def test_a_bad_configuration_is_refused_with_the_reason(changes, words) -> None:
         StreamConfig(**changes)
 
 
+def test_a_model_that_weighs_heads_after_rope_is_refused() -> None:
+    """A stream moves rows by another rotation, which is not what was weighed."""
+    with pytest.raises(ConfigError, match="norms after RoPE"):
+        StreamSession(loaded("hunyuan_v1_dense"), StreamConfig())
+
+
 def test_bad_input_is_refused_with_the_reason() -> None:
     with StreamSession(loaded(), StreamConfig(window_len=8)) as session:
         with pytest.raises(ConfigError, match="at least one token"):

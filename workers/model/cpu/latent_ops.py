@@ -53,6 +53,7 @@ QUERIES = (
     "head_stride",  # elements
     "cos",
     "sin",
+    "q_scale",  # [num_rows]: a factor of the queries, not of index heads'
     "half",
     "interleaved",
     "num_index_heads",
@@ -146,6 +147,7 @@ class TapeLatentOps(StageRecorder):
             q=queries.q,
             index_q=queries.index_q,
             index_weights=queries.index_weights,
+            q_scale=rotation.q_scale,
             **_rope_arguments(rotation),
         )
 
@@ -240,6 +242,7 @@ def queries_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
     up = array_at(args.up_k + head * args.head_stride * itemsize, nope_dim * kv_rank, like)
     add_up_rows(projected, at, nope_dim, up, kv_rank, out)
     rotate_pairs(projected, at + nope_dim, 2 * half, cos, sin, args.interleaved != 0, out, kv_rank)
+    out *= floats_of(args.q_scale, 0, row + 1)[row]
     return 0
 
 

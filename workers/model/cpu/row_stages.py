@@ -47,6 +47,7 @@ ROTATE = (
     "k_norm",
     "v_norm",  # [head_dim], or 0
     "together",  # 1: q_norm and k_norm apply to all heads together, [num_heads * head_dim]
+    "after_rope",  # 1: the weights of q_norm and k_norm multiply after RoPE
     "eps",
     "cos",  # [num_rows, half]
     "sin",
@@ -65,6 +66,7 @@ PREDICT = (
     "head_dim",
     "q_norm",
     "together",
+    "after_rope",
     "eps",
     "cos",
     "sin",
@@ -151,6 +153,7 @@ def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
     q_width, kv_width = num_q_heads * head_dim, num_kv_heads * head_dim
     heads = floats_of(args.qkv, row, q_width + 2 * kv_width)
     q_norm, k_norm, v_norm, together = args.q_norm, args.k_norm, args.v_norm, args.together != 0
+    after_rope = args.after_rope != 0
     eps = number_at(args.eps)
     half, interleaved = args.half, args.interleaved != 0
     cos, sin, q = floats_of(args.cos, row, half), floats_of(args.sin, row, half), floats_of(args.q, row, q_width)
@@ -162,8 +165,10 @@ def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
     for head in range(num_q_heads):
         at = head * head_dim
         if q_norm != 0:
-            _normalise_head(heads, at, head_dim, q_norm + head * skip, q_scale, eps)
+            _normalise_head(heads, at, head_dim, 0 if after_rope else q_norm + head * skip, q_scale, eps)
         rotate_pairs(heads, at, head_dim, cos, sin, interleaved, q, at)
+        if after_rope:
+            _weigh_head(q, at, head_dim, q_norm)
     for i in range(q_width):
         q[i] *= by_row
     capacity = args.tail_capacity
@@ -174,10 +179,12 @@ def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
         k_at = q_width + head * head_dim
         v_at = k_at + kv_width
         if k_norm != 0:
-            _normalise_head(heads, k_at, head_dim, k_norm + head * skip, k_scale, eps)
+            _normalise_head(heads, k_at, head_dim, 0 if after_rope else k_norm + head * skip, k_scale, eps)
         if v_norm != 0:
             _normalise_head(heads, v_at, head_dim, v_norm, np.float32(0.0), eps)
         rotate_pairs(heads, k_at, head_dim, cos, sin, interleaved, rotated, 0)
+        if after_rope:
+            _weigh_head(rotated, 0, head_dim, k_norm)
         at = ((tail_id * num_kv_heads + head) * capacity + place) * 2 * head_dim
         kv = array_at(args.tails + at * itemsize, 2 * head_dim, like)
         for i in range(head_dim):
@@ -204,7 +211,7 @@ def predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
         scale = inverse_rms(all_heads, 0, len(all_heads), eps)
         _normalise_head(early, 0, head_dim, q_norm + 4 * head * head_dim, scale, eps)
     elif q_norm != 0:
-        _normalise_head(early, 0, head_dim, q_norm, np.float32(0.0), eps)
+        _normalise_head(early, 0, head_dim, 0 if args.after_rope else q_norm, np.float32(0.0), eps)
     mapped = np.empty(head_dim, np.float32)
     add_up_rows(early, 0, head_dim, matrix, head_dim, mapped)
     for i in range(head_dim):
@@ -212,6 +219,8 @@ def predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     half, interleaved = args.half, args.interleaved != 0
     cos, sin, q = floats_of(args.cos, row, half), floats_of(args.sin, row, half), floats_of(args.q, piece, head_dim)
     rotate_pairs(mapped, 0, head_dim, cos, sin, interleaved, q, 0)
+    if args.after_rope:
+        _weigh_head(q, 0, head_dim, q_norm)
     by_row = _of_row(args.q_scale, row)
     for i in range(head_dim):
         q[i] *= by_row
@@ -334,13 +343,24 @@ def write_scaled(
 def _normalise_head(
     heads: NDArray[np.float32], at: int, head_dim: int, norm: int, scale: np.float32, eps: float
 ) -> None:
-    """RMSNorm of one head in place. norm: the address of its weights. scale: the inverse root mean square of all heads
-    together; 0: this head's own."""
+    """RMSNorm of one head in place. norm: the address of its weights; 0: all are 1. scale: the inverse root mean square
+    of all heads together; 0: this head's own."""
     if scale == 0:
         scale = inverse_rms(heads, at, head_dim, eps)
+    if norm == 0:
+        for i in range(head_dim):
+            heads[at + i] *= scale
+        return
     weight = array_at(norm, head_dim, np.float32(0))
     for i in range(head_dim):
         heads[at + i] = heads[at + i] * scale * weight[i]
+
+
+@exact_kernel
+def _weigh_head(heads: NDArray[np.float32], at: int, head_dim: int, norm: int) -> None:
+    weight = array_at(norm, head_dim, np.float32(0))
+    for i in range(head_dim):
+        heads[at + i] *= weight[i]
 
 
 @exact_kernel

@@ -298,6 +298,7 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             "head_dim": head_dim,
             "q_norm": None if norms is None else norms.q,
             "together": norms is not None and len(norms.q) > head_dim,
+            "after_rope": norms is not None and norms.after_rope,
             "eps": self._number(eps),
             "cos": None if rotation is None else rotation.cos,
             "sin": None if rotation is None else rotation.sin,

@@ -26,7 +26,7 @@ def rotate_append_kernel(
     q,  # [num_rows, NUM_Q_HEADS, HEAD_DIM] <- rotated
     tail_capacity,
     eps,
-    NORM: tl.constexpr,  # "none", "head" or "projection"
+    NORM: tl.constexpr,  # "none", "head", "projection" or "after_rope": of a head, with weights after RoPE
     V_NORMED: tl.constexpr,
     ROTATED: tl.constexpr,  # False: neither rotated nor scaled
     HALF: tl.constexpr,
@@ -61,6 +61,11 @@ def rotate_append_kernel(
                 eps, NORM, NUM_KV_HEADS, HEAD_DIM,
             )  # fmt: skip
     first, second = first * c - second * s, second * c + first * s
+    if NORM == "after_rope":
+        if head < NUM_Q_HEADS:
+            first, second = _weighted(first, second, q_norm, first_at, second_at, inside)
+        else:
+            first, second = _weighted(first, second, k_norm, first_at, second_at, inside)
     if head < NUM_Q_HEADS:
         at = q + (row.to(tl.int64) * NUM_Q_HEADS + head) * HEAD_DIM
         tl.store(at + first_at, (first * scale).to(dtype), mask=inside)
@@ -156,6 +161,8 @@ def predict_query_kernel(
     first += tl.sum(x_first[:, None] * upper_left + x_second[:, None] * lower_left, axis=0)
     second += tl.sum(x_first[:, None] * upper_right + x_second[:, None] * lower_right, axis=0)
     first, second = first * c - second * s, second * c + first * s
+    if NORM == "after_rope":
+        first, second = _weighted(first, second, q_norm, first_out, second_out, out_inside)
     at = q + (row.to(tl.int64) * NUM_Q_HEADS + head) * HEAD_DIM
     tl.store(at + first_out, (first * scale).to(dtype), mask=out_inside)
     tl.store(at + second_out, (second * scale).to(dtype), mask=out_inside)
@@ -203,7 +210,7 @@ def _normed(
 ):
     """RMSNorm of one head, or its part of the norm of all heads together. The head is given and returned as the first
     and the second elements of its pairs."""
-    if NORM == "head":
+    if NORM != "projection":
         mean = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / HEAD_DIM
         weights = norm
     else:
@@ -213,6 +220,14 @@ def _normed(
         mean = tl.sum(x * x, axis=0) / width
         weights = norm + head * HEAD_DIM
     scale = tl.math.rsqrt(mean + eps)
+    first, second = first * scale, second * scale
+    if NORM != "after_rope":
+        first, second = _weighted(first, second, weights, first_at, second_at, inside)
+    return first, second
+
+
+@triton.jit
+def _weighted(first, second, weights, first_at, second_at, inside):
     first_weight = tl.load(weights + first_at, mask=inside, other=0.0)
     second_weight = tl.load(weights + second_at, mask=inside, other=0.0)
-    return first * scale * first_weight, second * scale * second_weight
+    return first * first_weight, second * second_weight

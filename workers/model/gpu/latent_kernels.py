@@ -84,6 +84,7 @@ def make_latent_queries_kernel(
     projected,  # [num_rows, projected_width]: all heads' queries, then those of the index heads
     cos,  # [num_rows, HALF] float32
     sin,
+    q_scale,  # [num_rows] float32: a factor of the queries, not of index heads'
     # [num_rows, NUM_HEADS, KV_RANK + 2 * HALF] <- the rotated part; `heads_product_kernel` writes the first KV_RANK
     q,
     index_q,  # [num_rows, NUM_INDEX_HEADS, INDEX_DIM] <- rotated
@@ -111,7 +112,8 @@ def make_latent_queries_kernel(
     if head < NUM_HEADS:
         out = q + (row * NUM_HEADS + head) * (KV_RANK + 2 * HALF) + KV_RANK
         x += head * (NOPE_DIM + 2 * HALF) + NOPE_DIM
-        _store_rotated(x, out, c, s, HALF, INTERLEAVED, BLOCK_HALF)
+        scale = tl.load(q_scale + row)
+        _store_rotated(x, out, c * scale, s * scale, HALF, INTERLEAVED, BLOCK_HALF)
     elif NUM_INDEX_HEADS:
         head -= NUM_HEADS
         of_head = row * NUM_INDEX_HEADS + head
@@ -129,7 +131,8 @@ def make_latent_queries_kernel(
 def heads_product_kernel(
     x,  # [num_rows, num_heads, num_in], the last dimension contiguous
     ups,  # [num_heads, num_in, num_out]
-    out,  # [num_rows, num_heads, num_out] <- x @ ups for each head, the last dimension contiguous
+    scales,  # [num_rows] float32, or anything when not SCALED
+    out,  # [num_rows, num_heads, num_out] <- scales * x @ ups for each head, the last dimension contiguous
     num_rows,
     num_in,
     num_out,
@@ -140,6 +143,7 @@ def heads_product_kernel(
     ups_out,
     out_row,
     out_head,
+    SCALED: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,  # at least num_rows
     BLOCK_N: tl.constexpr,
@@ -160,6 +164,8 @@ def heads_product_kernel(
         places = ups + k[:, None] * ups_in + n[None, :] * ups_out
         b = tl.load(places, mask=is_in[:, None] & (n < num_out)[None, :], other=0.0)
         sums = tl.dot(a, b, sums, input_precision=DOT_PRECISION)
+    if SCALED:
+        sums *= tl.load(scales + row, mask=row < num_rows, other=0.0)[:, None]
     places = out + row[:, None] * out_row + head * out_head + n[None, :]
     tl.store(places, sums.to(out.dtype.element_ty), mask=(row < num_rows)[:, None] & (n < num_out)[None, :])
 

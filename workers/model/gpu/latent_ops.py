@@ -65,6 +65,7 @@ class TritonLatentOps(Launches):
             projected,
             rotation.cos,
             rotation.sin,
+            rotation.q_scale,
             queries.q,
             queries.q if queries.index_q is None else queries.index_q,
             queries.q if queries.index_weights is None else queries.index_weights,
@@ -81,7 +82,7 @@ class TritonLatentOps(Launches):
             **self._launch(),
         )
         heads = projected[:, : spec.q_width].view(len(projected), spec.num_heads, -1)
-        self._heads_product(heads[..., : spec.nope_dim], weights.up_k, queries.q[..., : spec.kv_rank])
+        self._heads_product(heads[..., : spec.nope_dim], weights.up_k, queries.q[..., : spec.kv_rank], rotation.q_scale)
 
     def latent_values(self, weights: LatentWeights, spec: LatentSpec, buffers: LatentBuffers) -> None:
         values = buffers.values.view(len(buffers.values), spec.num_heads, spec.v_dim)
@@ -92,11 +93,13 @@ class TritonLatentOps(Launches):
         x: Tensor,  # [batch_size, num_heads, num_in]
         weight: Tensor,  # [num_heads, num_in, num_out], with any strides
         out: Tensor,  # [batch_size, num_heads, num_out]
+        scales: Tensor | None = None,  # [batch_size] float32: factors of the products
     ) -> None:
         batch_size, num_heads, num_out = out.shape
         heads_product_kernel[(num_heads, triton.cdiv(num_out, BLOCK_N))](
             x,
             weight,
+            x if scales is None else scales,
             out,
             batch_size,
             x.shape[2],
@@ -104,6 +107,7 @@ class TritonLatentOps(Launches):
             *x.stride()[:2],
             *weight.stride(),
             *out.stride()[:2],
+            SCALED=scales is not None,
             DOT_PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             BLOCK_M=max(16, triton.next_power_of_2(batch_size)),
             BLOCK_N=BLOCK_N,

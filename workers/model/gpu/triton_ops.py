@@ -283,6 +283,8 @@ def _strides(linear: Linear) -> tuple[int, int]:
 def _head_constants(norms: HeadNorms | None, rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
     _, num_q_heads, head_dim = q.shape
     norm = "none" if norms is None else "head" if len(norms.q) == head_dim else "projection"
+    if norms is not None and norms.after_rope:
+        norm = "after_rope"
     return {
         "NORM": norm,
         "ROTATED": rotation is not None,

@@ -450,9 +450,18 @@ def test_config_fields_of_other_families_are_ignored(family: str, stray: dict[st
     assert describe(config) == before
 
 
-@pytest.mark.parametrize(("family", "width"), [("hy_v3", 96), ("exaone_moe", None)])
-def test_without_shared_experts_the_mlp_is_that_of_transformers(family: str, width: int | None) -> None:
-    mlp = describe(tiny_config(family, num_shared_experts=0)).layers[1].mlp
+@pytest.mark.parametrize(
+    ("family", "field", "layer_idx", "width"),
+    [
+        ("hy_v3", "num_shared_experts", 1, 96),
+        ("exaone_moe", "num_shared_experts", 1, None),
+        ("nemotron_h", "moe_shared_expert_intermediate_size", 2, 96),
+    ],
+)
+def test_without_shared_experts_the_mlp_is_that_of_transformers(
+    family: str, field: str, layer_idx: int, width: int | None
+) -> None:
+    mlp = describe(tiny_config(family, **{field: 0})).layers[layer_idx].mlp
     assert (mlp and mlp.intermediate_size) == width
 
 

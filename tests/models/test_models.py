@@ -527,3 +527,9 @@ def test_positions_that_are_scaled_already_cannot_be_stretched() -> None:
     config = tiny_config("llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(ModelError, match="scaled by 'linear' already"):
         stretch_positions(config, 2.0)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "granitemoehybrid"])
+def test_positions_of_a_model_without_rope_cannot_be_stretched(family: str) -> None:
+    with pytest.raises(ModelError, match="no RoPE, so its positions cannot be stretched"):
+        stretch_positions(tiny_config(family), 2.0)

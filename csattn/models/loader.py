@@ -398,6 +398,8 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
             state, quantized = read_state(folder, quantization, dtype, named, store_decoded)
             if is_deepseek:
                 quantized = {deepseek_files.in_model(name): kept for name, kept in quantized.items()}
+            if config.model_type == "nemotron_h":  # transformers renames its tensors, too
+                quantized = {name.replace("backbone.", "model.", 1): kept for name, kept in quantized.items()}
             del config.quantization_config
             kind = AutoModelForCausalLM._model_mapping[type(config)]
             with _joined_to_files(store_decoded):

@@ -83,6 +83,15 @@ def test_experts_stored_one_by_one_are_joined_and_kept_quantized(family: str, fo
     require_bytes_of(tmp_path / "quantized", half)
 
 
+def test_linear_layers_beside_experts_without_gates_are_kept_quantized(tmp_path: Path, rng) -> None:
+    plain = save(tmp_path / "plain", "nemotron_h", mlp_bias=False)
+    quantize(plain, tmp_path / "quantized", "fp8 by output", rng)
+    half = load_model(str(tmp_path / "quantized"), "bfloat16")
+    kept = {name.split(".")[-1] for name, module in half.model.named_modules() if hasattr(module, "quantized")}
+    assert kept == {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "up_proj", "down_proj"}
+    require_bytes_of(tmp_path / "quantized", half)
+
+
 def require_bytes_of(folder: Path, half: Any, weights: str | None = None) -> None:
     """Check that the bytes predicted from a config are those of the loaded model."""
     decoded = sum(parameter.nbytes for parameter in half.model.parameters())

@@ -8,6 +8,7 @@ states that enter it. All arrays are on the model's device; layers in host memor
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from inspect import signature
+from itertools import pairwise
 from math import inf, isfinite, prod
 from typing import Any, Self
 
@@ -140,8 +141,7 @@ def prefill(
                 if of_layer.latent is not None:
                     of_latents = of_layer.latent, spec.softmax_scale, spec.ropes[0]
                     latent = LatentLayer(layer, *of_latents, kv.view(context_len, -1), chosen)
-                for start in range(0, context_len, chunk_len):
-                    rows = slice(start, min(start + chunk_len, context_len))
+                for rows in _chunks(context_len, chunk_len):
                     if compressed is not None:
                         hidden_out[rows] = compressed(hidden[rows], token_ids[rows])
                     elif latent is not None:
@@ -171,6 +171,17 @@ def prefill(
             _require_in_range(capture)
             yield capture, hidden_out
             hidden = hidden_out
+
+
+def _chunks(context_len: int, chunk_len: int) -> list[slice]:
+    """Divide a context into chunks. A last token on its own belongs to the chunk before it.
+
+    transformers would take it for a decode step, in which state spaces ignore their least step.
+    """
+    starts = list(range(0, context_len, chunk_len))
+    if len(starts) > 1 and starts[-1] == context_len - 1:
+        starts.pop()
+    return [slice(start, stop) for start, stop in pairwise([*starts, context_len])]
 
 
 def _embedded(model: Any, token_ids: Tensor, spec: ModelSpec) -> Tensor:

@@ -45,9 +45,9 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
     from csattn.models.attention_hook import attention_implementation
 
     geometry, context_len = loaded.geometry, artifact.spec.context_len
-    keeps_states = "state" in geometry.kinds
-    if keeps_states or any(layer.rows_of is not None for layer in geometry.layers):
-        why = "some of whose layers keep a state" if keeps_states else "some of whose layers share the rows of others"
+    keeps_no_rows = not geometry.kinds.isdisjoint({"state", "nothing"})
+    if keeps_no_rows or any(layer.rows_of is not None for layer in geometry.layers):
+        why = "some of whose layers keep no rows" if keeps_no_rows else "some of whose layers share the rows of others"
         raise ConfigError(
             f"selector h2o needs the attention of the context's own tokens, which {loaded.name}, {why}, does not give; "
             "choose another selector"

@@ -68,7 +68,7 @@ class RequestCache(AttendingCache):
     batch_repeat_interleave = batch_select_indices = reorder_cache
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Called by layers of linear attention, which append no rows."""
+        """Called by layers that keep a state, which append no rows."""
         raise ConfigError(_BY_ITS_OWN_MODEL)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -89,7 +89,7 @@ def kv_tensor(spec: ArtifactSpec, layer_idx: int) -> TensorSpec:
 
 
 def state_tensors(spec: ArtifactSpec, layer_idx: int) -> list[TensorSpec]:
-    """The state that a layer keeps of the context instead of KV rows, for linear or compressed attention."""
+    """The state that a layer keeps of the context instead of KV rows: one of fixed size, or compressed rows."""
     of = spec.model.layer(layer_idx)
     if of.keeps == "state":
         return [TensorSpec("conv", "F32", of.conv), TensorSpec("memory", "F32", of.memory)]

@@ -1,5 +1,6 @@
 """Reads the `transformers` config of a supported model into a spec."""
 
+from collections.abc import Callable
 from math import inf, log
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from csattn.models.spec import (
     LayerSpec,
     MlpSpec,
     ModelSpec,
+    RecurrentSpec,
     ScanSpec,
     StreamsSpec,
 )
@@ -213,7 +215,13 @@ def _state(config: Any, family: Family, layer_idx: int) -> dict[str, Any]:
                 f"this model has the activation {activation!r} after the convolution of a layer with a state (linear "
                 "attention or a state space), and csattn computes only silu; use a model with silu"
             )
-    return {family.state: {"delta": _delta, "scan": _scan, "conv": _conv}[family.state](config)}
+    kinds: dict[str, Callable[[Any], RecurrentSpec]] = {"delta": _delta, "scan": _scan, "conv": _conv}
+    spec = kinds[family.state](config)
+    if spec.conv_len < 2:
+        raise ModelError(
+            f"convolutions of this model see {spec.conv_len} token, and csattn's at least two; use its published config"
+        )
+    return {family.state: spec}
 
 
 def _scan(config: Any) -> ScanSpec:
@@ -233,11 +241,10 @@ def _scan(config: Any) -> ScanSpec:
             f"heads of this model's state spaces are in {config.mamba_n_groups} groups (mamba_n_groups), for which "
             "versions of transformers compute different outputs; use a model with one group"
         )
-    least, most = config.time_step_limit or (0.0, inf)
-    if most != inf:
+    if (limits := config.time_step_limit) is None or limits[1] != inf:
         raise ModelError(
-            f"this model's state spaces have steps of at most {most:g} (time_step_limit), and csattn's have no limit; "
-            "use a model without one"
+            f"this model's state spaces have steps of at most {limits and limits[1]} (time_step_limit), and csattn's "
+            "have no limit; use a model with inf"
         )
     return ScanSpec(
         num_heads=config.mamba_n_heads,
@@ -247,7 +254,7 @@ def _scan(config: Any) -> ScanSpec:
         conv_len=config.mamba_d_conv,
         bias=bool(config.mamba_proj_bias),
         conv_bias=bool(config.mamba_conv_bias),
-        least_step=float(least),
+        least_step=float(limits[0]),
     )
 
 

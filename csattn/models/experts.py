@@ -21,7 +21,8 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
         is_wide = config.use_double_wide_mlp and layer_idx >= config.num_hidden_layers - config.num_kv_shared_layers
         return int(config.intermediate_size * (1 + is_wide))
     if config.model_type == "nemotron_h":
-        widths = {"mlp": config.intermediate_size, "moe": config.moe_shared_expert_intermediate_size}
+        of_shared = config.moe_shared_expert_intermediate_size or config.intermediate_size  # as in transformers
+        widths = {"mlp": config.intermediate_size, "moe": of_shared}
         return widths.get(config.layers_block_type[layer_idx])
     if config.model_type == "hunyuan_v1_moe":
         return int(config.intermediate_size)

@@ -119,7 +119,7 @@ _GEMMA: dict[str, Any] = {"biases": _ATTENTION_BIAS, "scaled_embedding": True, "
 _GEMMA2: dict[str, Any] = {"norms": _GEMMA2_NORMS, "activation_field": "hidden_activation"}
 _GEMMA_FIELDS = ("query_pre_attn_scalar", "final_logit_softcapping")
 _GRANITE_FIELDS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
-_GRANITE_NAMES = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
+_GRANITE_NAMES = {"linear_attn": "mamba", "gate_up_proj": "input_linear", "down_proj": "output_linear"}
 _GRANITE_MOE_SHARED: dict[str, Any] = {
     "biases": _ATTENTION_BIAS,
     "config_fields": _GRANITE_FIELDS,
@@ -147,6 +147,7 @@ _HUNYUAN: dict[str, Any] = {
 }
 _LFM2_NAMES = {
     CHOICE_BIAS: "expert_bias",
+    "linear_attn": "conv",
     "norm": "embedding_norm",
     "q_norm": "q_layernorm",
     "k_norm": "k_layernorm",
@@ -278,7 +279,7 @@ FAMILIES = {
         rotated="none",
         state="scan",
         mlp="mixer",
-        names={"embed_tokens": "embeddings", "norm": "norm_f", "self_attn": "mixer"},
+        names={"embed_tokens": "embeddings", "norm": "norm_f", "self_attn": "mixer", "linear_attn": "mixer"},
     ),
     "olmo2": Family(_POST_NORMS, biases=_ATTENTION_BIAS, qk_norm="projection"),
     "olmo3": Family(_POST_NORMS, biases=_ATTENTION_BIAS, qk_norm="projection"),

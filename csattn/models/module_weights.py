@@ -91,6 +91,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
     """Return the weights of a decoder layer of transformers. rotary: the model's `rotary_emb`, if it has one."""
     of_layer, mlp = spec.layers[layer_idx], getattr(layer, family.mlp)
     attention = None if of_layer.recurrent or of_layer.mlp_only else family.part(layer, "self_attn")
+    state = family.part(layer, "linear_attn")
     heads, block = spec.heads_of(layer_idx), mlp
     if family.experts_at is not None:
         block = getattr(layer, family.experts_at) if family.experts_at else layer
@@ -111,7 +112,7 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family, r
         input_norm=norms[0],
         qkv=() if of_layer.latent or of_layer.compressed else _qkv(attention, of_layer.attention, heads, family),
         gates=_gates(attention, heads, family),
-        recurrent=None if of_layer.recurrent is None else _recurrent(layer, of_layer.recurrent),
+        recurrent=None if of_layer.recurrent is None else _recurrent(state, of_layer.recurrent),
         latent=None if of_layer.latent is None else latent_weights(attention, of_layer.latent),
         compressed=None if of_layer.compressed is None else _compressed(attention, rotary),
         head_norms=head_norms,
@@ -172,14 +173,7 @@ def _of_heads(module: Any, heads: HeadsSpec, second: int) -> tuple[Linear, ...]:
     return _by_head(_linear(module), number, (size, size))[second * number :][:number]
 
 
-def _of_state(layer: Any) -> Any:
-    """Return the module of a layer that keeps a state."""
-    modules = (getattr(layer, name, None) for name in ("linear_attn", "mamba", "conv", "mixer"))
-    return next(module for module in modules if module is not None)
-
-
-def _recurrent(layer: Any, spec: RecurrentSpec) -> RecurrentWeights:
-    module = _of_state(layer)
+def _recurrent(module: Any, spec: RecurrentSpec) -> RecurrentWeights:
     if isinstance(spec, DeltaSpec):
         return _delta(module, spec)
     conv, whole = module.conv if isinstance(spec, ConvSpec) else module.conv1d, _linear(module.in_proj)
@@ -262,7 +256,7 @@ def _compressed(module: Any, rotary: Any) -> CompressedStepWeights:
 
 def _out_of(layer: Any, attention: Any, family: Family) -> Any:
     if attention is None:
-        return _of_state(layer).out_proj
+        return family.part(layer, "linear_attn").out_proj
     return family.part(attention, "o_proj") or attention.o_b_proj
 
 

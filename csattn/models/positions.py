@@ -3,7 +3,7 @@
 from typing import Any
 
 from csattn.errors import ModelError
-from csattn.models.families import Family, own_field
+from csattn.models.families import FAMILIES, Family, own_field
 from csattn.models.spec import RopeSpec, Temper
 
 # With these, the angle of a position depends on the position alone, so captured keys stay valid however long the
@@ -45,13 +45,15 @@ def max_positions(config: Any) -> int:
 def stretch_positions(config: Any, factor: float) -> None:
     """Multiply the number of a supported model's positions by a factor, with YaRN (arXiv:2309.00071), in its config.
 
-    1 leaves it as it is. Raises ModelError if the factor is below 1 or above 1024, if layer types have RoPE of their
-    own, or if positions are scaled already.
+    1 leaves it as it is. Raises ModelError if the factor is below 1 or above 1024, if the model has no RoPE or layer
+    types have RoPE of their own, or if positions are scaled already.
     """
     if factor == 1.0:
         return
     if not 1.0 < factor <= _MAX_STRETCH:
         raise ModelError(f"a model's positions can be stretched by a factor of 1 to {_MAX_STRETCH:g}, got {factor}")
+    if not rotates_any(config, FAMILIES[config.model_type]):
+        raise ModelError("this model's layers have no RoPE, so its positions cannot be stretched; load it unstretched")
     if "" not in rope_parameters(config):
         raise ModelError(
             "this model's layers have different RoPE parameters, so its positions cannot be stretched; load it "

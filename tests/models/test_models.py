@@ -92,6 +92,8 @@ from tests.tiny import ALL_FAMILIES, CHAT_TEMPLATE, byte_tokenizer, make_model, 
         ("qwen3", {"layer_types": ["full_attention", "moe", "full_attention"]}, "some layers of this model are moe"),
         ("granitemoehybrid", {"layer_types": 5 * ["linear_attention"]}, "every layer of this model"),
         ("granitemoehybrid", {"mamba_n_groups": 2}, "in 2 groups"),
+        ("granitemoehybrid", {"mamba_d_conv": 1}, "convolutions of this model see 1 token"),
+        ("granitemoehybrid", {"time_step_limit": None}, "steps of at most None"),
         ("granitemoehybrid", {"time_step_limit": (0.0, 0.1)}, r"at most 0\.1 \(time_step_limit\)"),
         ("lfm2", {"layer_types": ["full_attention", *3 * ["linear_attention"]]}, "not in 'lfm2'"),
         ("mistral", {"sliding_window": 0}, "config has sliding_window 0, and csattn needs at least 1"),
@@ -451,9 +453,18 @@ def test_config_fields_of_other_families_are_ignored(family: str, stray: dict[st
     assert describe(config) == before
 
 
-@pytest.mark.parametrize(("family", "width"), [("hy_v3", 96), ("exaone_moe", None)])
-def test_without_shared_experts_the_mlp_is_that_of_transformers(family: str, width: int | None) -> None:
-    mlp = describe(tiny_config(family, num_shared_experts=0)).layers[1].mlp
+@pytest.mark.parametrize(
+    ("family", "field", "layer_idx", "width"),
+    [
+        ("hy_v3", "num_shared_experts", 1, 96),
+        ("exaone_moe", "num_shared_experts", 1, None),
+        ("nemotron_h", "moe_shared_expert_intermediate_size", 2, 96),
+    ],
+)
+def test_without_shared_experts_the_mlp_is_that_of_transformers(
+    family: str, field: str, layer_idx: int, width: int | None
+) -> None:
+    mlp = describe(tiny_config(family, **{field: 0})).layers[layer_idx].mlp
     assert (mlp and mlp.intermediate_size) == width
 
 
@@ -519,3 +530,9 @@ def test_positions_that_are_scaled_already_cannot_be_stretched() -> None:
     config = tiny_config("llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(ModelError, match="scaled by 'linear' already"):
         stretch_positions(config, 2.0)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "granitemoehybrid"])
+def test_positions_of_a_model_without_rope_cannot_be_stretched(family: str) -> None:
+    with pytest.raises(ModelError, match="no RoPE, so its positions cannot be stretched"):
+        stretch_positions(tiny_config(family), 2.0)

@@ -56,7 +56,9 @@ def test_matrices_of_models_named_backbone_are_kept_quantized(tmp_path: Path, rn
     """transformers renames them while it loads."""
     plain = save(tmp_path / "plain", "nemotron_h", mlp_bias=False)
     meant = quantize(plain, tmp_path / "quantized", "fp8 by block", rng)
-    half = load_model(str(tmp_path / "quantized"), "bfloat16").model
+    loaded = load_model(str(tmp_path / "quantized"), "bfloat16")
+    require_bytes_of(tmp_path / "quantized", loaded)
+    half = loaded.model
     kept = {f"{name}.weight" for name, module in half.named_modules() if hasattr(module, "quantized")}
     names = {name.replace("backbone.", "model.", 1): name for name in meant}
     assert kept == {name for name in names if ".experts." not in name} | {

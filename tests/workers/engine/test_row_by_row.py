@@ -7,15 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from csattn.artifact import Artifact
+from csattn.artifact import Artifact, open_artifact
 from csattn.attention import reference
-from csattn.config import SearchConfig
+from csattn.config import SearchConfig, preset
+from csattn.errors import ConfigError
+from csattn.models.loader import wrap_model
 from csattn.selection import Rest, Selection
 from csattn.selector_names import SELECTOR_NAMES
 from csattn.selectors import index_bytes, search_bytes
+from index_build.pipeline import build_artifact
 from offload.host_store import HostStore
+from tests.tiny import byte_tokenizer, make_model, token_ids
 from tests.workers.engine.talks import Talk, alone, assert_same, random_talks, run_together
 from tests.workers.engine.test_cpu_engine import _Failing, assert_as_defined, make_engine, opened
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cpu.row_by_row import _choices, attend_pieces, attend_row
 from workers.serving.step_engine import StepRow
 
@@ -42,6 +47,16 @@ def test_logits_of_other_selectors_equal_the_definition(artifacts, selector, loo
 def test_other_selectors_with_a_search_period_and_the_rest_equal_the_definition(artifacts, selector, rest) -> None:
     config = SearchConfig(keep=0.05, window_len=7, search_period=3, rest=rest)
     assert_as_defined(artifacts[0], "llama", config, selector)
+
+
+@pytest.mark.parametrize("types", [["full_attention", "mlp"], ["linear_attention", "full_attention"]])
+def test_h2o_over_layers_without_rows_is_refused(tmp_path, types) -> None:
+    model = wrap_model(make_model("nemotron_h", layers_block_type=types), byte_tokenizer(), "tiny")
+    built = build_artifact(model, token_ids(300), preset("default"), tmp_path)
+    with open_artifact(built.path) as artifact, CpuEngine(model, num_threads=1) as engine:
+        engine.add_context(0, artifact)
+        with pytest.raises(ConfigError, match="some of whose layers keep no rows"):
+            engine.open(0, 0, SearchConfig(), "h2o")
 
 
 def test_requests_of_all_selectors_in_shared_steps_get_the_bits_they_get_alone(artifacts, rng) -> None:

@@ -84,7 +84,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (head_kernels.copy_rows_kernel, [{"BLOCK": 512}]),
     (input_kernels.make_inputs_kernel, [{"BLOCK": 256}]),
     (input_kernels.gate_input_kernel, [{"BLOCK": 1024, "ACTIVATION": "gelu_tanh"}]),
-    (recurrent_kernels.gate_kernel, [{"BLOCK": 1024}]),
+    (head_kernels.gate_kernel, [{"BLOCK": 1024}]),
     (
         recurrent_kernels.mix_kernel,
         [

@@ -1,4 +1,4 @@
-"""Kernels for single heads: norms and RoPE with the append to the tail, and the predicted query."""
+"""Kernels for heads: norms and RoPE with the append to the tail, the predicted query, and the gates of outputs."""
 
 # Triton kernels are untyped, and their constants upper case by custom.
 # ruff: noqa: N803
@@ -231,3 +231,13 @@ def _weighted(first, second, weights, first_at, second_at, inside):
     first_weight = tl.load(weights + first_at, mask=inside, other=0.0)
     second_weight = tl.load(weights + second_at, mask=inside, other=0.0)
     return first * first_weight, second * second_weight
+
+
+@triton.jit
+def gate_kernel(x, gates, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """x *= sigmoid(gates), both of `num` elements."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_earlier(PDL)
+    value = tl.load(x + i, mask=i < num, other=0.0).to(tl.float32)
+    gate = tl.load(gates + i, mask=i < num, other=0.0).to(tl.float32)
+    tl.store(x + i, (value * tl.sigmoid(gate)).to(x.dtype.element_ty), mask=i < num)

@@ -13,16 +13,6 @@ import triton.language as tl
 from csattn.cuda.triton_start import wait_for_earlier
 
 
-@triton.jit
-def gate_kernel(x, gates, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """x *= sigmoid(gates), both of `num` elements."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    wait_for_earlier(PDL)
-    value = tl.load(x + i, mask=i < num, other=0.0).to(tl.float32)
-    gate = tl.load(gates + i, mask=i < num, other=0.0).to(tl.float32)
-    tl.store(x + i, (value * tl.sigmoid(gate)).to(x.dtype.element_ty), mask=i < num)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def mix_kernel(
     inputs,  # [num_rows, in_width]: the channels come first; if GATED, gates before and gates after the convolution

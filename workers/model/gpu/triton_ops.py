@@ -11,11 +11,10 @@ from csattn.batch import StepRows
 from csattn.models.spec import Activation, Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights, Linear
 from workers.model.gpu.expert_ops import TritonExpertOps
-from workers.model.gpu.head_kernels import copy_rows_kernel, predict_query_kernel, rotate_append_kernel
+from workers.model.gpu.head_kernels import copy_rows_kernel, gate_kernel, predict_query_kernel, rotate_append_kernel
 from workers.model.gpu.input_kernels import gate_input_kernel, make_inputs_kernel
 from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
-from workers.model.gpu.recurrent_kernels import gate_kernel
 from workers.model.gpu.recurrent_ops import TritonRecurrentOps
 from workers.model.gpu.remix_ops import TritonRemixOps
 from workers.model.gpu.stream_ops import exchange_arguments, stream_arguments

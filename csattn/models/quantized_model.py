@@ -37,13 +37,16 @@ def linears_of_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
 
 
 def experts_of_layers(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
-    """Return the modules with the matrices of all experts of a layer, which may be quantized, by name."""
+    """Return the modules with the matrices of all experts of a layer, which may be quantized, by name.
+
+    None in models with LayerNorm, because steps subtract the mean of their outputs from them.
+    """
     spec, family = describe(model.config), FAMILIES[model.config.model_type]
     block = ".".join(filter(None, [family.mlp if family.experts_at is None else family.experts_at, "experts"]))
     return [
         (f"model.layers.{i}.{block}", layer.get_submodule(block), of.experts[0])
         for i, (layer, of) in enumerate(zip(model.model.layers, spec.layers, strict=True))
-        if of.experts
+        if of.experts and not spec.centred
     ]
 
 

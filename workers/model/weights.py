@@ -143,10 +143,15 @@ class _Mover:
 def _centred(layer: LayerWeights) -> LayerWeights:
     """Centre the layer's output matrices: what it adds to the stream then has a mean of 0, and keeps the stream's."""
 
+    def matrix(weight: Tensor) -> Tensor:
+        return (weight - weight.float().mean(0)).to(weight.dtype)
+
     def outputs(linear: Linear | None) -> Linear | None:
         if linear is None:
             return None
         bias = None if linear.bias is None else linear.bias - linear.bias.mean()
-        return Linear((linear.weight - linear.weight.float().mean(0)).to(linear.weight.dtype), bias)
+        return Linear(matrix(linear.weight), bias)
 
-    return replace(layer, out=outputs(layer.out), down=outputs(layer.down))
+    assert all(experts.down_bias is None for experts in layer.experts), "no model with LayerNorm has such biases"
+    experts = tuple(replace(of, down=torch.stack([matrix(each) for each in of.down])) for of in layer.experts)
+    return replace(layer, out=outputs(layer.out), down=outputs(layer.down), experts=experts)

@@ -155,3 +155,13 @@ def test_rotary_frequencies_of_a_shape_equal_those_of_its_model() -> None:
     frequencies, scale = rotary_frequencies(shape.ropes[0].parameters, shape.head_dim, shape.max_positions)
     assert torch.equal(frequencies, take_weights(model, "cpu").ropes[0].angles)
     assert scale == 1.0
+
+
+def test_what_layers_of_models_with_layer_norm_add_has_a_mean_of_0() -> None:
+    """Kernels on a GPU then need not subtract the stream's mean before norms."""
+    weights = take_weights(loaded("cohere2_moe").model, "cpu")
+    assert weights.spec.centred and any(layer.experts for layer in weights.layers)
+    for layer in weights.layers:
+        added = [*(of.down for of in layer.experts), *(linear.weight for linear in (layer.out, layer.down))]
+        for matrix in added:  # [..., hidden_size, num_in]
+            torch.testing.assert_close(matrix.mean(-2), torch.zeros_like(matrix[..., 0, :]), rtol=0, atol=1e-6)

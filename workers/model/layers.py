@@ -278,13 +278,13 @@ class StepLayers:
         adds, eps = list[Callable[[Readers], None]](), self._weights.spec.norm_eps
         if layer.out is not None:
             attended, times = self._attended(layer_idx), spec.residual_multiplier
-            add = partial(self._add, attended, layer.out, layer.post_attention_norm, times)
+            add_attended = partial(self._add, attended, layer.out, layer.post_attention_norm, times)
             if spec.has_mlp and not spec.parallel:  # the MLP reads the stream after attention
                 pre_mlp_norm = Readers(layer.pre_mlp_norm, None, eps)
-                add(pre_mlp_norm)
+                add_attended(pre_mlp_norm)
                 self._remix(layer.mlp_mix, pre_mlp_norm)
             else:
-                adds.append(add)
+                adds.append(add_attended)
         assert not spec.parallel or self._streams is None, "the MLP reads a mixture of its own"
         *others, last = *adds, *self._mlps(layer_idx)
         for add in others:

@@ -70,8 +70,7 @@ class Family:
     eps_field: str = "rms_norm_eps"  # the config field with the norms' epsilon
     parallel: bool = False  # attention and MLP read the same input, and their outputs are added
     single: bool = False  # a layer is attention, what is in its place, or an MLP, by layer_types
-    # layers with RoPE; local: those with a window or, if the config has no window, all
-    # or all or none, by the config's position_embedding_type
+    # layers with RoPE; local: those with a window or, if the config has no window, all; the last two are config fields
     rotated: Literal["all", "none", "local", "no_rope_layers", "position_embedding_type"] = "all"
     tempered: bool = False  # queries have a `Temper`
     sinks: bool = False

@@ -38,10 +38,16 @@ def test_a_sliding_window_layer_keeps_only_the_rows_within_its_reach() -> None:
         {"keeps": "compressed", "window": 4, "ratio": 4},
         {"keeps": "compressed", "window": 4, "ratio": 4, "span": 12},
         {"keeps": "compressed", "window": 4, "key_width": 8},
+        {"keeps": "nothing", "window": 4},
+        {"keeps": "nothing", "rows_of": 0},
+        {"keeps": "nothing", "conv": (4, 3), "memory": (2, 8, 8)},
+        {"keeps": "state", "conv": (4, 3), "memory": (2, 0, 8)},
     ],
 )
 def test_layers_that_keep_something_else_are_refused(layer: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="a layer keeps rows, the last rows, latents, a state or compressed rows"):
+    with pytest.raises(
+        ConfigError, match="a layer keeps rows, the last rows, latents, a state, compressed rows or nothing"
+    ):
         LayerGeometry(**layer)
 
 

@@ -422,13 +422,15 @@ def test_a_models_memory_needs_when_quantized_are_reported(tmp_path: Path, monke
     assert weight_bytes(config, 2) == (plain, 0, 0, 0) and plain > 2 * matrices
     assert weight_bytes(config, 2, "fp8").on_gpu == pytest.approx(plain - matrices, rel=0.01)
     in_4_bits = matrices // 2 + matrices // 128 * 4
+    head = 1000 * (1024 + 4)  # in 8 bits with a scale for each row
+    decoded = 2 * (matrices + 1000 * 1024)
     size = weight_bytes(config, 2, "int4")
-    assert size == (plain, in_4_bits, 2 * matrices, 0)
-    assert size.on_gpu == size.on_host == plain - 2 * matrices + in_4_bits
+    assert size == (plain, in_4_bits + head, decoded, 0)
+    assert size.on_gpu == size.on_host == plain - decoded + in_4_bits + head
     (found, *_) = examine_model(str(tmp_path), machine(), "int4")
     assert f"weights take {gib(plain)} in bfloat16, {gib(2 * plain)} in float32, the default." in found.text
     assert (
-        f"Kept in 8 or 4 bits, they take {gib(size.on_host)} of host memory (and, decoded, {gib(2 * matrices)} of "
+        f"Kept in 8 or 4 bits, they take {gib(size.on_host)} of host memory (and, decoded, {gib(decoded)} of "
         f"disk), or {gib(size.on_gpu)} on a GPU." in found.text
     )
     with monkeypatch.context() as patch:
@@ -440,8 +442,13 @@ def test_a_models_memory_needs_when_quantized_are_reported(tmp_path: Path, monke
     assert "Room for contexts (this machine)" in examine_model(str(tmp_path), small, "int4")[0].text
     monkeypatch.setattr(weight_sizes, "has_disk_space", lambda num_bytes: False)
     assert (
-        size.on_host == plain + in_4_bits and "of disk" not in examine_model(str(tmp_path), machine(), "int4")[0].text
+        size.on_host == plain + in_4_bits + head
+        and "of disk" not in examine_model(str(tmp_path), machine(), "int4")[0].text
     )
+    config.tie_word_embeddings = True  # the embedding, which is also the head, stays
+    tied = plain - 2 * 1000 * 1024
+    assert weight_bytes(config, 2, "int4") == (tied, in_4_bits + head, 2 * matrices, 0)
+    config.tie_word_embeddings = False
     config.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 64}
     assert weight_bytes(config, 2) == (plain, matrices // 2 + matrices // 64 * 4, 2 * matrices, 0)
     config.quantization_config = {"quant_method": "gptq", "bits": 8, "group_size": 64}

@@ -1,4 +1,7 @@
-"""A language model described as data: a list of layers, each attention and an MLP. Whatever runs one reads this."""
+"""A language model described as data. Whatever runs one reads this.
+
+It is a list of layers, each attention (or what takes its place), an MLP, or both.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -67,17 +67,14 @@ class AnswerParser:
         else:
             self._state = self._begin if thinks else self._open_calls()
 
-    def add(self, text: str) -> Parts:
+    def add(self, text: str, is_final: bool = False) -> Parts:
+        """Parse more text; is_final: the answer ends with it, so nothing is held back."""
         self._pending += text
+        self._is_final = is_final
         while self._state():
             pass
         parts, self._parts = self._parts, Parts()
         return parts
-
-    def finish(self) -> Parts:
-        """Parse what was held back, at the answer's end."""
-        self._is_final = True
-        return self.add("")
 
     # Each state consumes what it can of `_pending`, and returns whether the (next) state should be called again.
 
@@ -198,24 +195,19 @@ class AnswerParser:
             return False
         whole = self._pending[: call.end]
         self._pending = self._pending[len(whole) :]
-        if call.emitted_len is None and not self._emit_whole(whole):
-            self._drops_space = False
-            self._emit_lead()
-            self._parts.text += whole
-            return bool(self._pending)
+        if call.emitted_len is None:
+            if (found := self._call_of(whole)) is None:
+                self._drops_space = False
+                self._emit_lead()
+                self._parts.text += whole
+                return bool(self._pending)
+            self._begin_call(found[0])
+            self._add_arguments(found[1])
         self._lead, self._joint, self._state, self._drops_space = "", "", self._between_calls, True
-        self.is_cut_off = call.end is None and not call.has_end_at(call.emitted_len)
+        self.is_cut_off = call.end is None and call.emitted_len not in call.ends_inside
         if not self._parallel_calls and call.end is not None:
             self.has_ended, self._pending = True, ""
         return bool(self._pending)
-
-    def _emit_whole(self, text: str) -> bool:
-        """Emit a complete call; false if the text is not one."""
-        if (call := self._call_of(text)) is None:
-            return False
-        self._begin_call(call[0])
-        self._add_arguments(call[1])
-        return True
 
     def _call_of(self, text: str) -> tuple[str, str] | None:
         """Name and arguments (JSON) of a call; None if the text is not a call of an offered tool."""
@@ -273,7 +265,7 @@ class _Call:
         self.emitted_len: int | None = None
         self._seen = self._depth = 0
         self._in_string = self._is_escaped = False
-        self._ends_inside: list[int] = []  # ends of objects and lists one level down
+        self.ends_inside: list[int] = []  # ends of objects and lists one level down
 
     def scan(self, text: str) -> None:
         while self.end is None and self._seen < len(text):
@@ -288,17 +280,13 @@ class _Call:
             elif char in "}]":
                 self._depth -= 1
                 if self._depth == 1:
-                    self._ends_inside.append(self._seen)
+                    self.ends_inside.append(self._seen)
                 elif self._depth == 0:
                     self.end = self._seen
 
     def arguments_end(self, start: int) -> int:
         """The end of the object, one level down, that begins at `start`, as far as it has been scanned."""
-        return next((end for end in self._ends_inside if end >= start), self._seen)
-
-    def has_end_at(self, place: int | None) -> bool:
-        """Whether an object or list one level down ends at that place."""
-        return place in self._ends_inside
+        return next((end for end in self.ends_inside if end >= start), self._seen)
 
 
 def answer_parser_for(ask: Ask, template: ChatTemplate) -> AnswerParser | None:

@@ -23,7 +23,6 @@ from csattn.selector_names import SelectorName
 from workers.serving.answer_parser import answer_parser_for
 from workers.serving.chat_template import ChatTemplate
 from workers.serving.context_build import Builder
-from workers.serving.context_counts import ContextCounts
 from workers.serving.context_texts import ContextTexts
 from workers.serving.contexts import Contexts, name_artifact
 from workers.serving.examiner import Examiner
@@ -44,7 +43,7 @@ from workers.serving.messages import (
     WorkerStatus,
     closing,
 )
-from workers.serving.metrics import Metrics
+from workers.serving.metrics import ContextCounts, Metrics
 from workers.serving.outlet import Outlet
 from workers.serving.prefixes import Prefix, Prefixes
 from workers.serving.prompts import require_known_tokens, room_for, text_of_ids, tokenize
@@ -124,8 +123,8 @@ class LocalBackend:
         """
         ends_at = time.monotonic() + drain_s
         self._scheduler.flow.closed = closing()  # before builds are cancelled: a new request would begin one
-        await self._contexts.close()
-        await self._prefixes.close()
+        await self._contexts.builds.close()  # they continue when a service starts again, or such a prompt comes
+        await self._prefixes.prompt_contexts.builds.close()
         await self._builder.close()
         if self._steps is None:  # it was never started
             await asyncio.to_thread(self._engine.close)
@@ -134,7 +133,7 @@ class LocalBackend:
         self._scheduler.close()
         self._residency.close()
         self._grammars.close()
-        await asyncio.to_thread(self._prefixes.flush)
+        await asyncio.to_thread(self._prefixes.cache.close)  # no request keeps any more rows
         self._tokenisers.shutdown(wait=False, cancel_futures=True)
         self._use.end()
 
@@ -253,11 +252,11 @@ class LocalBackend:
     def context_counts(self) -> ContextCounts:
         prompt_contexts = self._prefixes.prompt_contexts
         return ContextCounts(
-            builds={"registered": self._contexts.counts, "prompt": prompt_contexts.counts},
-            loaded_bytes=self._residency.held_bytes,
-            loaded_budget=self._settings.engine.context_bytes,
-            kept_bytes=prompt_contexts.num_bytes,
-            kept_budget=prompt_contexts.budget.num_bytes,
+            builds={"registered": self._contexts.builds.counts, "prompt": prompt_contexts.builds.counts},
+            loaded_context_bytes=self._residency.held_bytes,
+            loaded_context_budget_bytes=self._settings.engine.context_bytes,
+            kept_context_bytes=prompt_contexts.num_bytes,
+            kept_context_budget_bytes=prompt_contexts.budget.num_bytes,
         )
 
     def _reserve(self) -> None:

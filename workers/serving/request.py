@@ -293,12 +293,7 @@ class Writer:
         return text, tuple(scores)
 
     def _piece(self, text: str, scores: tuple[TokenScore, ...], is_last: bool = False) -> Piece | None:
-        parts = Parts(text)
-        if self._parser is not None:
-            parts = self._parser.add(text)
-            if is_last:
-                rest = self._parser.finish()
-                parts = Parts(parts.text + rest.text, parts.reasoning + rest.reasoning, parts.calls + rest.calls)
+        parts = Parts(text) if self._parser is None else self._parser.add(text, is_last)
         if not (parts.text or parts.reasoning or parts.calls or scores):
             return None
         return Piece(parts.text, scores, parts.reasoning, tuple(parts.calls))

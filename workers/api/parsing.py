@@ -80,12 +80,12 @@ def read_sampling(
     return Sampling(
         max_new_tokens=max_new_tokens,
         temperature=fields.number("temperature", 0.0, 2.0) or 0.0,
-        top_p=_or(fields.number("top_p", 0.0, 1.0, above=True), 1.0),
+        top_p=fields.number("top_p", 0.0, 1.0, above=True) or 1.0,
         top_k=max(0, fields.whole("top_k", -1, MAX_TOKEN_ID) or 0),
         min_p=fields.number("min_p", 0.0, 1.0) or 0.0,
         presence_penalty=fields.number("presence_penalty", -2.0, 2.0) or 0.0,
         frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0) or 0.0,
-        repetition_penalty=_or(fields.number("repetition_penalty", 0.01, 2.0), 1.0),
+        repetition_penalty=fields.number("repetition_penalty", 0.01, 2.0) or 1.0,
         logit_bias=_logit_bias(fields),
         seed=_seed(fields),
         stop=_stops(fields, stop_field),
@@ -260,10 +260,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.only("web_search_options", why="the service does not search the web")
     fields.only("functions", [], why="it was replaced by tools; send those")
     fields.only("function_call", "none", "auto", why="it was replaced by tool_choice; send that")
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def read_new_context(body: object) -> tuple[str, str]:

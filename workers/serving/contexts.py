@@ -28,6 +28,7 @@ from workers.serving.messages import (
     ContextExistsError,
     ContextInfo,
     ContextNotReadyError,
+    OverloadedError,
     ServingError,
     StorageUnavailableError,
     UnknownContextError,
@@ -38,7 +39,9 @@ from workers.serving.names_in_store import by_names_in_store
 TEXTS = "texts"  # directory in the store with the texts of unfinished builds
 _TEXT = re.compile(r"[0-9a-f]{32}\.txt|\.[0-9a-f]{32}\.txt\.[0-9a-f]{8}\.partial")  # a text, or one being written
 MAX_ENTERING = 2  # texts that are tokenised at the same time: they use the threads in which files are read, too
+MAX_WAITING = 64  # texts that wait for that, in memory
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_RETRY_S = 5.0  # retry time when many contexts are being registered
 _DISK_S = 30.0  # retry time that clients get when the disk takes nothing
 
 Examine = Callable[[Path], Examination]  # examines the artifact at a path
@@ -62,7 +65,7 @@ class Contexts:
     def __init__(self, store: Path, builder: Builder, texts: ContextTexts, examine: Examine) -> None:
         self._store, self._builder, self._texts, self._examine = store, builder, texts, examine
         self._file = ContextFile(store)
-        self._register_slots = asyncio.Semaphore(MAX_ENTERING)
+        self._register_slots, self._num_registering = asyncio.Semaphore(MAX_ENTERING), 0
         self.builds: BuildQueue[str, _Build] = BuildQueue()  # by name
         self._unfinished: dict[str | None, str] = {}  # by hashes of texts, ids of artifacts that were begun here
         self._unwritten: dict[Record, Record] = {}  # results of builds that could not be written
@@ -116,13 +119,18 @@ class Contexts:
         text = as_read(text)  # a text has one digest, whatever its line ends
         if not text.strip():
             raise BadRequestError("the context's text is empty; give some text", "text")
+        if self._num_registering >= MAX_ENTERING + MAX_WAITING:
+            raise OverloadedError("many contexts are being registered; send this one again later", None, _RETRY_S)
         data = text.encode()
         digest = hashlib.sha256(data).hexdigest()
+        self._num_registering += 1
         try:
             async with self._register_slots:
                 record = await asyncio.to_thread(self._enter, name, text, data, digest)
         except ArtifactError as error:
             raise self._refusal("registered", error) from error
+        finally:
+            self._num_registering -= 1
         if record.state == "building":
             if self._build_of(record) is None:
                 await self.builds.end(name)  # of another text: another service deleted and registered the name again

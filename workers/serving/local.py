@@ -297,16 +297,13 @@ class LocalBackend:
         self._measured.prompt_tokens.inc(context_len + len(ids))
         self._measured.cached_tokens.inc(prefix.num_cached)
         return Request(
-            request_id=ask.request_id,
-            context=ask.context,
+            ask=ask,
             context_id=prefix.resident.context_id,
             context_len=context_len,
             num_cached=prefix.num_cached,
             kept=prefix.kept,
             drafts=prefix.drafts,
-            has_prediction=ask.prediction is not None,
             question_ids=ids,
-            sampling=sampling,
             max_new_tokens=room,
             config=config,
             selector=self._selector(ask),
@@ -324,7 +321,6 @@ class LocalBackend:
             ),
             grammar=grammar,
             in_prompt=in_prompt,
-            reports_usage=ask.reports_usage,
             echo=self._echo(ask),
         )
 

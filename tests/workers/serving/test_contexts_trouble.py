@@ -25,7 +25,13 @@ from workers.serving.context_build import Builder, BuildFailedError
 from workers.serving.context_file import ContextFile, Record
 from workers.serving.contexts import TEXTS, name_artifact
 from workers.serving.local import LocalBackend
-from workers.serving.messages import ContextExistsError, ContextNotReadyError, ServingError, StorageUnavailableError
+from workers.serving.messages import (
+    ContextExistsError,
+    ContextNotReadyError,
+    OverloadedError,
+    ServingError,
+    StorageUnavailableError,
+)
 
 
 def test_a_registered_context_whose_artifact_was_removed_is_rebuilt(
@@ -224,6 +230,10 @@ def test_many_registrations_at_once_leave_threads_for_reads(tmp_path: Path, monk
         finally:
             may_go_on.set()
         assert {info.state for info in await asyncio.gather(*entering)} == {"building"}
+        monkeypatch.setattr(contexts_module, "MAX_WAITING", 1)
+        many = [contexts.register(f"d{number}", "a text") for number in range(5)]
+        refused = [isinstance(of, OverloadedError) for of in await asyncio.gather(*many, return_exceptions=True)]
+        assert refused == [False] * 3 + [True] * 2, "what waits is held in memory"
         await contexts.builds.close()
 
     asyncio.run(main())

@@ -88,7 +88,7 @@ class LocalBackend:
         self._prefixes = Prefixes(
             loaded, settings, engine, self._contexts, examiner, self._residency, self._builder, self._tokenisers
         )
-        self._measured.kept_counts = lambda: self._prefixes.cache.counts
+        self._measured.kept_counts = lambda: self._prefixes.cache.blocks.counts
         self._measured.context_counts = self.context_counts
         self._template, self._grammars = ChatTemplate(loaded.tokenizer), Grammars(loaded)
         self._steps: StepThread | None = None

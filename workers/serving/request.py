@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from csattn.config import SearchConfig
 from csattn.selector_names import SelectorName
-from workers.serving.answer_parser import AnswerParser, Parts
+from workers.serving.answer_parser import AnswerParser
 from workers.serving.drafts import Drafts
 from workers.serving.grammar import Grammar
 from workers.serving.kept_rows import KeptRows
@@ -290,7 +290,5 @@ class Writer:
         return text, tuple(scores)
 
     def _piece(self, text: str, scores: tuple[TokenScore, ...], is_last: bool = False) -> Piece | None:
-        parts = Parts(text) if self._parser is None else self._parser.add(text, is_last)
-        if not (parts.text or parts.reasoning or parts.calls or scores):
-            return None
-        return Piece(parts.text, scores, parts.reasoning, tuple(parts.calls))
+        piece = Piece(text) if self._parser is None else self._parser.add(text, is_last)
+        return None if not scores and piece == Piece("") else replace(piece, scores=scores)

@@ -21,7 +21,7 @@ def told(pieces: list[str], form: CallFormat | None, thinks: bool = False, is_th
     parser = AnswerParser("id", form, TOOLS, thinks=thinks, is_thinking=is_thinking)
     *others, last = pieces or [""]
     parts = [*map(parser.add, others), parser.add(last, is_final=True)]
-    calls = gathered([Piece("", calls=tuple(part.calls)) for part in parts])
+    calls = gathered([Piece("", calls=part.calls) for part in parts])
     assert len({call.call_id for call in calls}) == len(calls) == parser.num_calls
     text, reasoning = ("".join(getattr(part, name) for part in parts) for name in ("text", "reasoning"))
     return text, reasoning, [(call.name, call.arguments) for call in calls]

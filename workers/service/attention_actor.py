@@ -73,16 +73,16 @@ class AttentionActor:
         async def status() -> WorkerStatus:
             return self._backend.status()
 
-        return await self._result_or_error(status)
+        return await self._result_or_error("a heartbeat", status)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the backend; return its result, or the ServingError that it raised."""
-        return await self._result_or_error(lambda: getattr(self._backend, method)(*arguments))
+        return await self._result_or_error(f"the call {method}", lambda: getattr(self._backend, method)(*arguments))
 
     async def health(self) -> Health | ServingError:
         if self._failure is not None:
             return Health(False, self._failure)
-        return await self._result_or_error(self._backend.health)
+        return await self._result_or_error("the call health", self._backend.health)
 
     async def failure(self) -> str | None:
         """Why the worker could not start; None if it has. While it is starting, this does not answer."""
@@ -100,14 +100,15 @@ class AttentionActor:
 
         return await asyncio.to_thread(describe_machine, self._settings, self._backend.loaded, num_workers)
 
-    async def _result_or_error(self, answer: Callable[[], Awaitable[T]]) -> T | ServingError:
+    async def _result_or_error(self, name: str, answer: Callable[[], Awaitable[T]]) -> T | ServingError:
+        """Return the answer, or why there is none. name: for the log."""
         try:
             await self._start()
             return await answer()
         except ServingError as error:
             return error
         except Exception as error:  # a bug: raised, Ray would report it as the worker's end
-            _log.exception("a request failed")
+            _log.exception("%s failed", name)
             what = "the attention worker failed at this request"
             return ServingError(f"{what}; its log says why", detail=f"{what} ({error!r})")
 
@@ -136,7 +137,7 @@ class AttentionActor:
                     events.put_nowait(event)
 
         try:
-            if (error := await self._result_or_error(pass_on)) is not None:
+            if (error := await self._result_or_error(f"the request {ask.request_id}", pass_on)) is not None:
                 events.put_nowait(error)
         finally:
             events.put_nowait(None)

@@ -156,7 +156,7 @@ class LocalBackend:
             except TimeoutError:
                 self._measured.requests.labels("timeout").inc()
                 raise TimedOutError(
-                    f"the request waited {timeout_s:.0f} s for its context; send it again later"
+                    f"the request waited {timeout_s:g} s for its context; send it again later"
                 ) from None
             try:
                 self._require_steps()

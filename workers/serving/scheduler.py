@@ -482,7 +482,7 @@ def _refusal(error: Exception) -> ServingError:
     if isinstance(error, CsattnError) and not isinstance(error, OffloadError):
         return WorkerLostError(f"{error}; send the request again")
     message = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
-    return ServingError(f"the step that decoded this request failed ({message}); send the request again")
+    return ServingError(f"the engine failed at this request ({message}); send it again")
 
 
 def in_shares(rows: Sequence[_T], num_drawn: int, num_threads: int) -> list[Sequence[_T]]:

@@ -88,9 +88,12 @@ def _with_absolute_paths(settings: Settings) -> Settings:
 
 def _pair(given: str) -> tuple[str, str]:
     """Split NAME=ARTIFACT."""
+    from workers.serving.contexts import require_name
+
     name, equals, artifact_id = given.partition("=")
     if not (equals and artifact_id):
         raise ConfigError(f"--context takes NAME=ARTIFACT, such as handbook=3f2a, got {given!r}")
+    require_name(name)
     return name, artifact_id
 
 

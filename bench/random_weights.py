@@ -7,22 +7,13 @@ import torch
 from torch import Tensor
 
 from csattn.lightning.operands.compressor import CompressorWeights
+from csattn.models.latent_spec import CompressedSpec, LatentSpec
 from csattn.models.quantized_model import HEAD_ROUNDING
 from csattn.models.quantized_weight import ROUNDINGS, QuantizedExperts, QuantizedWeight, Rounding
+from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
 from csattn.models.rope import model_frequencies
 from csattn.models.share import require_shares, share_of_head, share_of_layer, share_of_spec
-from csattn.models.spec import (
-    CompressedSpec,
-    ConvSpec,
-    DeltaSpec,
-    ExpertsSpec,
-    HeadsSpec,
-    LatentSpec,
-    LayerSpec,
-    ModelSpec,
-    RecurrentSpec,
-    ScanSpec,
-)
+from csattn.models.spec import ExpertsSpec, HeadsSpec, LayerSpec, ModelSpec
 from csattn.models.weights import (
     CompressedStepWeights,
     ConvWeights,

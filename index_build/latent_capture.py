@@ -15,8 +15,9 @@ from csattn.models.latent import (
     latent_values,
     query_latents,
 )
+from csattn.models.latent_spec import LatentSpec
 from csattn.models.module_weights import latent_weights
-from csattn.models.spec import LatentSpec, RopeSpec
+from csattn.models.spec import RopeSpec
 from csattn.models.weights import Linear
 
 

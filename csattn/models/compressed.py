@@ -13,7 +13,7 @@ from torch.nn import functional
 from csattn.artifact import Artifact
 from csattn.artifact.reader import as_tensor
 from csattn.lightning import CompressedState, CompressorWeights, make_keys, rope_last
-from csattn.models.spec import CompressedSpec
+from csattn.models.latent_spec import CompressedSpec
 from csattn.models.weights import CompressedStepWeights
 
 

@@ -7,22 +7,10 @@ from typing import Any, Literal
 from csattn.errors import ModelError
 from csattn.models.experts import averages_experts, experts_of, has_experts, mlp_width
 from csattn.models.families import FAMILIES, Family, own_field, unsupported
+from csattn.models.latent_spec import CompressedSpec, IndexerSpec, LatentSpec
 from csattn.models.positions import max_positions, rope_name, rope_parameters, rope_specs, rotates_any, unrotated_rope
-from csattn.models.spec import (
-    Activation,
-    AttentionSpec,
-    CompressedSpec,
-    ConvSpec,
-    DeltaSpec,
-    IndexerSpec,
-    LatentSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    RecurrentSpec,
-    ScanSpec,
-    StreamsSpec,
-)
+from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
+from csattn.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec, StreamsSpec
 from csattn.reach import Reach
 
 _ACTIVATIONS: dict[str, Activation] = {

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from csattn.attention import attend_chunk
 from csattn.lightning import Operands, choose_keys, sparse_mla
+from csattn.models.latent_spec import LatentSpec
 from csattn.models.query import rotate
-from csattn.models.spec import LatentSpec
 from csattn.models.weights import LatentWeights
 
 _LISTED = 64  # tokens whose lists of rows are in memory at a time

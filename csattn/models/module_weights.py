@@ -15,19 +15,12 @@ from csattn.errors import ModelError
 from csattn.lightning import CompressedWeights
 from csattn.models.description import describe
 from csattn.models.families import CHOICE_BIAS, EXPERTS_OF_TOKENS, FAMILIES, LAYER_SCALE, Family
+from csattn.models.latent_spec import LatentSpec
 from csattn.models.positions import rope_parameters
 from csattn.models.quantized_weight import QuantizedExperts
+from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec
 from csattn.models.rope import model_frequencies, rotary_of
-from csattn.models.spec import (
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    ExpertsSpec,
-    HeadsSpec,
-    LatentSpec,
-    ModelSpec,
-    RecurrentSpec,
-)
+from csattn.models.spec import AttentionSpec, ExpertsSpec, HeadsSpec, ModelSpec
 from csattn.models.weights import (
     CompressedStepWeights,
     ConvWeights,

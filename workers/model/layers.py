@@ -15,7 +15,9 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries
-from csattn.models.spec import CompressedSpec, ExpertsSpec, HeadsSpec, LatentSpec, RecurrentSpec, StreamsSpec
+from csattn.models.latent_spec import CompressedSpec, LatentSpec
+from csattn.models.recurrent_spec import RecurrentSpec
+from csattn.models.spec import ExpertsSpec, HeadsSpec, StreamsSpec
 from csattn.models.weights import (
     CompressedStepWeights,
     LatentWeights,

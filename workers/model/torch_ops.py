@@ -9,17 +9,9 @@ from torch.nn import functional
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentRope, latent_queries, latent_rows, latent_values, query_latents
-from csattn.models.spec import (
-    Activation,
-    ConvSpec,
-    DeltaSpec,
-    ExpertsSpec,
-    LatentSpec,
-    RecurrentSpec,
-    ScanSpec,
-    StreamsSpec,
-    Temper,
-)
+from csattn.models.latent_spec import LatentSpec
+from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
+from csattn.models.spec import Activation, ExpertsSpec, StreamsSpec, Temper
 from csattn.models.streams import joined_streams, mixed_streams, mixture_of
 from csattn.models.weights import (
     DeltaWeights,

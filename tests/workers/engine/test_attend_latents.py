@@ -13,7 +13,7 @@ from csattn.config import SearchConfig
 from csattn.lightning.mla.rows import SelectedRows
 from csattn.lightning.topk import device as topk_device
 from csattn.models.latent import LatentQueries, attend_latents, choose_rows
-from csattn.models.spec import IndexerSpec, LatentSpec
+from csattn.models.latent_spec import IndexerSpec, LatentSpec
 from offload import gather, slot_cache
 from offload.host_memory import copy_rows
 from offload.pinned import PinnedRows

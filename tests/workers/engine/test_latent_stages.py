@@ -13,7 +13,7 @@ from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
 from csattn.lightning import top_k_reference
 from csattn.models.latent import LatentQueries, attend_latents, attend_listed, choose_rows
-from csattn.models.spec import IndexerSpec, LatentSpec
+from csattn.models.latent_spec import IndexerSpec, LatentSpec
 from workers.engine.cpu.latent_rows import (
     ARGUMENTS,
     attend_pieces,

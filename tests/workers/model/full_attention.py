@@ -7,7 +7,8 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import LatentQueries, attend_latents, choose_rows
-from csattn.models.spec import AttentionSpec, LatentSpec
+from csattn.models.latent_spec import LatentSpec
+from csattn.models.spec import AttentionSpec
 from csattn.reach import Reach
 from workers.model.ops import RecurrentState
 

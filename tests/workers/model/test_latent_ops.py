@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
 
 from csattn.models.latent import LatentQueries
-from csattn.models.spec import IndexerSpec, LatentSpec
+from csattn.models.latent_spec import IndexerSpec, LatentSpec
 from csattn.models.weights import LatentWeights
 from tests.workers.model.step_ops import DEVICE, DTYPES, make_rotation, make_rows, randn, tolerance
 from workers.model.gpu.triton_ops import TritonOps

@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
 
-from csattn.models.spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
+from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
 from csattn.models.weights import ConvWeights, DeltaWeights, RecurrentWeights, ScanWeights
 from tests.workers.model.step_ops import DEVICE, DTYPES, EPS, make_linear, make_rows, randn, tolerance
 from workers.model.gpu.triton_ops import TritonOps

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from csattn.models.compressed import CompressedQueries
-from csattn.models.spec import CompressedSpec
+from csattn.models.latent_spec import CompressedSpec
 from csattn.models.weights import CompressedStepWeights
 from workers.engine.gpu.compressed_memory import LayerMemory, SeenCompressed
 from workers.engine.gpu.compressed_ops import CompressedOps

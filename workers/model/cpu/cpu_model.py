@@ -14,8 +14,10 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
 from csattn.models.latent import LatentQueries
+from csattn.models.latent_spec import CompressedSpec
 from csattn.models.module_weights import weights_of
-from csattn.models.spec import CompressedSpec, HeadsSpec, RecurrentSpec, Temper
+from csattn.models.recurrent_spec import RecurrentSpec
+from csattn.models.spec import HeadsSpec, Temper
 from csattn.models.weights import CompressedStepWeights, Frequencies
 from offload.host_memory import sparse_zeros
 from workers.model.attention import StepAttention

@@ -10,7 +10,7 @@ from csattn.cpu.addresses import KindStage, array_at
 from csattn.cpu.arguments import bytes_of, floats_of, number_at, word_of, words_at
 from csattn.cpu.floats import store_float
 from csattn.cpu.simd import LANES
-from csattn.models.spec import LatentSpec
+from csattn.models.latent_spec import LatentSpec
 from csattn.models.weights import LatentWeights
 from workers.model.cpu.linear import TILE, add_up_rows, products
 from workers.model.cpu.row_stages import inverse_rms, rotate_pairs

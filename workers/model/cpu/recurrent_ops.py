@@ -12,7 +12,7 @@ from csattn.batch import StepRows
 from csattn.cpu.addresses import array_at
 from csattn.cpu.arguments import floats_of, number_at, word_of, words_at
 from csattn.cpu.jit import exact_kernel
-from csattn.models.spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
+from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
 from csattn.models.weights import DeltaWeights, RecurrentWeights, ScanWeights
 from workers.model.cpu.scalars import sigmoid, softplus
 from workers.model.cpu.stage_recorder import StageRecorder

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import EPS
-from csattn.models.spec import LatentSpec
+from csattn.models.latent_spec import LatentSpec
 from csattn.models.weights import LatentWeights
 from workers.model.gpu.latent_kernels import append_latents_kernel, heads_product_kernel, make_latent_queries_kernel
 from workers.model.gpu.stream_ops import Launches

@@ -5,7 +5,7 @@ from typing import Any
 import triton
 
 from csattn.batch import StepRows
-from csattn.models.spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
+from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
 from csattn.models.weights import DeltaWeights, RecurrentWeights, ScanWeights
 from workers.model.gpu.recurrent_kernels import delta_rule_kernel, gated_norm_kernel, mix_kernel, scan_kernel
 from workers.model.gpu.stream_ops import Launches

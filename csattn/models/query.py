@@ -37,14 +37,14 @@ def layer_inputs(model: Any, token_ids: Tensor, layer_idx: int) -> Tensor:
     return (projected + own) * body.per_layer_input_scale  # type: ignore[no-any-return]
 
 
-def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
+def queries_before_rope(model: Any, layer_idx: int, hidden: Tensor) -> Tensor:
     """Return the queries that the layer's attention would project from this input, before RoPE.
 
     Weights of norms that multiply after RoPE are left out.
-    layer: a decoder layer of a supported model. hidden: [q_len, hidden_size] -> [num_q_heads, q_len, head_dim].
+    model: of a supported family. hidden: [q_len, hidden_size] -> [num_q_heads, q_len, head_dim].
     """
-    attention = getattr(layer, "self_attn", None) or layer.mixer
-    family = FAMILIES[attention.config.model_type]
+    layer, family = model.model.layers[layer_idx], FAMILIES[model.config.model_type]
+    attention = family.part(layer, "self_attn")
     if family.norms[0] is not None:
         hidden = getattr(layer, family.norms[0])(hidden)
     if hasattr(attention, "q_proj"):
@@ -52,7 +52,7 @@ def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
         if family.gated_attention == "with_queries":  # each head's query, then its gate
             q = q.view(len(q), -1, 2, attention.head_dim)[:, :, 0].flatten(1)
     else:
-        q = attention.qkv_proj(hidden)[:, : attention.config.num_attention_heads * attention.head_dim]
+        q = attention.qkv_proj(hidden)[:, : model.config.num_attention_heads * attention.head_dim]
     of_heads = q.shape[0], -1, attention.head_dim
     if hasattr(attention, "qk_norm"):
         q = attention.qk_norm(q.view(of_heads))

@@ -63,3 +63,6 @@ class StepAttention:
 
     def end_step(self, rows: StepRows) -> None:
         """Called on the host at every step, after all of its work has been enqueued."""
+
+    def abandon(self) -> None:
+        """End what still waits for a step that has failed, if anything does."""

@@ -188,7 +188,7 @@ def product_of(product: str, num_rows: int, num_in: int, num_out: int) -> Run:
         if product == "qkv":
             ops.linear(normed, [linear], out)
         elif product == "gate_up":
-            ops.mlp(normed, [linear], True, "silu", out)
+            ops.linear(normed, [linear], out, "silu", True)
         else:
             ops.linear_add(normed.x, linear, 1.0, stream, readers)
             return stream.hidden

@@ -349,7 +349,7 @@ class StepLayers:
             adds.append(self._mlp_and_experts(layer_idx, x))
         elif spec.mlp is not None:
             gated = self._gated[spec.mlp.intermediate_size]
-            self._ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
+            self._ops.linear(x, layer.gate_up, gated, spec.mlp.activation, spec.mlp.gated)
             assert layer.down is not None
             norm = layer.post_mlp_norm
             adds.append(partial(self._add, gated, layer.down, norm, times, scale=self._scale_after_mlp(layer_idx)))
@@ -390,8 +390,8 @@ class StepLayers:
         mlp, layer = self._weights.spec.layers[layer_idx].mlp, self._weights.layers[layer_idx]
         assert mlp is not None and self._branch is not None and self._devices is None
         self._ops.linear(Normed(self._stream.hidden), [weights.gate], self._input_gates)
-        self._ops.gate_input(self._input_gates, mlp.activation, self._inputs[layer_idx])
-        self._ops.linear(Normed(self._input_gates), [weights.projection], self._branch)
+        self._ops.gate(self._inputs[layer_idx], self._input_gates, mlp.activation)
+        self._ops.linear(Normed(self._inputs[layer_idx]), [weights.projection], self._branch)
         eps = self._weights.spec.norm_eps
         self._ops.add_normed(self._branch, weights.norm, eps, 1.0, layer.scale, self._stream, readers)
 
@@ -405,13 +405,14 @@ class StepLayers:
         norms, buffers, (expert_in, expert_out) = weights.norms, self._experts[0, experts], self._expert_io
         assert spec.mlp is not None and layer.down is not None and norms is not None and branch is not None
         gated = self._gated[spec.mlp.intermediate_size]
-        ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
+        ops.linear(x, layer.gate_up, gated, spec.mlp.activation, spec.mlp.gated)
         ops.linear(Normed(gated), [layer.down], branch)
         ops.linear(ops.read_normed(self._stream, norms.router, eps, expert_in), [weights.router], buffers.logits)
         ops.choose_experts(weights, experts, self._rows, buffers)
         ops.experts(ops.read_normed(self._stream, norms.pre_experts, eps, expert_in), weights, experts, buffers)
         ops.experts_out(weights, experts, buffers, expert_out)
-        ops.add_norms(branch, norms.post_mlp, expert_out, norms.post_experts, eps)
+        ops.norm(branch, norms.post_mlp, eps, branch)
+        ops.norm(expert_out, norms.post_experts, eps, branch, adds=True)
         return partial(
             ops.add_normed,
             branch,

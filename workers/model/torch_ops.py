@@ -102,27 +102,18 @@ class TorchOps:
     def linear(
         self,
         x: Normed,
-        linears: Sequence[Linear],
-        out: Tensor,  # [batch_size, outputs of all], of any float type
+        linears: Sequence[Linear],  # as in `LayerWeights`
+        out: Tensor,  # [batch_size, outputs of all], or half as many if gated, of any float type
+        activation: Activation | None = None,
+        gated: bool = False,
     ) -> None:
-        """out = linears(x), side by side"""
-        out.copy_(_products(x, linears))
-
-    def mlp(
-        self,
-        x: Normed,
-        gate_up: Sequence[Linear],  # as in `LayerWeights`
-        gated: bool,
-        activation: Activation,
-        out: Tensor,  # [batch_size, intermediate_size]
-    ) -> None:
-        """out = activation(gate(x)) * up(x), or activation(up(x))"""
-        products = _products(x, gate_up)
-        if gated:
-            gate, up = products.chunk(2, dim=-1)
-            out.copy_(activated(activation, gate, up))
-        else:
-            out.copy_(ACTIVATIONS[activation](products))
+        """out = activation(linears(x)), side by side, or activation(gates(x)) * ups(x)"""
+        products = _products(x, linears)
+        if gated and activation is not None:
+            products = activated(activation, *products.chunk(2, dim=-1))
+        elif activation is not None:
+            products = ACTIVATIONS[activation](products)
+        out.copy_(products)
 
     def choose_experts(
         self,
@@ -209,9 +200,10 @@ class TorchOps:
         out.copy_(stream.hidden.float() * norm)
         return Normed(out, stream.squares, eps)
 
-    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor) -> None:
-        """out = norm(x), both [batch_size, width], norm [width] float32"""
-        out.copy_(_norm(x.float(), norm, eps))
+    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor, adds: bool = False) -> None:
+        """out = norm(x), both [batch_size, width], norm [width] float32; with `adds`, out += that"""
+        normed = _norm(x.float(), norm, eps)
+        out.copy_(out.float() + normed if adds else normed)
 
     def grouped(
         self,
@@ -224,10 +216,6 @@ class TorchOps:
         for group, of_group in enumerate(x):
             part = slice(group * num_out, (group + 1) * num_out)
             out[:, part] = _products(Normed(of_group), [linear.outputs(part.start, part.stop)])
-
-    def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
-        """x = norm(x) + other_norm(other), both [batch_size, hidden_size], norms [hidden_size] float32"""
-        x.copy_(_norm(x.float(), norm, eps) + _norm(other.float(), other_norm, eps))
 
     def linear_add(
         self,
@@ -337,13 +325,10 @@ class TorchOps:
         own = weights.table[rows.token_ids].float().view(made.shape) * weights.table_scale
         out.copy_(((made + own) * 2**-0.5).transpose(0, 1))
 
-    def gate_input(self, gates: Tensor, activation: Activation, layer_input: Tensor) -> None:
-        """gates = activation(gates) * layer_input, both [batch_size, layer_input_width]"""
-        gates.copy_(ACTIVATIONS[activation](gates.float()) * layer_input.float())
-
-    def gate(self, x: Tensor, gates: Tensor) -> None:
-        """x *= sigmoid(gates), both [batch_size, q_width]"""
-        x.copy_(x.float() * torch.sigmoid(gates.float()))
+    def gate(self, x: Tensor, gates: Tensor, activation: Activation | None = None) -> None:
+        """x *= activation(gates), both [batch_size, width]; None: sigmoid"""
+        function = torch.sigmoid if activation is None else ACTIVATIONS[activation]
+        x.copy_(x.float() * function(gates.float()))
 
     def recurrent(
         self,

@@ -94,7 +94,7 @@ def block_step(block: Any, spec: ExpertsSpec, width: int, x: Tensor, token_ids: 
         ops.linear(Normed(x), [weights.router], buffers.logits)
         ops.choose_experts(weights, spec, rows, buffers)
         ops.experts(Normed(x), weights, spec, buffers)
-        ops.mlp(Normed(x), gates_ups, True, "limited", gated)
+        ops.linear(Normed(x), gates_ups, gated, "limited", True)
         ops.linear(Normed(gated), [_linear(mlp.down_proj)], out)
         ops.experts_out(weights, spec, buffers, out, adds=True)
 
@@ -189,7 +189,7 @@ def test_nan_passes_through_limited_activations(run: Run) -> None:
 
     def step(ops: Any) -> None:
         ops.experts(Normed(x), weights, spec, buffers)
-        ops.mlp(Normed(x), linears, True, "limited", gated)
+        ops.linear(Normed(x), linears, gated, "limited", True)
 
     run(step, 3)
     for made in (buffers.gated[:, 0], gated):
@@ -213,8 +213,8 @@ def test_a_quantized_mlp_limits_activations_and_passes_nan_on(batch_size: int, a
     products = x.float() @ weight.decoded(torch.float32).T
     assert products[0].max() > 15 and products[0].min() < -15, "limits matter"
     got, want = torch.full((2, batch_size, 41), -1.0, device=DEVICE)
-    TritonOps(DEVICE).mlp(Normed(x), [gate_up], True, activation, got)
-    TorchOps().mlp(Normed(x.float()), [gate_up], True, activation, want)
+    TritonOps(DEVICE).linear(Normed(x), [gate_up], got, activation, True)
+    TorchOps().linear(Normed(x.float()), [gate_up], want, activation, True)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, equal_nan=True)
     assert got[-1].isnan().all() == (batch_size > 1) and not got[:1].isnan().any()
 

@@ -189,8 +189,8 @@ def test_quantized_mlp_and_linear_add_equal_those_with_decoded_weights(batch_siz
     x = normed(stream)
     activations = ["silu", "gelu_tanh", "quick_gelu", "relu", "relu2"]  # activations do not depend on the kind
     for activation in activations if kind == KINDS[1] else activations[:1]:
-        TritonOps(DEVICE).mlp(x, [gate_up], True, activation, gated)
-        TorchOps().mlp(replace(x, x=x.x.float()), [gate_up], True, activation, want_gated)
+        TritonOps(DEVICE).linear(x, [gate_up], gated, activation, True)
+        TorchOps().linear(replace(x, x=x.x.float()), [gate_up], want_gated, activation, True)
         torch.testing.assert_close(
             gated, want_gated, **(CLOSE if batch_size <= QUANTIZED_ROWS else tolerance(torch.float32))
         )

@@ -19,20 +19,16 @@ from workers.model.cpu.quantized_products import FLOATS, FORMATS
 from workers.model.cpu.recurrent_ops import TapeRecurrentOps
 from workers.model.cpu.remix_ops import TapeRemixOps
 from workers.model.cpu.row_stages import (
-    ADD_NORMS,
     COPY_ROWS,
     EMBED,
     FINISH_LOGITS,
     GATE,
-    GATE_INPUT,
     MAKE_INPUTS,
     PREDICT,
     ROTATE,
-    add_norms_stage,
     copy_rows_stage,
     embed_stage,
     finish_logits_stage,
-    gate_input_stage,
     gate_stage,
     make_inputs_stage,
     predict_stage,
@@ -79,19 +75,21 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
     ) -> None:
         pass
 
-    def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
+    def linear(
+        self,
+        x: Normed,
+        linears: Sequence[Linear],
+        out: Tensor,
+        activation: Activation | None = None,
+        gated: bool = False,
+    ) -> None:
+        if gated:
+            gate, up = linears
+            return self._linear(x.x, gate, out, activation, up)
         column = 0
         for linear in linears:
-            self._linear(x.x, linear, out[:, column:])
+            self._linear(x.x, linear, out[:, column:], activation)
             column += len(linear.weight)
-
-    def mlp(self, x: Normed, gate_up: Sequence[Linear], gated: bool, activation: Activation, out: Tensor) -> None:
-        *gate, up = gate_up
-        assert len(gate) == gated
-        if gated:
-            self._linear(x.x, gate[0], out, activation, up)
-        else:
-            self._linear(x.x, up, out, activation)
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         self._linear(x, linear, stream.hidden, multiplier=multiplier)
@@ -141,28 +139,17 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self._prepare(replace(stream, scaled=out, scaled_ahead=out, centred=False), Readers(norm, None, eps))
         return Normed(out)
 
-    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor) -> None:
-        self._prepare(Stream(x, out, out, out), Readers(norm, None, eps))
+    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor, adds: bool = False) -> None:
+        if adds:
+            self._prepare(Stream(out, out, out, out), Readers(None, None, eps), x, norm)
+        else:
+            self._prepare(Stream(x, out, out, out), Readers(norm, None, eps))
 
     def grouped(self, x: Tensor, linear: Linear, out: Tensor) -> None:
         num_out = out.shape[1] // len(x)
         for group, of_group in enumerate(x):
             start = group * num_out
             self._linear(of_group, linear.outputs(start, start + num_out), out[:, start:])
-
-    def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
-        self._record(
-            add_norms_stage,
-            ADD_NORMS,
-            reads=[x, other],
-            writes=[x],
-            x=x,
-            norm=norm,
-            other=other,
-            other_norm=other_norm,
-            width=x.shape[1],
-            eps=self._number(eps),
-        )
 
     def copy_rows(self, source: Tensor, tail: Tensor, rows: StepRows) -> None:
         _, num_kv_heads, tail_capacity, _, head_dim = tail.shape
@@ -201,21 +188,9 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             max_rows=max_rows,
         )
 
-    def gate_input(self, gates: Tensor, activation: Activation, layer_input: Tensor) -> None:
-        self._record(
-            gate_input_stage,
-            GATE_INPUT,
-            reads=[gates, layer_input],
-            writes=[gates],
-            gates=gates,
-            activation=ACTIVATIONS.index(activation),
-            layer_input=layer_input,
-            width=gates.shape[1],
-        )
-
-    def gate(self, x: Tensor, gates: Tensor) -> None:
-        width = x.shape[1]
-        self._record(gate_stage, GATE, reads=[x, gates], writes=[x], x=x, gates=gates, width=width)
+    def gate(self, x: Tensor, gates: Tensor, activation: Activation | None = None) -> None:
+        kind, width = ACTIVATIONS.index(activation), x.shape[1]
+        self._record(gate_stage, GATE, reads=[x, gates], writes=[x], x=x, gates=gates, activation=kind, width=width)
 
     def predict_query(
         self,
@@ -258,7 +233,7 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         x: Tensor,
         linear: Linear,
         out: Tensor,  # its row stride may exceed its width
-        activation: str = "none",
+        activation: Activation | None = None,
         up: Linear | None = None,
         multiplier: float | None = None,
     ) -> None:

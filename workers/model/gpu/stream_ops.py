@@ -10,7 +10,6 @@ from csattn.batch import StepRows
 from csattn.cuda import limits
 from workers.model.gpu.token_kernels import (
     add_normed_kernel,
-    add_norms_kernel,
     begin_kernel,
     norm_kernel,
 )
@@ -48,8 +47,8 @@ class Launches:
 class TritonStreamOps(Launches):
     """The part of `TritonOps` for the residual stream."""
 
-    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor) -> None:
-        self._norm(x, norm, eps, out, is_whole=True)
+    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor, adds: bool = False) -> None:
+        self._norm(x, norm, eps, out, adds=adds)
 
     def begin(
         self,
@@ -87,24 +86,12 @@ class TritonStreamOps(Launches):
         self._norm(stream.hidden, norm, eps, out, is_whole=False)
         return Normed(out, stream.squares, eps)
 
-    def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
-        batch_size, hidden_size = x.shape
-        add_norms_kernel[(batch_size,)](
-            x,
-            norm,
-            other,
-            other_norm,
-            hidden_size,
-            eps,
-            BLOCK=triton.next_power_of_2(hidden_size),
-            num_warps=8,
-            **self._launch(),
-        )
-
-    def _norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor, is_whole: bool) -> None:
+    def _norm(
+        self, x: Tensor, norm: Tensor, eps: float, out: Tensor, is_whole: bool = True, adds: bool = False
+    ) -> None:
         num_rows, width = out.shape
         block = triton.next_power_of_2(width)
-        norm_kernel[(num_rows,)](x, norm, out, width, eps, is_whole, BLOCK=block, num_warps=8, **self._launch())
+        norm_kernel[(num_rows,)](x, norm, out, width, eps, is_whole, adds, BLOCK=block, num_warps=8, **self._launch())
 
     def _add_parts(
         self,

@@ -12,7 +12,6 @@ from csattn.models.spec import Activation, Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights, Linear
 from workers.model.gpu.expert_ops import TritonExpertOps
 from workers.model.gpu.head_kernels import copy_rows_kernel, gate_kernel, predict_query_kernel, rotate_append_kernel
-from workers.model.gpu.input_kernels import gate_input_kernel, make_inputs_kernel
 from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
 from workers.model.gpu.recurrent_ops import TritonRecurrentOps
@@ -24,6 +23,7 @@ from workers.model.gpu.token_kernels import (
     argmax_of_part_kernel,
     compute_rotation_kernel,
     finish_logits_kernel,
+    make_inputs_kernel,
 )
 from workers.model.ops import QUANTIZED_ROWS, SQUARES_BLOCK, Normed, Readers, Rotation, Stream
 
@@ -78,29 +78,17 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
         block = triton.next_power_of_2(num_parts)
         argmax_kernel[(batch_size,)](best, best_ids, next_ids, num_parts, BLOCK=block, num_warps=1, **self._launch())
 
-    def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
-        self._linear(x, linears, out, gated=False, activation="none")
-
-    def grouped(self, x: Tensor, linear: Linear, out: Tensor) -> None:
-        num_groups, batch_size, num_in = x.shape
-        num_out = out.shape[1] // num_groups
-        if linear.quantized is None:
-            parts = torch.bmm(x, linear.weight.view(num_groups, num_out, num_in).mT)
-        else:
-            parts = out.new_empty(num_groups, batch_size, num_out)
-            for group, of_group in enumerate(x):
-                start = group * num_out
-                self._linear(Normed(of_group), [linear.outputs(start, start + num_out)], parts[group], False, "none")
-        out.view(batch_size, num_groups, num_out).copy_(parts.transpose(0, 1))
-        self.break_chain()
-
-    def mlp(self, x: Normed, gate_up: Sequence[Linear], gated: bool, activation: Activation, out: Tensor) -> None:
-        self._linear(x, gate_up, out, gated, activation)
-
-    def _linear(self, x: Normed, linears: Sequence[Linear], out: Tensor, gated: bool, activation: str) -> None:
+    def linear(
+        self,
+        x: Normed,
+        linears: Sequence[Linear],
+        out: Tensor,
+        activation: Activation | None = None,
+        gated: bool = False,
+    ) -> None:
         (linear,) = linears  # as `take_weights` joins them
         if linear.quantized is not None and len(x.x) <= QUANTIZED_ROWS:
-            return self._multiply(x, linear, linear.quantized, out, gated, activation)
+            return self._multiply(x, linear, linear.quantized, out, activation, gated)
         weight, squares, (programs, constants) = linear.weight, x.squares, tiles(linear, x.x)
         num_squares = 1 if squares is None else len(squares)
         inputs = self._in_order(x.x, linear.quantized)
@@ -121,12 +109,25 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             x.eps,
             NORMED=squares is not None,
             GATED=gated,
-            ACTIVATION=activation,
+            ACTIVATION=activation or "none",
             HAS_BIAS=linear.bias is not None,
             BLOCK_SQUARES=triton.next_power_of_2(num_squares),
             **constants,
             **self._launch(),
         )
+
+    def grouped(self, x: Tensor, linear: Linear, out: Tensor) -> None:
+        num_groups, batch_size, num_in = x.shape
+        num_out = out.shape[1] // num_groups
+        if linear.quantized is None:
+            parts = torch.bmm(x, linear.weight.view(num_groups, num_out, num_in).mT)
+        else:
+            parts = out.new_empty(num_groups, batch_size, num_out)
+            for group, of_group in enumerate(x):
+                start = group * num_out
+                self.linear(Normed(of_group), [linear.outputs(start, start + num_out)], parts[group])
+        out.view(batch_size, num_groups, num_out).copy_(parts.transpose(0, 1))
+        self.break_chain()
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         if linear.quantized is not None and len(x) <= QUANTIZED_ROWS:
@@ -234,14 +235,9 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             **self._launch(),
         )
 
-    def gate_input(self, gates: Tensor, activation: Activation, layer_input: Tensor) -> None:
-        gate_input_kernel[(triton.cdiv(gates.numel(), _GATE_BLOCK),)](
-            gates, layer_input, gates.numel(), ACTIVATION=activation, BLOCK=_GATE_BLOCK, num_warps=4, **self._launch()
-        )
-
-    def gate(self, x: Tensor, gates: Tensor) -> None:
-        programs = triton.cdiv(x.numel(), _GATE_BLOCK)
-        gate_kernel[(programs,)](x, gates, x.numel(), BLOCK=_GATE_BLOCK, num_warps=4, **self._launch())
+    def gate(self, x: Tensor, gates: Tensor, activation: Activation | None = None) -> None:
+        constants = {"ACTIVATION": activation or "sigmoid", "BLOCK": _GATE_BLOCK, "num_warps": 4}
+        gate_kernel[(triton.cdiv(x.numel(), _GATE_BLOCK),)](x, gates, x.numel(), **constants, **self._launch())
 
     def predict_query(
         self,

@@ -108,40 +108,23 @@ def by_expert(
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaWeights:
-    """Weights of linear attention (Gated DeltaNet)."""
+class RecurrentWeights:
+    """Weights of a layer of `RecurrentSpec`, before its output projection."""
 
-    inputs: tuple[Linear, ...]  # to queries, keys, values, gates, write strength and decay
+    inputs: tuple[Linear, ...]  # to its inputs, in the order of the spec's `in_width`
     conv: Tensor  # [num_channels, conv_len] float32
-    decay: Tensor  # [num_v_heads] float32, positive
-    decay_bias: Tensor  # [num_v_heads] float32
-    norm: Tensor  # [v_dim] float32
-    conv_bias: Tensor | None = None  # published models have none
+    conv_bias: Tensor | None  # [num_channels] float32
+    memory: "MemoryWeights | None" = None  # None: a short convolution
 
 
 @dataclass(frozen=True, slots=True)
-class ScanWeights:
-    """Weights of a state space layer (Mamba-2)."""
+class MemoryWeights:
+    """How linear attention or a state space updates and reads its memory. num_heads: of linear attention's values."""
 
-    inputs: tuple[Linear, ...]  # to values, where they are written and read, gates and steps
-    conv: Tensor  # [num_channels, conv_len] float32
-    conv_bias: Tensor | None  # [num_channels] float32
     decay: Tensor  # [num_heads] float32, positive
-    step_bias: Tensor  # [num_heads] float32
-    skip: Tensor  # [num_heads] float32: the share of a token's own values in its output
-    norm: Tensor  # [out_width] float32
-
-
-@dataclass(frozen=True, slots=True)
-class ConvWeights:
-    """Weights of a short convolution (LFM2)."""
-
-    inputs: tuple[Linear, ...]  # to channels, gates before and gates after the convolution
-    conv: Tensor  # [num_channels, conv_len] float32
-    conv_bias: Tensor | None  # [num_channels] float32
-
-
-RecurrentWeights = DeltaWeights | ScanWeights | ConvWeights
+    step_bias: Tensor  # [num_heads] float32: of a token's step in time, by which the memory decays
+    norm: Tensor  # [v_dim] or, of a state space, [out_width] float32
+    skip: Tensor | None = None  # [num_heads] float32: the share of a token's own values in a state space's output
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,14 @@ from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, Sca
 from csattn.models.spec import Activation, ExpertsSpec, StreamsSpec, Temper
 from csattn.models.streams import joined_streams, mixed_streams, mixture_of
 from csattn.models.weights import (
-    DeltaWeights,
     ExpertWeights,
     Frequencies,
     HeadNorms,
     InputWeights,
     LatentWeights,
     Linear,
+    MemoryWeights,
     RecurrentWeights,
-    ScanWeights,
     StreamWeights,
 )
 from workers.model.ops import (
@@ -359,7 +358,7 @@ class TorchOps:
             else:
                 buffers.mixed[row] = functional.silu(mixed)
                 compute: Any = _delta if isinstance(spec, DeltaSpec) else _scan
-                out, memory = compute(buffers.mixed[row].float(), more, memory, weights, spec, eps)
+                out, memory = compute(buffers.mixed[row].float(), more, memory, weights.memory, spec, eps)
                 buffers.out[row] = out.flatten()
             new_states[tail] = seen[:, 1:], memory
         for tail, (conv, memory) in new_states.items():
@@ -482,7 +481,7 @@ def _latent_rope(rotation: Rotation) -> LatentRope:
 
 
 def _delta(
-    mixed: Tensor, more: Tensor, memory: Tensor, weights: DeltaWeights, spec: DeltaSpec, eps: float
+    mixed: Tensor, more: Tensor, memory: Tensor, weights: MemoryWeights, spec: DeltaSpec, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Gated DeltaNet: return a token's output [num_v_heads, v_dim] and the memory after it.
 
@@ -491,7 +490,7 @@ def _delta(
     z, write, forget = torch.split(more, [spec.out_width, spec.num_v_heads, spec.num_v_heads])
     q, k, v = torch.split(mixed, [*2 * [spec.num_k_heads * spec.k_dim], spec.out_width])
     q, k = (_unit(x.view(-1, spec.k_dim)).repeat_interleave(spec.num_v_heads // spec.num_k_heads, 0) for x in (q, k))
-    decay_factor = torch.exp(-weights.decay * functional.softplus(forget + weights.decay_bias))
+    decay_factor = torch.exp(-weights.decay * functional.softplus(forget + weights.step_bias))
     memory = memory * decay_factor[:, None, None]
     change = (v.view(-1, spec.v_dim) - torch.einsum("hkv,hk->hv", memory, k)) * write.sigmoid()[:, None]
     memory = memory + k[:, :, None] * change[:, None]
@@ -500,7 +499,7 @@ def _delta(
 
 
 def _scan(
-    mixed: Tensor, more: Tensor, memory: Tensor, weights: ScanWeights, spec: ScanSpec, eps: float
+    mixed: Tensor, more: Tensor, memory: Tensor, weights: MemoryWeights, spec: ScanSpec, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Mamba-2: return a token's output [num_groups, out_width / num_groups] and the memory after it.
 
@@ -513,6 +512,7 @@ def _scan(
     step = functional.softplus(step + weights.step_bias).clamp(min=spec.least_step)
     memory = memory * torch.exp(-weights.decay * step)[:, None, None]
     memory = memory + write[:, :, None] * (step[:, None] * values)[:, None]
+    assert weights.skip is not None
     out = torch.einsum("hnp,hn->hp", memory, read) + weights.skip[:, None] * values
     gated = (out.flatten() * functional.silu(z)).view(spec.num_groups, -1)
     return _norm(gated, weights.norm.view(gated.shape), eps), memory

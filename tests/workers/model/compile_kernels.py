@@ -25,7 +25,7 @@ from workers.model.gpu import (
 # the types of arguments by name; all others are bfloat16 tensors
 TYPES = {
     "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv conv_state memory"
-    " decay decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights"
+    " decay partials weight logits best scales kv_norm other_norm index_norm index_weights"
     " post comb matrix products sums biases pending position_bias conv_bias step_bias skip",
     "*i32": "by_token counts counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
     "*i64": "versions token_ids positions next_ids own slots written",

@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
 
 from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
-from csattn.models.weights import ConvWeights, DeltaWeights, RecurrentWeights, ScanWeights
+from csattn.models.weights import MemoryWeights, RecurrentWeights
 from tests.workers.model.step_ops import DEVICE, DTYPES, EPS, make_linear, make_rows, randn, tolerance
 from workers.model.gpu.triton_ops import TritonOps
 from workers.model.ops import RecurrentBuffers, RecurrentState
@@ -28,14 +28,14 @@ SPECS = [
 def make_weights(spec: RecurrentSpec, dtype: torch.dtype) -> RecurrentWeights:
     """Random weights; a convolution of four tokens has no bias."""
     inputs, conv = (make_linear(spec.in_width, 8, dtype),), randn(spec.num_channels, spec.conv_len)
-    if isinstance(spec, DeltaSpec):
-        decay, decay_bias = torch.rand(2, spec.num_v_heads, device=DEVICE)
-        return DeltaWeights(inputs, conv, decay, decay_bias, 1 + randn(spec.v_dim, scale=0.2))
     bias = None if spec.conv_len == 4 else randn(spec.num_channels)
     if isinstance(spec, ConvSpec):
-        return ConvWeights(inputs, conv, bias)
-    decay, step_bias, skip = torch.rand(3, spec.num_heads, device=DEVICE)
-    return ScanWeights(inputs, conv, bias, decay, step_bias, skip, 1 + randn(spec.out_width, scale=0.2))
+        return RecurrentWeights(inputs, conv, bias)
+    is_delta = isinstance(spec, DeltaSpec)
+    decay, step_bias, skip = torch.rand(3, spec.num_v_heads if is_delta else spec.num_heads, device=DEVICE)
+    norm = 1 + randn(spec.v_dim if is_delta else spec.out_width, scale=0.2)
+    memory = MemoryWeights(decay, step_bias, norm, None if is_delta else skip)
+    return RecurrentWeights(inputs, conv, bias, memory)
 
 
 def of_all(states: list[Tensor], version: Tensor) -> RecurrentState:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.models.latent import LatentQueries
 from csattn.models.latent_spec import CompressedSpec, LatentSpec
+from csattn.models.query import Queries, Rotation
 from csattn.models.recurrent_spec import RecurrentSpec
 from csattn.models.spec import ExpertsSpec, HeadsSpec, StreamsSpec
 from csattn.models.weights import (
@@ -37,7 +37,6 @@ from workers.model.ops import (
     Readers,
     RecurrentBuffers,
     RecurrentState,
-    Rotation,
     Stream,
     StreamsBuffers,
     num_squares,
@@ -526,7 +525,7 @@ def _latent_buffers(spec: LatentSpec, zeros: Callable[..., Tensor]) -> LatentBuf
         inputs,
         zeros(spec.q_rank or 0),
         inputs if spec.q_rank is None else zeros(spec.q_width + spec.index_q_width),
-        LatentQueries(zeros(spec.num_heads, spec.key_width), index_q, index_weights),
+        Queries(zeros(spec.num_heads, spec.key_width), index_q, index_weights),
         zeros(spec.num_heads, spec.kv_rank),
         zeros(spec.v_width),
     )

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from csattn.batch import StepRows
-from csattn.models.latent import LatentRope, latent_queries, latent_rows, latent_values, query_latents
+from csattn.models.latent import latent_queries, latent_rows, latent_values, query_latents
 from csattn.models.latent_spec import LatentSpec
+from csattn.models.query import Rotation
 from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
 from csattn.models.spec import Activation, ExpertsSpec, StreamsSpec, Temper
 from csattn.models.streams import joined_streams, mixed_streams, mixture_of
@@ -33,7 +34,6 @@ from workers.model.ops import (
     Readers,
     RecurrentBuffers,
     RecurrentState,
-    Rotation,
     Stream,
     StreamsBuffers,
 )
@@ -297,7 +297,7 @@ class TorchOps:
         if norms is not None:
             k = _head_norm(k, norms.k, eps, norms.after_rope)
             v = v if norms.v is None else _head_norm(v, norms.v, eps)
-        kv = torch.stack([_rotated(k, rotation) * k_weight, v], dim=2).to(tail.dtype)
+        kv = torch.stack([(k if rotation is None else rotation(k)) * k_weight, v], dim=2).to(tail.dtype)
         active = rows.tail_lens > 0
         tail[rows.tail_ids[active].long(), :, (rows.tail_lens - rows.tail_starts)[active].long() - 1] = kv[active]
 
@@ -377,7 +377,7 @@ class TorchOps:
         """Norm the queries' latents, if there are any. Rows that are not idle append their latents to their tail."""
         if spec.q_rank is not None:
             buffers.q_latents.copy_(query_latents(buffers.inputs, weights, spec))
-        own = latent_rows(buffers.inputs, weights, spec, _latent_rope(rotation), tail.shape[3:].numel())
+        own = latent_rows(buffers.inputs, weights, spec, rotation, tail.shape[3:].numel())
         active = rows.tail_lens > 0
         at = rows.tail_ids[active].long(), 0, rows.tail_lens[active].long() - 1
         tail[at] = own.view(-1, *tail.shape[3:])[active].to(tail.dtype)
@@ -390,7 +390,7 @@ class TorchOps:
         buffers: LatentBuffers,  # `inputs` and `projected` are read, `queries` written
     ) -> None:
         """Compute the queries of latents and of the indexer: see `csattn.models.latent.latent_queries`."""
-        queries = latent_queries(buffers.inputs, buffers.projected, weights, spec, _latent_rope(rotation))
+        queries = latent_queries(buffers.inputs, buffers.projected, weights, spec, rotation)
         places = buffers.queries
         places.q.copy_(queries.q)
         for place, part in ((places.index_q, queries.index_q), (places.index_weights, queries.index_weights)):
@@ -476,10 +476,6 @@ def _products(x: Normed, linears: Sequence[Linear]) -> Tensor:
     return torch.cat(biased, dim=-1)
 
 
-def _latent_rope(rotation: Rotation) -> LatentRope:
-    return LatentRope(rotation.cos, rotation.sin, rotation.interleaved, rotation.q_scale)
-
-
 def _delta(
     mixed: Tensor, more: Tensor, memory: Tensor, weights: MemoryWeights, spec: DeltaSpec, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -548,19 +544,4 @@ def _weights_after_rope(norms: HeadNorms | None) -> tuple[Tensor | float, Tensor
 
 
 def _rotated_q(heads: Tensor, rotation: Rotation | None) -> Tensor:
-    return heads if rotation is None else _rotated(heads, rotation) * rotation.q_scale[:, None, None]
-
-
-def _rotated(heads: Tensor, rotation: Rotation | None) -> Tensor:
-    """RoPE of heads [batch_size, num_heads, head_dim], float32."""
-    if rotation is None:
-        return heads
-    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
-    rotated, rest = heads[..., : 2 * cos.shape[-1]], heads[..., 2 * cos.shape[-1] :]
-    if rotation.interleaved:
-        first, second = rotated[..., 0::2], rotated[..., 1::2]
-        pairs = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
-    else:
-        first, second = rotated.chunk(2, dim=-1)
-        pairs = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return torch.cat([pairs, rest], dim=-1)
+    return heads if rotation is None else rotation(heads) * rotation.q_scale[:, None, None]

@@ -3,9 +3,10 @@
 import torch
 
 from csattn.batch import StepRows, make_step_rows
+from csattn.models.query import Rotation
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights, Linear
-from workers.model.ops import ExpertBuffers, Normed, Readers, Rotation, Stream, num_squares
+from workers.model.ops import ExpertBuffers, Normed, Readers, Stream, num_squares
 from workers.model.torch_ops import TorchOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

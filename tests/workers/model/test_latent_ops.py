@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
 
-from csattn.models.latent import LatentQueries
 from csattn.models.latent_spec import IndexerSpec, LatentSpec
+from csattn.models.query import Queries
 from csattn.models.weights import LatentWeights
 from tests.workers.model.step_ops import DEVICE, DTYPES, make_rotation, make_rows, randn, tolerance
 from workers.model.gpu.triton_ops import TritonOps
@@ -74,7 +74,7 @@ def latent_buffers(spec: LatentSpec, inputs: torch.Tensor, dtype: torch.dtype) -
     indexer, seed = spec.indexer, torch.Generator().manual_seed(1)
     projected = torch.randn(len(inputs), spec.q_width + spec.index_q_width, generator=seed).to(DEVICE, dtype)
     attended = torch.randn(len(inputs), spec.num_heads, spec.kv_rank, generator=seed).to(DEVICE, dtype)
-    queries = LatentQueries(
+    queries = Queries(
         nan(spec.num_heads, spec.key_width),
         None if indexer is None else nan(indexer.num_heads, indexer.head_dim),
         None if indexer is None else nan(indexer.num_heads, of=torch.float32),

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
 
 from csattn.batch import make_step_rows
+from csattn.models.query import Rotation
 from csattn.models.spec import Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights
 from tests.cuda_on_cpu.emulated import Emulator, crossed
@@ -33,7 +34,7 @@ from tests.workers.model.step_ops import (
     tolerance,
 )
 from workers.model.gpu.triton_ops import TritonOps
-from workers.model.ops import Normed, Rotation
+from workers.model.ops import Normed
 from workers.model.torch_ops import ACTIVATIONS, TorchOps
 
 

@@ -8,10 +8,10 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.addresses import KindStage
 from csattn.cpu.team import Team
 from csattn.errors import ModelError
-from csattn.models.latent import LatentQueries
 from csattn.models.module_weights import weights_of
 from csattn.models.quantized_model import round_weights
 from csattn.models.quantized_weight import Rounding
+from csattn.models.query import Queries
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import Linear
 from tests.tiny import ALL_FAMILIES, loaded, make_model
@@ -53,7 +53,7 @@ class Recorded:
         self.q.append(q.clone())
         out.copy_(attended(q))
 
-    def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: torch.Tensor) -> None:
+    def attend_latents(self, layer_idx: int, queries: Queries, rows: StepRows, out: torch.Tensor) -> None:
         self.q += [part.clone() for part in (queries.q, queries.index_q, queries.index_weights) if part is not None]
         out.copy_(attended(queries.q)[..., : out.shape[-1]])
 
@@ -262,7 +262,7 @@ def test_float64_weights_are_refused() -> None:
 def test_a_stage_has_a_fixed_number_of_pieces_or_a_number_per_row() -> None:
     recorder = StageRecorder("float32", np.array([1]))
     for pieces in ({"fixed": 3}, {}, {"per_row": 2}):
-        recorder._record(KindStage(linear_stage, "float32"), (), reads=[], writes=[], **pieces)
+        recorder._record(KindStage(linear_stage, "float32"), (), writes=[], **pieces)
     tape = recorder.cut()
     tape.set_rows(5)
     assert tape.tape.pieces.tolist() == [3, 5, 10]

@@ -13,9 +13,9 @@ from torch import Tensor
 from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
-from csattn.models.latent import LatentQueries
 from csattn.models.latent_spec import CompressedSpec
 from csattn.models.module_weights import weights_of
+from csattn.models.query import Queries, Rotation
 from csattn.models.recurrent_spec import RecurrentSpec
 from csattn.models.spec import HeadsSpec, Temper
 from csattn.models.weights import CompressedStepWeights, Frequencies
@@ -24,7 +24,7 @@ from workers.model.attention import StepAttention
 from workers.model.cpu.stage_recorder import RowTape
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
-from workers.model.ops import CompressedBuffers, LatentBuffers, RecurrentState, Rotation
+from workers.model.ops import CompressedBuffers, LatentBuffers, RecurrentState
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -195,7 +195,7 @@ class _TapeCutter(StepAttention):
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         self.tapes.append(self._ops.cut())
 
-    def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: Tensor) -> None:
+    def attend_latents(self, layer_idx: int, queries: Queries, rows: StepRows, out: Tensor) -> None:
         self.tapes.append(self._ops.cut())
 
     def attend_compressed(self, layer_idx: int, buffers: CompressedBuffers, rows: StepRows) -> None:

@@ -92,7 +92,6 @@ class TapeExpertOps(StageRecorder):
         self._record(
             choose_stage,
             CHOOSE,
-            reads=[buffers.logits],
             writes=[buffers.chosen, buffers.shares],
             logits=buffers.logits,
             bias=weights.choice_bias,
@@ -116,7 +115,6 @@ class TapeExpertOps(StageRecorder):
         self._record(
             KindStage(experts_stage, self._kind),
             EXPERTS,
-            reads=[x.x, buffers.chosen, buffers.shares],
             writes=[buffers.gated],
             per_row=spec.num_chosen * num_groups(spec.intermediate_size),
             x=x.x,
@@ -164,7 +162,6 @@ class TapeExpertOps(StageRecorder):
         self._record(
             KindStage(add_experts_stage, self._kind),
             ADD_EXPERTS,
-            reads=[buffers.gated, buffers.chosen, buffers.shares, *([out] if multiplier is not None else [])],
             writes=[out],
             per_row=num_groups(hidden_size),
             x=buffers.gated,

@@ -105,7 +105,6 @@ class TapeRecurrentOps(StageRecorder):
         self._record(
             mix_stage,
             MIX,
-            reads=[buffers.inputs],
             writes=[mixed],
             per_row=mix_pieces(spec.num_channels),
             is_gated=is_gated,
@@ -122,7 +121,6 @@ class TapeRecurrentOps(StageRecorder):
             self._record(
                 delta_rule_stage,
                 DELTA_RULE,
-                reads=[buffers.inputs, buffers.mixed],
                 writes=[buffers.out],
                 per_row=spec.num_v_heads,
                 num_k_heads=spec.num_k_heads,
@@ -137,7 +135,6 @@ class TapeRecurrentOps(StageRecorder):
             self._record(
                 scan_stage,
                 SCAN,
-                reads=[buffers.inputs, buffers.mixed],
                 writes=[buffers.out],
                 per_row=spec.num_heads,
                 num_heads=spec.num_heads,
@@ -151,7 +148,6 @@ class TapeRecurrentOps(StageRecorder):
             self._record(
                 gated_norm_stage,
                 GATED_NORM,
-                reads=[buffers.inputs, buffers.out],
                 writes=[buffers.out],
                 per_row=spec.num_groups,
                 inputs=buffers.inputs,

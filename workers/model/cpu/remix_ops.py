@@ -61,7 +61,6 @@ class TapeRemixOps(StageRecorder):
         self._record(
             add_stage,
             ADD,
-            reads=[stream.hidden, buffers.streams, buffers.post, buffers.comb],
             writes=[buffers.streams],
             streams=buffers.streams,
             num=num,
@@ -74,7 +73,6 @@ class TapeRemixOps(StageRecorder):
         self._record(
             read_stage,
             READ,
-            reads=[buffers.streams, buffers.products],
             writes=[buffers.post, buffers.comb, stream.hidden, stream.scaled],
             streams=buffers.streams,
             num=num,

@@ -38,14 +38,10 @@ PREPARE = (
     "eps",
     "centred",  # 1: the mean is subtracted from hidden before the norms
 )
-ROTATE = (
-    "qkv",  # [num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim], normed in place
+_OF_HEADS = (
     "num_q_heads",
-    "num_kv_heads",
     "head_dim",
     "q_norm",  # [head_dim], or 0
-    "k_norm",
-    "v_norm",  # [head_dim], or 0
     "together",  # 1: q_norm and k_norm apply to all heads together, [num_heads * head_dim]
     "after_rope",  # 1: the weights of q_norm and k_norm multiply after RoPE
     "eps",
@@ -54,27 +50,23 @@ ROTATE = (
     "q_scale",  # [num_rows], or 0
     "half",  # the number of pairs that RoPE rotates: the first 2 * half dimensions
     "interleaved",  # 1: dimensions 2i and 2i + 1 are a pair; 0: i and i + half
+    "q",  # [num_rows, num_q_heads, head_dim], written
+)
+ROTATE = (
+    *_OF_HEADS,
+    "qkv",  # [num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim], normed in place
+    "num_kv_heads",
+    "k_norm",  # as q_norm
+    "v_norm",  # [head_dim], or 0
     "tails",  # of the layer, [num_tails, num_kv_heads, tail_capacity, 2, head_dim], of the model's dtype
     "tail_capacity",
     "tail_ids",  # [num_rows] int64
     "tail_lens",  # [num_rows] int64
-    "q",  # [num_rows, num_q_heads, head_dim], written
 )
 PREDICT = (
+    *_OF_HEADS,
     "early",  # [num_rows, num_q_heads * head_dim]
-    "num_q_heads",
-    "head_dim",
-    "q_norm",
-    "together",
-    "after_rope",
-    "eps",
-    "cos",
-    "sin",
-    "q_scale",
-    "half",
-    "interleaved",
     "maps",  # [num_rows] addresses of [num_q_heads, head_dim + 1, head_dim]; 0: no prediction for the row
-    "q",  # [num_rows, num_q_heads, head_dim], written
 )
 COPY_ROWS = (
     "source",  # one layer's tails, [num_tails, num_kv_heads, tail_capacity, 2, head_dim], of the model's dtype

@@ -39,14 +39,15 @@ class StageRecorder:
         stage: Stage,
         names: tuple[str, ...],  # of its arguments, in order
         *,
-        reads: Sequence[Tensor],  # tensors that other stages write and this one reads
-        writes: Sequence[Tensor],
+        writes: Sequence[Tensor],  # it reads all tensors among its arguments
+        reads: Sequence[Tensor] = (),  # others, of which the arguments have the address
         fixed: int = 0,  # pieces, for any number of rows; 0: per_row pieces for each row
         per_row: int = 1,
         **values: Any,  # the arguments: numbers, arrays and tensors
     ) -> None:
         arguments = words_of(names, values)
-        level, held = self._levels.of(reads, writes), (*reads, *writes, *values.values())
+        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        level, held = self._levels.of([*reads, *tensors], writes), (*reads, *writes, *values.values())
         self._recorded.append(_Stage(stage, arguments, fixed, 0 if fixed else per_row, level, held))
 
     def _prepare(
@@ -59,15 +60,11 @@ class StageRecorder:
         scale: float = 1.0,
     ) -> None:
         """Record the stage that adds norm(added) to the stream, if given, and norms it for its next readers."""
+        changed = [stream.hidden] if stream.centred or added is not None else []
         self._record(
             prepare_stage,
             PREPARE,
-            reads=[stream.hidden] if added is None else [stream.hidden, added],
-            writes=[
-                stream.scaled,
-                stream.scaled_ahead,
-                *([stream.hidden] if stream.centred or added is not None else []),
-            ],
+            writes=[stream.scaled, stream.scaled_ahead, *changed],
             hidden=stream.hidden,
             width=stream.hidden.shape[1],
             added=added,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.cpu.addresses import KindStage
+from csattn.models.query import Rotation
 from csattn.models.spec import Activation, Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights, Linear
 from workers.model.cpu.expert_ops import TapeExpertOps
@@ -34,7 +35,7 @@ from workers.model.cpu.row_stages import (
     predict_stage,
     rotate_stage,
 )
-from workers.model.ops import Normed, Readers, Rotation, Stream
+from workers.model.ops import Normed, Readers, Stream
 
 
 class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
@@ -59,7 +60,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self._record(
             KindStage(embed_stage, self._kind),
             EMBED,
-            reads=[],
             writes=[stream.hidden],
             token_ids=rows.token_ids,
             embedding=embedding,
@@ -122,7 +122,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self._record(
             KindStage(rotate_stage, self._kind),
             ROTATE,
-            reads=[qkv],
             writes=[qkv, q, *([] if tail is None else [tail])],
             qkv=qkv,
             num_kv_heads=num_kv_heads,
@@ -156,7 +155,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self._record(
             KindStage(copy_rows_stage, self._kind),
             COPY_ROWS,
-            reads=[source],
             writes=[tail],
             source=source,
             tails=tail,
@@ -172,7 +170,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self._record(
             KindStage(make_inputs_stage, self._kind),
             MAKE_INPUTS,
-            reads=[projected],
             writes=[projected, out],
             projected=projected,
             num_layers=num_layers,
@@ -190,7 +187,7 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
 
     def gate(self, x: Tensor, gates: Tensor, activation: Activation | None = None) -> None:
         kind, width = ACTIVATIONS.index(activation), x.shape[1]
-        self._record(gate_stage, GATE, reads=[x, gates], writes=[x], x=x, gates=gates, activation=kind, width=width)
+        self._record(gate_stage, GATE, writes=[x], x=x, gates=gates, activation=kind, width=width)
 
     def predict_query(
         self,
@@ -205,7 +202,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self._record(
             predict_stage,
             PREDICT,
-            reads=[early],
             writes=[q],
             per_row=q.shape[1],
             early=early,
@@ -217,7 +213,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self._record(
             finish_logits_stage,
             FINISH_LOGITS,
-            reads=[logits],
             writes=[logits],
             logits=logits,
             vocab_size=logits.shape[1],
@@ -244,7 +239,7 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self._record(
             KindStage(linear_stage, str(linear.weight.dtype).removeprefix("torch.")),  # may not be the model's dtype
             LINEAR,
-            reads=[x] if multiplier is None else [x, out],
+            reads=[] if multiplier is None else [out],
             writes=[out],
             fixed=-(-num_groups(num_out) // groups),
             num_rows=self._num_rows,

@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from csattn.batch import StepRows
+from csattn.models.query import Rotation
 from csattn.models.spec import Activation, Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights, Linear
 from workers.model.gpu.expert_ops import TritonExpertOps
@@ -25,7 +26,7 @@ from workers.model.gpu.token_kernels import (
     finish_logits_kernel,
     make_inputs_kernel,
 )
-from workers.model.ops import QUANTIZED_ROWS, SQUARES_BLOCK, Normed, Readers, Rotation, Stream
+from workers.model.ops import QUANTIZED_ROWS, SQUARES_BLOCK, Normed, Readers, Stream
 
 _GATE_BLOCK = 1024
 # Pairs of a predicted query that a program computes: all, or some of a wide head, whose matrix does not fit registers.

@@ -58,7 +58,9 @@ def describe(config: Any) -> ModelSpec:
         norm_eps=getattr(config, family.eps_field) if rms_norm_eps is None else rms_norm_eps,
         local_heads=local_heads,
         layer_input_width=own_field(config, "hidden_size_per_layer_input", 0) or 0,
-        streams=_streams(config) if family.compressed else None,
+        streams=StreamsSpec(num=config.hc_mult, iterations=config.hc_sinkhorn_iters, eps=config.hc_eps)
+        if family.compressed
+        else None,
         ropes=rope_specs(config, family),
         centred=family.centred and rms_norm_eps is None,
         embedding_multiplier=config.hidden_size**0.5
@@ -295,10 +297,6 @@ def _compressed(config: Any, layer_idx: int) -> CompressedSpec:
         indexer=indexer,
         top_k=config.index_topk if indexed else 0,
     )
-
-
-def _streams(config: Any) -> StreamsSpec:
-    return StreamsSpec(num=config.hc_mult, iterations=config.hc_sinkhorn_iters, eps=config.hc_eps)
 
 
 def _require_compressed(config: Any) -> None:

@@ -1,6 +1,8 @@
 """The weights of a decode step, by their role: see `module_weights` for those of a loaded model."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -243,22 +245,9 @@ class ModelWeights:
     @property
     def streamed_bytes(self) -> int:
         """Bytes of weights that every decode step reads."""
-        linears = [self.head]
-        for layer in self.layers:
-            linears += [
-                *layer.qkv,
-                *layer.gates,
-                *(layer.recurrent.inputs if layer.recurrent is not None else ()),
-                *((*layer.latent.inputs, *layer.latent.queries) if layer.latent is not None else ()),
-                *_products_of(layer.compressed),
-                *([layer.out] if layer.out else []),
-                *layer.gate_up,
-                *([layer.down] if layer.down else []),
-                *((layer.layer_input.gate, layer.layer_input.projection) if layer.layer_input is not None else ()),
-            ]
         saved = sum(
             len(linear.weight) * linear.num_in * self.dtype.itemsize - linear.quantized.nbytes
-            for linear in linears
+            for linear in _linears((self.head, self.layers))
             if linear.quantized is not None
         )
         for layer, of_layer in zip(self.layers, self.spec.layers, strict=True):
@@ -273,5 +262,13 @@ class ModelWeights:
         return (self.spec.streamed_params - others) * self.dtype.itemsize - saved + of_mixes
 
 
-def _products_of(of: CompressedStepWeights | None) -> tuple[Linear, ...]:
-    return () if of is None else (of.latents, *of.queries, *of.inputs, of.groups)
+def _linears(weights: Any) -> Iterator[Linear]:
+    """Yield the linear layers in a structure of weights, except those of experts."""
+    if isinstance(weights, Linear):
+        yield weights
+    elif isinstance(weights, tuple):
+        for part in weights:
+            yield from _linears(part)
+    elif is_dataclass(weights) and not isinstance(weights, ExpertWeights):
+        for field in fields(weights):
+            yield from _linears(getattr(weights, field.name))

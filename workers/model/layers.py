@@ -16,7 +16,6 @@ from torch import Tensor
 from csattn.batch import StepRows
 from csattn.models.latent_spec import CompressedSpec, LatentSpec
 from csattn.models.query import Queries, Rotation
-from csattn.models.recurrent_spec import RecurrentSpec
 from csattn.models.spec import ExpertsSpec, HeadsSpec, StreamsSpec
 from csattn.models.weights import (
     CompressedStepWeights,
@@ -36,7 +35,6 @@ from workers.model.ops import (
     Normed,
     Readers,
     RecurrentBuffers,
-    RecurrentState,
     Stream,
     StreamsBuffers,
     num_squares,
@@ -107,7 +105,9 @@ class StepLayers:
         kinds = {(number, experts) for layer in spec.layers for number, experts in enumerate(layer.experts)}
         self._experts = {kind: expert_buffers(kind[1], spec.hidden_size, zeros) for kind in kinds}
         recurrent = {layer.recurrent for layer in spec.layers if layer.recurrent is not None}
-        self._recurrent = {of: _recurrent_buffers(of, zeros) for of in recurrent}
+        self._recurrent = {
+            of: RecurrentBuffers(zeros(of.in_width), zeros(of.num_channels), zeros(of.out_width)) for of in recurrent
+        }
         latents = {layer.latent for layer in spec.layers if layer.latent is not None}
         self._latents = {latent: _latent_buffers(latent, zeros) for latent in latents}
         self._compressed = {compressed: _compressed_buffers(compressed, zeros) for compressed in set(spec.compressed)}
@@ -196,7 +196,7 @@ class StepLayers:
         if self._weights.spec.layers[layer_idx].mlp_only:
             return
         self._remix(layer.attention_mix, self._readers(layer_idx, ahead=False), is_first=layer_idx == 0)
-        x = self._normed_input(layer_idx)
+        x = self._normed(layer.input_norm, self._stream.scaled)
         if layer.recurrent is not None:
             self._ops.linear(x, layer.recurrent.inputs, self._recurrent_buffers(layer_idx).inputs)
             return
@@ -303,7 +303,8 @@ class StepLayers:
             assert heads.gates is not None
             self._ops.gate(attended, heads.gates)
         if layer.recurrent is not None and spec.recurrent is not None:
-            of_state, state = self._recurrent_buffers(layer_idx), self._state(layer_idx)
+            of_state, state = self._recurrent_buffers(layer_idx), self._attention.states[layer_idx]
+            assert state is not None
             self._ops.recurrent(layer.recurrent, spec.recurrent, eps, self._rows, state, of_state)
             attended = of_state.out
         if (buffers := self.latents(layer_idx)) is not None and layer.latent is not None and spec.latent is not None:
@@ -328,14 +329,6 @@ class StepLayers:
         spec = self._weights.spec.layers[layer_idx].recurrent
         assert spec is not None
         return self._recurrent[spec]
-
-    def _state(self, layer_idx: int) -> RecurrentState:
-        state = self._attention.states[layer_idx]
-        assert state is not None
-        return state
-
-    def _normed_input(self, layer_idx: int) -> Normed:
-        return self._normed(self._weights.layers[layer_idx].input_norm, self._stream.scaled)
 
     def _mlps(self, layer_idx: int) -> list[Callable[[Readers], None]]:
         """Compute everything that a layer adds after attention. Return the calls that add it to the stream."""
@@ -487,10 +480,6 @@ def _head_buffers(spec: HeadsSpec, is_gated: bool, lends: bool, zeros: Callable[
     heads = spec.num_q_heads, spec.head_dim
     gates, q_only = (zeros(spec.q_width) if there else None for there in (is_gated, lends))
     return HeadBuffers(zeros(spec.qkv_width), zeros(*heads), zeros(*heads), gates, q_only)
-
-
-def _recurrent_buffers(spec: RecurrentSpec, zeros: Callable[..., Tensor]) -> RecurrentBuffers:
-    return RecurrentBuffers(zeros(spec.in_width), zeros(spec.num_channels), zeros(spec.out_width))
 
 
 def expert_buffers(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> ExpertBuffers:

@@ -107,8 +107,16 @@ class ModelRunner:
         starts = [0] * len(tail_lens) if tail_starts is None else tail_starts
         self._require_room(max((end - start for end, start in zip(tail_lens, starts, strict=True)), default=0))
         step.take(READING_ALL if reads_all else AS_THEY_COME if any(own_lens or ()) else WITHOUT_OWN)
-        own = None if reads_all else own_lens
-        step.buffer.fill(token_ids, positions, context_ids, tail_ids, tail_lens, top_ks, own, starts)
+        step.buffer.fill(
+            token_ids=token_ids,
+            positions=positions,
+            context_ids=context_ids,
+            tail_ids=tail_ids,
+            tail_lens=tail_lens,
+            top_ks=top_ks,
+            own_lens=None if reads_all else own_lens,
+            tail_starts=starts,
+        )
 
     @torch.no_grad()
     def step(self, batch_size: int) -> StepOutput:

@@ -160,7 +160,7 @@ def test_rows_choose_only_the_experts_of_their_token_in_the_table(run: Run) -> N
     table = buffer[1:8]
     table.copy_(weights.by_token)
     step_rows = RowBuffer(4, DEVICE)
-    step_rows.fill([6, 3], [0, 1], [-1, -1], [0, 0], [1, 2])
+    step_rows.fill(token_ids=[6, 3], positions=[0, 1], context_ids=[-1, -1], tail_ids=[0, 0], tail_lens=[1, 2])
     logits = randn(4, spec.num_experts)
     logits[2:] = NAN
     buffers = make_expert_buffers(spec, 4, 1, torch.float32, logits)

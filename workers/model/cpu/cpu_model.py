@@ -15,7 +15,7 @@ from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
 from csattn.models.latent_spec import CompressedSpec
 from csattn.models.module_weights import weights_of
-from csattn.models.query import Queries, Rotation
+from csattn.models.query import Rotation
 from csattn.models.recurrent_spec import RecurrentSpec
 from csattn.models.spec import HeadsSpec, Temper
 from csattn.models.weights import CompressedStepWeights, Frequencies
@@ -192,14 +192,7 @@ class _TapeCutter(StepAttention):
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         pass
 
-    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+    def _cut(self, *args: Any, **kwargs: Any) -> None:
         self.tapes.append(self._ops.cut())
 
-    def attend_latents(self, layer_idx: int, queries: Queries, rows: StepRows, out: Tensor) -> None:
-        self.tapes.append(self._ops.cut())
-
-    def attend_compressed(self, layer_idx: int, buffers: CompressedBuffers, rows: StepRows) -> None:
-        self.tapes.append(self._ops.cut())
-
-    def end_step(self, rows: StepRows) -> None:
-        self.tapes.append(self._ops.cut())
+    attend = attend_latents = attend_compressed = end_step = _cut

@@ -12,6 +12,7 @@ from csattn.cpu.arguments import bytes_of, floats_of, number_at, word_of, words_
 from csattn.cpu.floats import load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.simd import LANES
+from csattn.models.quantized_weight import QuantizedWeight
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights
 from workers.model.cpu.linear import TILE
@@ -169,8 +170,7 @@ class TapeExpertOps(StageRecorder):
             chosen=buffers.chosen,
             shares=None if spec.on_input else buffers.shares,
             num_chosen=spec.num_chosen,
-            format=FLOATS if quantized is None else FORMATS.index(quantized.format),
-            group_size=0 if quantized is None else quantized.group_size,
+            **_format_of(quantized),
             down=weights.down if quantized is None else quantized.words,
             scales=None if quantized is None else quantized.scales.contiguous(),
             num_weights=spec.num_experts * hidden_size,
@@ -184,36 +184,37 @@ class TapeExpertOps(StageRecorder):
 
 def _gates_and_ups(weights: ExpertWeights, spec: ExpertsSpec) -> dict[str, Any]:
     """Return the arguments of `EXPERTS` that say where gates and ups lie."""
-    num_weights = (1 + spec.gated) * spec.num_experts * spec.intermediate_size
-    if weights.quantized is None:
+    of_expert = (1 + spec.gated) * spec.intermediate_size
+    quantized = None if weights.quantized is None else weights.quantized.gate_up
+    common = {**_format_of(quantized), "num_weights": spec.num_experts * of_expert}
+    if quantized is None:
         gates, ups = weights.gates, weights.ups
         assert (ups is None or gates.stride() == ups.stride()) and gates.stride(2) == 1
-        return {
-            "format": FLOATS,
-            "group_size": 0,
+        return common | {
             "gates": gates.data_ptr(),
             "ups": 0 if ups is None else ups.data_ptr(),
             "gate_scales": None,
             "up_scales": None,
-            "num_weights": num_weights,
             "expert_bytes": gates.stride(0) * gates.itemsize,
             "expert_outputs": 0,
             "row_stride": gates.stride(1),
         }
-    quantized = weights.quantized.gate_up
     scales = quantized.scales.contiguous()
-    return {
-        "format": FORMATS.index(quantized.format),
-        "group_size": quantized.group_size,
+    return common | {
         "gates": quantized.words,
         "ups": quantized.words[spec.intermediate_size :].data_ptr() if spec.gated else 0,
         "gate_scales": scales,
         "up_scales": scales[:, spec.intermediate_size :].data_ptr(),
-        "num_weights": num_weights,
         "expert_bytes": 0,
-        "expert_outputs": (1 + spec.gated) * spec.intermediate_size,
+        "expert_outputs": of_expert,
         "row_stride": 0,
     }
+
+
+def _format_of(quantized: QuantizedWeight | None) -> dict[str, Any]:
+    if quantized is None:
+        return {"format": FLOATS, "group_size": 0}
+    return {"format": FORMATS.index(quantized.format), "group_size": quantized.group_size}
 
 
 def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:

@@ -164,8 +164,7 @@ class StepLayers:
         )
         if weights.inputs is not None:
             self._ops.linear(Normed(self._stream.hidden), [weights.inputs.projection], self._projected)
-            eps = weights.spec.norm_eps
-            self._ops.make_inputs(self._projected, weights.inputs, eps, self._rows, self._inputs)
+            self._ops.make_inputs(self._projected, weights.inputs, self._rows, self._inputs)
             self._ops.break_chain()  # `compute_rotation` takes no part in programmatic dependent launch
         for rope, frequencies, rotation in zip(weights.spec.ropes, weights.ropes, self.rotations, strict=True):
             self._ops.compute_rotation(self._rows, frequencies, rope.temper, rotation)
@@ -179,7 +178,6 @@ class StepLayers:
         self._ops.predict_query(
             self._early,
             layer.head_norms,
-            spec.norm_eps,
             self._maps[layer_idx],
             self._rotation_in(layer_idx),
             self._rows,
@@ -217,7 +215,6 @@ class StepLayers:
         self._ops.rotate_append(
             projected,
             layer.head_norms,
-            self._weights.spec.norm_eps,
             self._rotation_in(layer_idx),
             self._rows,
             tails[layer_idx] if kv_source is None else None,
@@ -241,7 +238,7 @@ class StepLayers:
         buffers = self.compressed(layer_idx)
         assert buffers is not None
         self._ops.linear(x, [weights.latents], buffers.latents)
-        self._ops.norm(buffers.latents, weights.latent_norm, weights.eps, buffers.normed)
+        self._ops.norm(buffers.latents, weights.latent_norm, buffers.normed)
         self._ops.linear(Normed(buffers.normed), weights.queries, buffers.projected)
         self._ops.linear(x, weights.inputs, buffers.inputs)
 
@@ -276,12 +273,12 @@ class StepLayers:
     def _finish_layer(self, layer_idx: int, ahead: bool) -> None:
         """Compute attention's output projection and the MLP, if the layer has both, and add them to the stream."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
-        adds, eps = list[Callable[[Readers], None]](), self._weights.spec.norm_eps
+        adds = list[Callable[[Readers], None]]()
         if layer.out is not None:
             attended, times = self._attended(layer_idx), spec.residual_multiplier
             add_attended = partial(self._add, attended, layer.out, layer.post_attention_norm, times)
             if spec.has_mlp and not spec.parallel:  # the MLP reads the stream after attention
-                pre_mlp_norm = Readers(layer.pre_mlp_norm, None, eps)
+                pre_mlp_norm = Readers(layer.pre_mlp_norm)
                 add_attended(pre_mlp_norm)
                 self._remix(layer.mlp_mix, pre_mlp_norm)
             else:
@@ -289,7 +286,7 @@ class StepLayers:
         assert not spec.parallel or self._streams is None, "the MLP reads a mixture of its own"
         *others, last = *adds, *self._mlps(layer_idx)
         for add in others:
-            add(Readers(None, None, eps))
+            add(Readers(None))
         last(self._readers(layer_idx + 1, ahead))
         if layer_idx + 1 == self._weights.spec.num_layers:
             self._remix(self._weights.join, self._readers(layer_idx + 1, ahead))
@@ -297,7 +294,7 @@ class StepLayers:
     def _attended(self, layer_idx: int) -> Tensor:
         """Return the input of the output projection: attention's output, or of what is in its place."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
-        heads, eps = self.heads(layer_idx), self._weights.spec.norm_eps
+        heads = self.heads(layer_idx)
         attended = heads.attended.flatten(1)
         if layer.gates:
             assert heads.gates is not None
@@ -305,7 +302,7 @@ class StepLayers:
         if layer.recurrent is not None and spec.recurrent is not None:
             of_state, state = self._recurrent_buffers(layer_idx), self._attention.states[layer_idx]
             assert state is not None
-            self._ops.recurrent(layer.recurrent, spec.recurrent, eps, self._rows, state, of_state)
+            self._ops.recurrent(layer.recurrent, spec.recurrent, self._rows, state, of_state)
             attended = of_state.out
         if (buffers := self.latents(layer_idx)) is not None and layer.latent is not None and spec.latent is not None:
             self._ops.latent_values(layer.latent, spec.latent, buffers)
@@ -384,8 +381,7 @@ class StepLayers:
         self._ops.linear(Normed(self._stream.hidden), [weights.gate], self._input_gates)
         self._ops.gate(self._inputs[layer_idx], self._input_gates, mlp.activation)
         self._ops.linear(Normed(self._inputs[layer_idx]), [weights.projection], self._branch)
-        eps = self._weights.spec.norm_eps
-        self._ops.add_normed(self._branch, weights.norm, eps, 1.0, layer.scale, self._stream, readers)
+        self._ops.add_normed(self._branch, weights.norm, 1.0, layer.scale, self._stream, readers)
 
     def _mlp_and_experts(self, layer_idx: int, x: Normed) -> Callable[[Readers], None]:
         """Compute the MLP, and experts that have norms of their own. Return the call that adds both to the stream.
@@ -393,23 +389,22 @@ class StepLayers:
         x: the input of the MLP.
         """
         layer, spec, ops = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx], self._ops
-        (experts,), (weights,), branch, eps = spec.experts, layer.experts, self._branch, self._weights.spec.norm_eps
+        (experts,), (weights,), branch = spec.experts, layer.experts, self._branch
         norms, buffers, (expert_in, expert_out) = weights.norms, self._experts[0, experts], self._expert_io
         assert spec.mlp is not None and layer.down is not None and norms is not None and branch is not None
         gated = self._gated[spec.mlp.intermediate_size]
         ops.linear(x, layer.gate_up, gated, spec.mlp.activation, spec.mlp.gated)
         ops.linear(Normed(gated), [layer.down], branch)
-        ops.linear(ops.read_normed(self._stream, norms.router, eps, expert_in), [weights.router], buffers.logits)
+        ops.linear(ops.read_normed(self._stream, norms.router, expert_in), [weights.router], buffers.logits)
         ops.choose_experts(weights, experts, self._rows, buffers)
-        ops.experts(ops.read_normed(self._stream, norms.pre_experts, eps, expert_in), weights, experts, buffers)
+        ops.experts(ops.read_normed(self._stream, norms.pre_experts, expert_in), weights, experts, buffers)
         ops.experts_out(weights, experts, buffers, expert_out)
-        ops.norm(branch, norms.post_mlp, eps, branch)
-        ops.norm(expert_out, norms.post_experts, eps, branch, adds=True)
+        ops.norm(branch, norms.post_mlp, branch)
+        ops.norm(expert_out, norms.post_experts, branch, adds=True)
         return partial(
             ops.add_normed,
             branch,
             layer.post_mlp_norm,
-            eps,
             spec.residual_multiplier,
             self._scale_after_mlp(layer_idx),
             self._stream,
@@ -440,7 +435,7 @@ class StepLayers:
         assert added is not None
         if self._devices is not None and self._stream.row_sums is None:
             self._devices.add(added)
-        self._ops.add_normed(added, norm, self._weights.spec.norm_eps, multiplier, scale, self._stream, readers)
+        self._ops.add_normed(added, norm, multiplier, scale, self._stream, readers)
 
     def _finish(self) -> None:
         weights, spec = self._weights, self._weights.spec
@@ -455,16 +450,16 @@ class StepLayers:
 
     def _normed(self, norm: Tensor | None, x: Tensor) -> Normed:
         """Return norm(stream) as an operand. x: what the stream's writer prepared for this norm, from `Readers`."""
-        return Normed(x) if norm is None else Normed(x, self._stream.squares, self._weights.spec.norm_eps)
+        return Normed(x) if norm is None else Normed(x, self._stream.squares)
 
     def _readers(self, layer_idx: int, ahead: bool) -> Readers:
         """Return the norms that read a layer's input: the layer's, and that of the next layer if it is predicted."""
-        layers, eps = self._weights.layers, self._weights.spec.norm_eps
+        layers = self._weights.layers
         if layer_idx == len(layers):
-            return Readers(self._weights.final_norm, None, eps)
+            return Readers(self._weights.final_norm)
         ahead = ahead and self._weights.spec.is_predicted(layer_idx + 1)
         norms = [layer.input_norm for layer in layers[layer_idx : layer_idx + 2]]
-        return Readers(norms[0], norms[1] if ahead else None, eps)
+        return Readers(norms[0], norms[1] if ahead else None)
 
     def _rotation_in(self, layer_idx: int) -> Rotation | None:
         rope = self._weights.spec.layers[layer_idx].attention.rope

@@ -51,8 +51,7 @@ class Readers:
     """The norms through which the stream is read next. Without `norm`, all readers read the stream itself."""
 
     norm: Tensor | None  # [hidden_size] float32
-    ahead: Tensor | None  # [hidden_size] float32: the norm of the layer after that one, if scaled_ahead is needed
-    eps: float
+    ahead: Tensor | None = None  # [hidden_size] float32: the norm of the layer after, if scaled_ahead is needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,6 @@ class Normed:
 
     x: Tensor  # [batch_size, num_in]: the stream's scaled or scaled_ahead, or any other tensor
     squares: Tensor | None = None  # the stream's squares; None: the operand is x itself
-    eps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

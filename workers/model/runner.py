@@ -61,7 +61,7 @@ class ModelRunner:
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         if next_query is not None:
             next_query = next_query.to(device=weights.device, dtype=weights.dtype)
-        ops = _ops_for(weights.device, self.batch_sizes[-1])
+        ops = _ops_for(weights.device, self.batch_sizes[-1], weights.spec.norm_eps)
         kinds = [AS_THEY_COME, *[WITHOUT_OWN] * grows, *[READING_ALL] * may_read_all]
         with torch.no_grad():
             self._steps = {
@@ -233,12 +233,12 @@ def _captured(calls: list[Callable[[], None]], pool: Any) -> Callable[[], None]:
     return replay
 
 
-def _ops_for(device: torch.device, max_batch_size: int) -> "StepOps":
+def _ops_for(device: torch.device, max_batch_size: int, eps: float) -> "StepOps":
     if device.type == "cpu":
-        return TorchOps()
+        return TorchOps(eps)
     from workers.model.gpu.tiles import MAX_BATCH_SIZE
     from workers.model.gpu.triton_ops import TritonOps  # Triton may be missing on machines without a GPU
 
     if max_batch_size > MAX_BATCH_SIZE:
         raise ConfigError(f"a step has at most {MAX_BATCH_SIZE} rows, got a batch size of {max_batch_size}")
-    return TritonOps(device)
+    return TritonOps(device, eps)

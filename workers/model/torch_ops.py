@@ -70,6 +70,10 @@ class TorchOps:
     `TritonOps` enqueues the same operations on a GPU, `TapeOps` records them on tapes.
     """
 
+    def __init__(self, eps: float) -> None:
+        """eps: of all norms of the model."""
+        self._eps = eps
+
     def break_chain(self) -> None:
         """Declare that the next operation is the first of a graph, or follows work on other streams.
 
@@ -107,7 +111,7 @@ class TorchOps:
         gated: bool = False,
     ) -> None:
         """out = activation(linears(x)), side by side, or activation(gates(x)) * ups(x)"""
-        products = _products(x, linears)
+        products = _products(x, linears, self._eps)
         if gated and activation is not None:
             products = activated(activation, *products.chunk(2, dim=-1))
         elif activation is not None:
@@ -143,7 +147,7 @@ class TorchOps:
 
         Without ups, gated = activation(gates(x)).
         """
-        ids, scale = buffers.chosen.long(), _scale(x)
+        ids, scale = buffers.chosen.long(), _scale(x, self._eps)
         by_share = buffers.shares if spec.on_input else torch.ones_like(buffers.shares)
         weights = weights.plain(x.x.dtype)
 
@@ -191,17 +195,17 @@ class TorchOps:
             products = products + weights.down_bias[ids].float()
         buffers.parts.copy_(products if spec.on_input else products * buffers.shares[..., None])
 
-    def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
+    def read_normed(self, stream: Stream, norm: Tensor, out: Tensor) -> Normed:
         """Return norm(stream) as an operand, for a norm [hidden_size] float32 that is not in the stream's `Readers`.
 
         out: [batch_size, hidden_size], written; the operand's tensor.
         """
         out.copy_(stream.hidden.float() * norm)
-        return Normed(out, stream.squares, eps)
+        return Normed(out, stream.squares)
 
-    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor, adds: bool = False) -> None:
+    def norm(self, x: Tensor, norm: Tensor, out: Tensor, adds: bool = False) -> None:
         """out = norm(x), both [batch_size, width], norm [width] float32; with `adds`, out += that"""
-        normed = _norm(x.float(), norm, eps)
+        normed = _norm(x.float(), norm, self._eps)
         out.copy_(out.float() + normed if adds else normed)
 
     def grouped(
@@ -214,7 +218,7 @@ class TorchOps:
         num_out = out.shape[1] // len(x)
         for group, of_group in enumerate(x):
             part = slice(group * num_out, (group + 1) * num_out)
-            out[:, part] = _products(Normed(of_group), [linear.outputs(part.start, part.stop)])
+            out[:, part] = _products(Normed(of_group), [linear.outputs(part.start, part.stop)], self._eps)
 
     def linear_add(
         self,
@@ -225,21 +229,20 @@ class TorchOps:
         readers: Readers,
     ) -> None:
         """hidden += multiplier * linear(x)"""
-        stream.hidden.copy_(stream.hidden.float() + multiplier * _products(Normed(x), [linear]))
+        stream.hidden.copy_(stream.hidden.float() + multiplier * _products(Normed(x), [linear], self._eps))
         _prepare(stream, readers)
 
     def add_normed(
         self,
         x: Tensor,  # [batch_size, hidden_size], of any float type
         norm: Tensor | None,  # [hidden_size] float32; None: x itself, which several devices have summed
-        eps: float,
         multiplier: float,
         scale: float,
         stream: Stream,  # all of it is written
         readers: Readers,
     ) -> None:
         """hidden = scale * (hidden + multiplier * norm(x))"""
-        added = x.float() if norm is None else _norm(x.float(), norm, eps)
+        added = x.float() if norm is None else _norm(x.float(), norm, self._eps)
         stream.hidden.copy_(scale * (stream.hidden.float() + multiplier * added))
         _prepare(stream, readers)
 
@@ -263,7 +266,7 @@ class TorchOps:
         else:
             buffers.streams.copy_(mixed_streams(buffers.streams.float(), branch_out, buffers.post, buffers.comb))
         streams = buffers.streams.float()
-        mixture = mixture_of(streams, weights, spec, readers.eps)
+        mixture = mixture_of(streams, weights, spec, self._eps)
         stream.hidden.copy_(joined_streams(streams, mixture.pre))
         _prepare(stream, readers)
         if not weights.joins:
@@ -275,7 +278,6 @@ class TorchOps:
         self,
         qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]; only queries if there is no tail
         norms: HeadNorms | None,
-        eps: float,
         rotation: Rotation | None,
         rows: StepRows,
         tail: Tensor | None,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]: one layer's
@@ -288,15 +290,15 @@ class TorchOps:
         num_q_heads, head_dim = q.shape[1:]
         heads = qkv.view(rows.batch_size, -1, head_dim).float()
         own_q, kv_heads = heads[:, :num_q_heads], heads[:, num_q_heads:]
-        own_q = own_q if norms is None else _head_norm(own_q, norms.q, eps, norms.after_rope)
+        own_q = own_q if norms is None else _head_norm(own_q, norms.q, self._eps, norms.after_rope)
         q_weight, k_weight = _weights_after_rope(norms)
         q.copy_(_rotated_q(own_q, rotation) * q_weight)
         if tail is None:
             return
         k, v = kv_heads.chunk(2, dim=1)
         if norms is not None:
-            k = _head_norm(k, norms.k, eps, norms.after_rope)
-            v = v if norms.v is None else _head_norm(v, norms.v, eps)
+            k = _head_norm(k, norms.k, self._eps, norms.after_rope)
+            v = v if norms.v is None else _head_norm(v, norms.v, self._eps)
         kv = torch.stack([(k if rotation is None else rotation(k)) * k_weight, v], dim=2).to(tail.dtype)
         active = rows.tail_lens > 0
         tail[rows.tail_ids[active].long(), :, (rows.tail_lens - rows.tail_starts)[active].long() - 1] = kv[active]
@@ -314,13 +316,12 @@ class TorchOps:
         self,
         projected: Tensor,  # [batch_size, num_layers * layer_input_width]: the embedding's projection
         weights: InputWeights,
-        eps: float,
         rows: StepRows,
         out: Tensor,  # [num_layers, batch_size, layer_input_width], written
     ) -> None:
         """Compute each layer's own inputs of the rows' tokens: see `InputWeights`."""
         by_layer = projected.float().view(len(projected), len(out), -1)
-        made = _norm(by_layer * weights.scale, weights.norm, eps)
+        made = _norm(by_layer * weights.scale, weights.norm, self._eps)
         own = weights.table[rows.token_ids].float().view(made.shape) * weights.table_scale
         out.copy_(((made + own) * 2**-0.5).transpose(0, 1))
 
@@ -333,7 +334,6 @@ class TorchOps:
         self,
         weights: RecurrentWeights,
         spec: RecurrentSpec,
-        eps: float,
         rows: StepRows,
         state: RecurrentState,  # written for the tails of rows that are not idle
         buffers: RecurrentBuffers,  # `inputs` are read, `mixed` is scratch memory, `out` is written
@@ -358,7 +358,7 @@ class TorchOps:
             else:
                 buffers.mixed[row] = functional.silu(mixed)
                 compute: Any = _delta if isinstance(spec, DeltaSpec) else _scan
-                out, memory = compute(buffers.mixed[row].float(), more, memory, weights.memory, spec, eps)
+                out, memory = compute(buffers.mixed[row].float(), more, memory, weights.memory, spec, self._eps)
                 buffers.out[row] = out.flatten()
             new_states[tail] = seen[:, 1:], memory
         for tail, (conv, memory) in new_states.items():
@@ -405,7 +405,6 @@ class TorchOps:
         self,
         early: Tensor,  # [batch_size, num_q_heads * head_dim]: the next layer's query projection of this layer's input
         norms: HeadNorms | None,  # of the next layer
-        eps: float,
         # [num_contexts, num_q_heads, head_dim + 1, head_dim]; on a tape [batch_size] addresses of one context's maps
         maps: Any,
         rotation: Rotation | None,
@@ -415,7 +414,7 @@ class TorchOps:
         """q = q_scale * rope([norm(early), 1] @ maps[row's context]); for idle rows any finite number."""
         heads = early.view(q.shape).float()
         if norms is not None:
-            heads = _head_norm(heads, norms.q, eps, norms.after_rope).to(q.dtype).float()
+            heads = _head_norm(heads, norms.q, self._eps, norms.after_rope).to(q.dtype).float()
         chosen = maps[rows.context_ids.clamp(min=0).long()].float()
         mapped = torch.einsum("bhd,bhde->bhe", heads, chosen[:, :, :-1]) + chosen[:, :, -1]
         q.copy_(_rotated_q(mapped, rotation) * _weights_after_rope(norms)[0])
@@ -465,9 +464,9 @@ def _prepare(stream: Stream, readers: Readers) -> None:
     stream.squares.copy_(padded.view(len(hidden), -1, SQUARES_BLOCK).sum(-1).T)
 
 
-def _products(x: Normed, linears: Sequence[Linear]) -> Tensor:
+def _products(x: Normed, linears: Sequence[Linear], eps: float) -> Tensor:
     """Return the products of x with all linear layers side by side, float32."""
-    scale = _scale(x)
+    scale = _scale(x, eps)
     products = [functional.linear(x.x, linear.plain(x.x.dtype)).float() * scale for linear in linears]
     biased = [
         product if linear.bias is None else product + linear.bias.float()
@@ -518,9 +517,9 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _scale(x: Normed) -> Tensor | float:
+def _scale(x: Normed, eps: float) -> Tensor | float:
     """Return the factor of a product of x: the inverse root mean square of the stream, or 1."""
-    return 1.0 if x.squares is None else torch.rsqrt(x.squares.sum(0) / x.x.shape[1] + x.eps)[:, None]
+    return 1.0 if x.squares is None else torch.rsqrt(x.squares.sum(0) / x.x.shape[1] + eps)[:, None]
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -56,8 +56,8 @@ def test_triton_layers_with_a_state_equal_torch(spec: RecurrentSpec, dtype: torc
     got, want = of_all(states, version), of_all(states, version)
     mixed = torch.full((2, 6, spec.num_channels), torch.nan, dtype=dtype, device=DEVICE)
     outs = torch.zeros(2, 6, spec.out_width, dtype=dtype, device=DEVICE)
-    TritonOps(DEVICE).recurrent(weights, spec, EPS, rows, got, RecurrentBuffers(inputs, mixed[0], outs[0]))
-    TorchOps().recurrent(weights, spec, EPS, rows, want, RecurrentBuffers(inputs, mixed[1], outs[1]))
+    TritonOps(DEVICE, EPS).recurrent(weights, spec, rows, got, RecurrentBuffers(inputs, mixed[0], outs[0]))
+    TorchOps(EPS).recurrent(weights, spec, rows, want, RecurrentBuffers(inputs, mixed[1], outs[1]))
     active = rows.tail_lens > 0
     torch.testing.assert_close(outs[0, active], outs[1, active], **tolerance(dtype))
     close = {"rtol": 1e-2, "atol": 1e-2} if dtype != torch.float32 else {"rtol": 1e-4, "atol": 1e-4}

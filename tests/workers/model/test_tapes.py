@@ -15,7 +15,7 @@ from csattn.models.query import Queries
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import Linear
 from tests.tiny import ALL_FAMILIES, loaded, make_model
-from tests.workers.model.step_ops import make_choice, rows_of_tokens
+from tests.workers.model.step_ops import EPS, make_choice, rows_of_tokens
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.cpu.linear_stage import linear_stage
 from workers.model.cpu.stage_recorder import StageRecorder
@@ -148,7 +148,7 @@ def test_a_step_on_tapes_equals_its_torch_definition(family: str, ahead: bool) -
     close = 1e-4 if all(state is None for state in states) else 2e-3  # random states are read as differences
     want, weights, maps = Recorded(tails, states), weights_of(whole), maps_of(model)
     by_layer = [maps[:, layer_idx] for layer_idx in range(model.spec.num_layers)]
-    layers = StepLayers(weights, want, by_layer, TorchOps(), rows, torch.float32)
+    layers = StepLayers(weights, want, by_layer, TorchOps(weights.spec.norm_eps), rows, torch.float32)
     with torch.no_grad():
         for call in layers.calls(ahead):
             call.run()
@@ -208,7 +208,7 @@ def test_stages_wait_only_for_stages_that_they_depend_on() -> None:
 def test_weights_of_another_dtype_than_the_models_are_read_in_that_dtype() -> None:
     """The weights of an indexer's heads are float32 in bfloat16 models."""
     x, weight, out = torch.randn(3, 70), torch.randn(21, 70), torch.full((3, 21), torch.nan)
-    ops = TapeOps("bfloat16", np.array([3]))
+    ops = TapeOps("bfloat16", np.array([3]), EPS)
     ops.linear(Normed(x), [Linear(weight[:4].bfloat16()), Linear(weight[4:])], out)
     tape = ops.cut()
     tape.set_rows(3)
@@ -243,7 +243,7 @@ def test_shares_are_zero_if_all_chosen_scores_are_zero() -> None:
     logits, shares, chosen = torch.full((2, 5), -200.0), torch.full((2, 2), torch.nan), torch.zeros(2, 2).int()
     logits[1, 3] = 1.0
     spec = ExpertsSpec(num_experts=5, num_chosen=2, intermediate_size=1, scores="sigmoid", normed=True, scale=1.5)
-    ops = TapeOps("float32", np.array([2]))
+    ops = TapeOps("float32", np.array([2]), EPS)
     buffers = ExpertBuffers(logits, chosen, shares, shares, shares)
     ops.choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), buffers)
     tape = ops.cut()
@@ -260,7 +260,7 @@ def test_float64_weights_are_refused() -> None:
 
 
 def test_a_stage_has_a_fixed_number_of_pieces_or_a_number_per_row() -> None:
-    recorder = StageRecorder("float32", np.array([1]))
+    recorder = StageRecorder("float32", np.array([1]), EPS)
     for pieces in ({"fixed": 3}, {}, {"per_row": 2}):
         recorder._record(KindStage(linear_stage, "float32"), (), writes=[], **pieces)
     tape = recorder.cut()

@@ -67,7 +67,7 @@ class CpuModel:
         # tails of the layers that attend to all rows: a request can continue from these alone
         self.whole_tails = self.indexed_tails if indexed else other_tails
         self.sinks = [layer.sinks for layer in self._weights.layers]
-        self._ops = TapeOps(self.dtype_name, self.num_rows, num_threads)
+        self._ops = TapeOps(self.dtype_name, self.num_rows, spec.norm_eps, num_threads)
         # for each request, the version of its recurrent states that a step reads
         self._versions = np.zeros(num_tails, np.int64)
         self.states = [None if x.recurrent is None else _make_state(x.recurrent, self._versions) for x in spec.layers]

@@ -85,7 +85,6 @@ class TapeRecurrentOps(StageRecorder):
         self,
         weights: RecurrentWeights,
         spec: RecurrentSpec,
-        eps: float,
         rows: StepRows,
         state: RecurrentState,
         buffers: RecurrentBuffers,
@@ -128,7 +127,7 @@ class TapeRecurrentOps(StageRecorder):
                 k_dim=spec.k_dim,
                 v_dim=spec.v_dim,
                 norm=memory.norm,
-                eps=self._number(eps),
+                eps=self._eps,
                 **common,
             )
         elif isinstance(spec, ScanSpec):
@@ -154,7 +153,7 @@ class TapeRecurrentOps(StageRecorder):
                 in_width=spec.in_width,
                 gates_at=spec.num_channels,
                 norm=memory.norm,
-                eps=self._number(eps),
+                eps=self._eps,
                 num_groups=spec.num_groups,
                 group_width=spec.out_width // spec.num_groups,
                 out=buffers.out,

@@ -88,7 +88,7 @@ class TapeRemixOps(StageRecorder):
             hidden=stream.hidden,
             norm=readers.norm,
             out=stream.scaled,
-            eps=self._number(readers.eps),
+            eps=self._eps,
         )
 
     def _linear(self, x: Tensor, linear: Linear, out: Tensor) -> None:

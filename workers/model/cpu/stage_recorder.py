@@ -22,9 +22,10 @@ class StageRecorder:
     of one level are independent and run concurrently.
     """
 
-    def __init__(self, kind: str, num_rows: NDArray[np.int64], num_threads: int = 1) -> None:
-        """kind: the dtype of the model's weights. num_rows: [1], the rows of the next run. num_threads: of the team."""
-        self._kind, self._num_rows, self._num_threads = kind, num_rows, num_threads
+    def __init__(self, kind: str, num_rows: NDArray[np.int64], eps: float, num_threads: int = 1) -> None:
+        """kind: the dtype of the model's weights. num_rows: [1], the rows of the next run. eps: of all norms.
+        num_threads: of the team."""
+        self._kind, self._num_rows, self._num_threads, self._eps = kind, num_rows, num_threads, np.array([eps])
         self._recorded: list[_Stage] = []
         self._numbers: dict[float, NDArray[np.float64]] = {}
         self._levels = _Levels()
@@ -75,7 +76,7 @@ class StageRecorder:
             out=stream.scaled,
             norm_ahead=readers.ahead,
             out_ahead=stream.scaled_ahead,
-            eps=self._number(readers.eps),
+            eps=self._eps,
             centred=stream.centred,
         )
 

@@ -99,7 +99,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self,
         x: Tensor,
         norm: Tensor | None,
-        eps: float,
         multiplier: float,
         scale: float,
         stream: Stream,
@@ -112,7 +111,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self,
         qkv: Tensor,
         norms: HeadNorms | None,
-        eps: float,
         rotation: Rotation | None,
         rows: StepRows,
         tail: Tensor | None,
@@ -131,18 +129,18 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             tail_capacity=tail_capacity,
             tail_ids=rows.tail_ids,
             tail_lens=rows.tail_lens,
-            **self._of_heads(norms, eps, rotation, q),
+            **self._of_heads(norms, rotation, q),
         )
 
-    def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
-        self._prepare(replace(stream, scaled=out, scaled_ahead=out, centred=False), Readers(norm, None, eps))
+    def read_normed(self, stream: Stream, norm: Tensor, out: Tensor) -> Normed:
+        self._prepare(replace(stream, scaled=out, scaled_ahead=out, centred=False), Readers(norm))
         return Normed(out)
 
-    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor, adds: bool = False) -> None:
+    def norm(self, x: Tensor, norm: Tensor, out: Tensor, adds: bool = False) -> None:
         if adds:
-            self._prepare(Stream(out, out, out, out), Readers(None, None, eps), x, norm)
+            self._prepare(Stream(out, out, out, out), Readers(None), x, norm)
         else:
-            self._prepare(Stream(x, out, out, out), Readers(norm, None, eps))
+            self._prepare(Stream(x, out, out, out), Readers(norm))
 
     def grouped(self, x: Tensor, linear: Linear, out: Tensor) -> None:
         num_out = out.shape[1] // len(x)
@@ -165,7 +163,7 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             tail_lens=rows.tail_lens,
         )
 
-    def make_inputs(self, projected: Tensor, weights: InputWeights, eps: float, rows: StepRows, out: Tensor) -> None:
+    def make_inputs(self, projected: Tensor, weights: InputWeights, rows: StepRows, out: Tensor) -> None:
         num_layers, max_rows, width = out.shape
         self._record(
             KindStage(make_inputs_stage, self._kind),
@@ -180,7 +178,7 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             vocab_size=len(weights.table),
             scale=self._number(weights.scale),
             table_scale=self._number(weights.table_scale),
-            eps=self._number(eps),
+            eps=self._eps,
             out=out,
             max_rows=max_rows,
         )
@@ -193,7 +191,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self,
         early: Tensor,
         norms: HeadNorms | None,
-        eps: float,
         maps: NDArray[np.int64],
         rotation: Rotation | None,
         rows: StepRows,
@@ -206,7 +203,7 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             per_row=q.shape[1],
             early=early,
             maps=maps,
-            **self._of_heads(norms, eps, rotation, q),
+            **self._of_heads(norms, rotation, q),
         )
 
     def finish_logits(self, logits: Tensor, multiplier: float, cap: float | None) -> None:
@@ -261,7 +258,7 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             multiplier=None if multiplier is None else self._number(multiplier),
         )
 
-    def _of_heads(self, norms: HeadNorms | None, eps: float, rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
+    def _of_heads(self, norms: HeadNorms | None, rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
         _, num_q_heads, head_dim = q.shape
         return {
             "num_q_heads": num_q_heads,
@@ -269,7 +266,7 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             "q_norm": None if norms is None else norms.q,
             "together": norms is not None and len(norms.q) > head_dim,
             "after_rope": norms is not None and norms.after_rope,
-            "eps": self._number(eps),
+            "eps": self._eps,
             "cos": None if rotation is None else rotation.cos,
             "sin": None if rotation is None else rotation.sin,
             "q_scale": None if rotation is None else rotation.q_scale,

@@ -64,7 +64,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
         readers: Readers,
     ) -> None:
         self._write_parts(weights, spec, buffers)
-        self._add_parts(buffers.parts, spec.num_chosen, None, 0.0, multiplier, 1.0, stream, readers)
+        self._add_parts(buffers.parts, spec.num_chosen, None, multiplier, 1.0, stream, readers)
 
     def experts_out(
         self, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers, out: Tensor, adds: bool = False
@@ -121,7 +121,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
             num_out,
             x.x.shape[1],
             num_squares,
-            x.eps,
+            self._eps,
             NORMED=squares is not None,
             BY_PAIR=out is buffers.parts,
             SHARES=shares,

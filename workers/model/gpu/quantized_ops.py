@@ -54,7 +54,7 @@ class QuantizedOps(Launches):
             *out.shape,
             weight.num_in,
             num_squares,
-            x.eps,
+            self._eps,
             int(gated),
             _ACTIVATIONS.index(activation),
         )
@@ -115,7 +115,7 @@ class QuantizedOps(Launches):
             num_out,
             weight.num_in,
             0 if x.squares is None else len(x.squares),
-            x.eps,
+            self._eps,
             int(gated),
             _ACTIVATIONS.index(activation),
         )

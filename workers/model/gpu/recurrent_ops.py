@@ -20,7 +20,6 @@ class TritonRecurrentOps(Launches):
         self,
         weights: RecurrentWeights,
         spec: RecurrentSpec,
-        eps: float,
         rows: StepRows,
         state: RecurrentState,
         buffers: RecurrentBuffers,
@@ -57,7 +56,7 @@ class TritonRecurrentOps(Launches):
         )
         if isinstance(spec, DeltaSpec):
             delta_rule_kernel[(num_rows, spec.num_v_heads)](
-                *(buffers.inputs, buffers.mixed, memory.decay, memory.step_bias, memory.norm, *of_step, eps),
+                *(buffers.inputs, buffers.mixed, memory.decay, memory.step_bias, memory.norm, *of_step, self._eps),
                 NUM_K_HEADS=spec.num_k_heads,
                 NUM_V_HEADS=spec.num_v_heads,
                 K_DIM=spec.k_dim,
@@ -86,7 +85,7 @@ class TritonRecurrentOps(Launches):
             )
             group_width = spec.out_width // spec.num_groups
             gated_norm_kernel[(num_rows, spec.num_groups)](
-                *(buffers.inputs, memory.norm, buffers.out, in_width, spec.num_channels, group_width, eps),
+                *(buffers.inputs, memory.norm, buffers.out, in_width, spec.num_channels, group_width, self._eps),
                 BLOCK=triton.next_power_of_2(group_width),
                 num_warps=8,
                 **self._launch(),

@@ -43,8 +43,8 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
     In larger steps the last bits may differ; with weights of 8 or 4 bits, in steps of more than 8 rows.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, eps: float) -> None:
+        super().__init__(device, eps)
         sums = MAX_SPLIT_PROGRAMS * BLOCK_N * MAX_BATCH_SIZE
         self._partials = torch.empty(sums, dtype=torch.float32, device=device)
         self._counters = torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device)
@@ -107,7 +107,7 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             linear.num_in,
             *_strides(linear),
             num_squares,
-            x.eps,
+            self._eps,
             NORMED=squares is not None,
             GATED=gated,
             ACTIVATION=activation or "none",
@@ -174,7 +174,6 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
         self,
         qkv: Tensor,
         norms: HeadNorms | None,
-        eps: float,
         rotation: Rotation | None,
         rows: StepRows,
         tail: Tensor | None,
@@ -196,7 +195,7 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             q if tail is None else tail,
             q,
             tail_capacity,
-            eps,
+            self._eps,
             V_NORMED=norms is not None and norms.v is not None,
             NUM_KV_HEADS=num_kv_heads,
             **_head_constants(norms, rotation, q),
@@ -219,7 +218,7 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             **self._launch(),
         )
 
-    def make_inputs(self, projected: Tensor, weights: InputWeights, eps: float, rows: StepRows, out: Tensor) -> None:
+    def make_inputs(self, projected: Tensor, weights: InputWeights, rows: StepRows, out: Tensor) -> None:
         num_layers, batch_size, width = out.shape
         make_inputs_kernel[(batch_size, num_layers)](
             projected,
@@ -228,7 +227,7 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             weights.table,
             out,
             width,
-            eps,
+            self._eps,
             weights.scale,
             weights.table_scale,
             BLOCK=triton.next_power_of_2(width),
@@ -244,7 +243,6 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
         self,
         early: Tensor,
         norms: HeadNorms | None,
-        eps: float,
         maps: Tensor,
         rotation: Rotation | None,
         rows: StepRows,
@@ -263,7 +261,7 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             rows.context_ids,
             q,
             maps.stride(0),
-            eps,
+            self._eps,
             BLOCK_OUT=of_program,
             **_head_constants(norms, rotation, q),
             num_warps=8,

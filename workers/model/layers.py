@@ -190,13 +190,13 @@ class StepLayers:
 
     def _project(self, layer_idx: int) -> None:
         """Compute q, k and v of the layer; k and v go to the tails."""
-        layer = self._weights.layers[layer_idx]
-        if self._weights.spec.layers[layer_idx].mlp_only:
+        layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
+        if spec.mlp_only:
             return
         self._remix(layer.attention_mix, self._readers(layer_idx, ahead=False), is_first=layer_idx == 0)
         x = self._normed(layer.input_norm, self._stream.scaled)
-        if layer.recurrent is not None:
-            self._ops.linear(x, layer.recurrent.inputs, self._recurrent_buffers(layer_idx).inputs)
+        if layer.recurrent is not None and spec.recurrent is not None:
+            self._ops.linear(x, layer.recurrent.inputs, self._recurrent[spec.recurrent].inputs)
             return
         if layer.latent is not None:
             self._project_latents(layer_idx, x, layer.latent)
@@ -205,7 +205,7 @@ class StepLayers:
             self._project_compressed(layer_idx, x, layer.compressed)
             return
         heads, tails = self.heads(layer_idx), self._attention.tails
-        kv_source = self._weights.spec.layers[layer_idx].attention.rows_of
+        kv_source = spec.attention.rows_of
         projected = heads.qkv if kv_source is None else heads.q_only
         assert projected is not None
         self._ops.linear(x, layer.qkv, projected)
@@ -300,7 +300,7 @@ class StepLayers:
             assert heads.gates is not None
             self._ops.gate(attended, heads.gates)
         if layer.recurrent is not None and spec.recurrent is not None:
-            of_state, state = self._recurrent_buffers(layer_idx), self._attention.states[layer_idx]
+            of_state, state = self._recurrent[spec.recurrent], self._attention.states[layer_idx]
             assert state is not None
             self._ops.recurrent(layer.recurrent, spec.recurrent, self._rows, state, of_state)
             attended = of_state.out
@@ -321,11 +321,6 @@ class StepLayers:
         if streams is not None:
             assert weights is not None and self._streams is not None
             self._ops.remix(weights, streams, is_first, self._streams, self._stream, readers)
-
-    def _recurrent_buffers(self, layer_idx: int) -> RecurrentBuffers:
-        spec = self._weights.spec.layers[layer_idx].recurrent
-        assert spec is not None
-        return self._recurrent[spec]
 
     def _mlps(self, layer_idx: int) -> list[Callable[[Readers], None]]:
         """Compute everything that a layer adds after attention. Return the calls that add it to the stream."""
@@ -401,14 +396,8 @@ class StepLayers:
         ops.experts_out(weights, experts, buffers, expert_out)
         ops.norm(branch, norms.post_mlp, branch)
         ops.norm(expert_out, norms.post_experts, branch, adds=True)
-        return partial(
-            ops.add_normed,
-            branch,
-            layer.post_mlp_norm,
-            spec.residual_multiplier,
-            self._scale_after_mlp(layer_idx),
-            self._stream,
-        )
+        scale = self._scale_after_mlp(layer_idx)
+        return partial(self._add_branch, layer.post_mlp_norm, spec.residual_multiplier, scale=scale)
 
     def _add(
         self,

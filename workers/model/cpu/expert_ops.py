@@ -41,19 +41,24 @@ CHOOSE = (
     "shares",  # [num_rows, num_chosen], written
 )
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "root_softplus")
-EXPERTS = (
-    "x",  # [num_rows, num_in]
+_OF_EXPERTS = (
+    "x",  # [num_rows, num_in], or [num_rows, num_chosen, num_in]
     "num_in",
     "chosen",  # [num_rows, num_chosen] int32
-    "shares",  # [num_rows, num_chosen]: factors of x; or 0
+    "shares",  # [num_rows, num_chosen]: factors of x or of outputs; or 0
     "num_chosen",
-    "format",  # of gates and ups, an index of FORMATS
+    "format",  # of weights, an index of FORMATS
     "group_size",  # of quantized weights
+    "num_weights",  # outputs of all experts' weights together
+    "num_out",
+    "out",  # written
+)
+EXPERTS = (
+    *_OF_EXPERTS,  # shares are factors of x; out: [num_rows, num_chosen, num_out]
     "gates",  # the first expert's, of the model's dtype, or a `QuantizedWeight`'s words
     "ups",
     "gate_scales",  # of quantized weights, or 0
     "up_scales",
-    "num_weights",  # outputs of all experts' gates and ups together
     "expert_bytes",  # from an expert's weights to the next one's; 0 if quantized
     "expert_outputs",  # outputs from an expert to the next if quantized, else 0
     "row_stride",  # elements
@@ -62,23 +67,12 @@ EXPERTS = (
     "bias_stride",
     "bias_step",
     "activation",  # an index of ACTIVATIONS
-    "num_out",
-    "out",  # [num_rows, num_chosen, num_out], written
 )
 ADD_EXPERTS = (
-    "x",  # [num_rows, num_chosen, num_in]
-    "num_in",
-    "chosen",  # [num_rows, num_chosen] int32
-    "shares",  # [num_rows, num_chosen]: factors of outputs; or 0
-    "num_chosen",
-    "format",  # of weights, an index of FORMATS
-    "group_size",  # of quantized weights
+    *_OF_EXPERTS,  # x: a row for each expert; shares are factors of outputs; out: [num_rows, num_out]
     "down",  # [num_experts, num_out, num_in] of the model's dtype, or a `QuantizedWeight`'s words
     "scales",  # of quantized weights, or 0
-    "num_weights",  # outputs of all experts together
     "bias",  # [num_experts, num_out] of the model's dtype, or 0
-    "num_out",
-    "out",  # [num_rows, num_out], written
     "multiplier",  # address of a float64: a factor of the sum over experts
     "adds",  # 1: the sum is added to out; 0: it replaces out
 )

@@ -2,7 +2,6 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from csattn.cpu.arguments import floats_of, number_at, words_at
 from csattn.cpu.jit import exact_kernel
@@ -90,10 +89,6 @@ class TapeRemixOps(StageRecorder):
             out=stream.scaled,
             eps=self._eps,
         )
-
-    def _linear(self, x: Tensor, linear: Linear, out: Tensor) -> None:
-        """Implemented by `TapeOps`."""
-        raise NotImplementedError
 
 
 def add_stage(arguments: int, row: int, thread: int, unused: int) -> int:

@@ -8,9 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.cpu.addresses import Stage
+from csattn.cpu.addresses import KindStage, Stage
 from csattn.cpu.arguments import words_of
 from csattn.cpu.tape import Tape
+from csattn.models.spec import Activation
+from csattn.models.weights import Linear
+from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, groups_of_piece, linear_stage, num_groups
+from workers.model.cpu.quantized_products import FLOATS, FORMATS
 from workers.model.cpu.row_stages import PREPARE, prepare_stage
 from workers.model.ops import Readers, Stream
 
@@ -51,6 +55,44 @@ class StageRecorder:
         level, held = self._levels.of([*reads, *tensors], writes), (*reads, *writes, *values.values())
         self._recorded.append(_Stage(stage, arguments, fixed, 0 if fixed else per_row, level, held))
 
+    def _linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        out: Tensor,  # its row stride may exceed its width
+        activation: Activation | None = None,
+        up: Linear | None = None,
+        multiplier: float | None = None,
+    ) -> None:
+        num_out, num_in = linear.weight.shape
+        both = (linear,) if up is None else (linear, up)
+        weights, scales, format, group_size = weights_of_product(both)
+        groups = groups_of_piece(num_out, self._num_threads)
+        self._record(
+            KindStage(linear_stage, str(linear.weight.dtype).removeprefix("torch.")),  # may not be the model's dtype
+            LINEAR,
+            reads=[] if multiplier is None else [out],
+            writes=[out],
+            fixed=-(-num_groups(num_out) // groups),
+            num_rows=self._num_rows,
+            x=x,
+            num_in=num_in,
+            format=format,
+            group_size=group_size,
+            weight=weights[0],
+            scales=scales[0],
+            bias=linear.bias,
+            activation=ACTIVATIONS.index(activation),
+            up_weight=None if up is None else weights[1],
+            up_scales=None if up is None else scales[1],
+            up_bias=None if up is None else up.bias,
+            num_out=num_out,
+            groups=groups,
+            out=out.data_ptr(),
+            out_width=out.stride(0),
+            multiplier=None if multiplier is None else self._number(multiplier),
+        )
+
     def _prepare(
         self,
         stream: Stream,
@@ -83,6 +125,21 @@ class StageRecorder:
     def _number(self, value: float) -> NDArray[np.float64]:
         """Return an array that holds the number, for stages to read by its address."""
         return self._numbers.setdefault(value, np.array([value]))
+
+
+def weights_of_product(linears: Sequence[Linear]) -> tuple[list[Tensor], list[Tensor | None], int, int]:
+    """Return the weights and scales of linear layers that one stage multiplies, their format's number and group size.
+
+    They are quantized weights if all layers have them in the same format, with the same group size and their inputs in
+    the original order; else floats.
+    """
+    quantized = [x.quantized for x in linears if x.quantized is not None]
+    quantized = [x for x in quantized if x.format in FORMATS and x.order is None]
+    kinds = {(x.format, x.group_size) for x in quantized}
+    if len(quantized) < len(linears) or len(kinds) > 1:
+        return [x.weight for x in linears], [None for _ in linears], FLOATS, 0
+    [(format, group_size)] = kinds
+    return [x.words for x in quantized], [x.scales.contiguous() for x in quantized], FORMATS.index(format), group_size
 
 
 class RowTape:

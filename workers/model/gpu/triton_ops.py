@@ -90,15 +90,13 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
         (linear,) = linears  # as `take_weights` joins them
         if linear.quantized is not None and len(x.x) <= QUANTIZED_ROWS:
             return self._multiply(x, linear, linear.quantized, out, activation, gated)
-        weight, squares, (programs, constants) = linear.weight, x.squares, tiles(linear, x.x)
+        squares, (programs, constants) = x.squares, tiles(linear, x.x)
         num_squares = 1 if squares is None else len(squares)
         inputs = self._in_order(x.x, linear.quantized)
         linear_kernel[programs](
             inputs,
             inputs if squares is None else squares,
-            weight,
-            weight if linear.quantized is None else linear.quantized.scales,
-            weight if linear.bias is None else linear.bias,
+            *_weights(linear),
             out,
             self._partials,
             self._counters,
@@ -133,18 +131,16 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         if linear.quantized is not None and len(x) <= QUANTIZED_ROWS:
             return self._multiply_and_add(x, linear, linear.quantized, multiplier, stream, readers)
-        weight, (programs, constants) = linear.weight, tiles(linear, x)
+        programs, constants = tiles(linear, x)
         memory, exchange_constants = exchange_arguments(stream.tile_sums, x)
         linear_add_kernel[programs](
             self._in_order(x, linear.quantized),
-            weight,
-            weight if linear.quantized is None else linear.quantized.scales,
-            weight if linear.bias is None else linear.bias,
+            *_weights(linear),
             *stream_arguments(stream, readers),
             self._partials,
             self._counters,
             len(x),
-            len(weight),
+            len(linear.weight),
             linear.num_in,
             *_strides(linear),
             multiplier,
@@ -267,6 +263,12 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             num_warps=8,
             **self._launch(),
         )
+
+
+def _weights(linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a kernel's weights, scales and bias; in place of those that there are not, any tensor."""
+    scales = linear.weight if linear.quantized is None else linear.quantized.scales
+    return linear.weight, scales, linear.weight if linear.bias is None else linear.bias
 
 
 def _strides(linear: Linear) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""How fast is the search on this machine's CPU? `python -m bench.search [--json FILE] [--quick] [--layer]`.
+"""How fast is the search on this machine's CPU? `python -m bench.search [--json FILE] [--quick]`.
 
 One step is the search of one layer: 8 KV heads, 4 query heads each, 2 % of the context chosen. At every size the
 kernels must agree with the reference before they are timed. Cold figures rotate over indexes that together exceed the
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import search_layer
 from bench.random_sketch import random_sketch
 from bench.timing import finish, gate, measure, read_bandwidth_gbps
 from csattn.index import ListIndex
@@ -219,18 +218,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--quick", action="store_true", help="measure two sizes, in short runs")
-    parser.add_argument(
-        "--layer", action="store_true", help="measure one layer of an 8B model on all cores (search_layer.py)"
-    )
     parser.add_argument("--threads", type=int, nargs="+", help="thread counts [default: powers of two, and all cores]")
     args = parser.parse_args()
     sizes = [8192, 131_072] if args.quick else [8192, 32_768, 131_072, 524_288, 1_048_576]
     seconds = 0.3 if args.quick else 1.0
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     thread_counts = args.threads or sorted({1, *(n for n in (2, 4, 8, 16, 32, 64) if n < cpus), cpus})
-    if args.layer:
-        search_layer.main(args.json, 131_072, thread_counts, seconds)
-        return
     peaks = {n: read_bandwidth_gbps(n) for n in thread_counts}
     print("read bandwidth:", ", ".join(f"{n} threads {gbps:.1f} GB/s" for n, gbps in peaks.items()))
     columns = (

@@ -26,7 +26,7 @@ from bench.decode.gpu_timing import device_machine
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.steps import greedy_step
 from bench.random_weights import random_weights
-from bench.shapes import shape_named
+from bench.shapes import config_named
 from bench.timing import finish, gate, numbers
 from csattn.config import SearchConfig, SketchConfig
 from csattn.models.identity import geometry_of
@@ -112,16 +112,16 @@ def main() -> None:
     gate(torch.cuda.is_available(), "this benchmark needs a CUDA device, and torch finds none")
     changes = shrink(arguments.layers, arguments.experts)
     few = {name: changes[name] for name in ("num_hidden_layers", "n_routed_experts")}
-    shapes = {
-        "chosen": shape_named("deepseek-v3.2", **changes),
-        "all": shape_named("deepseek-v3.2", model_type="deepseek_v3", **changes),
-        "compressed": shape_named("deepseek-v4-flash", **few),
+    configs = {
+        "chosen": config_named("deepseek-v3.2", **changes),
+        "all": config_named("deepseek-v3.2", model_type="deepseek_v3", **changes),
+        "compressed": config_named("deepseek-v4-flash", **few),
     }
     report: dict[str, Any] = {"bench": "latents", "machine": device_machine(), "layers": arguments.layers, "cases": []}
     with torch.no_grad():
         for kind in arguments.kinds.split(","):
-            spec, make = shapes[kind], InMemoryCompressed if kind == "compressed" else InMemoryContext
-            weights = random_weights(spec, "cuda", DTYPE)
+            weights = random_weights(configs[kind], "cuda", DTYPE)
+            spec, make = weights.spec, InMemoryCompressed if kind == "compressed" else InMemoryContext
             for context_len in numbers(arguments.contexts):
                 most = max(numbers(arguments.batches))
                 contexts = [make(spec, context_len, seed, weights.embedding) for seed in range(most)]

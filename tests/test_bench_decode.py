@@ -392,7 +392,7 @@ OTHER_KINDS = {
 def test_placements_agree_for_models_with_other_kinds_of_layers(kernels, recording, monkeypatch, kind):
     options = replace(whole_step_options(monkeypatch, None), shape=describe(OTHER_KINDS[kind]))
     work = Workload(recording, options.heads, 300, 2, DEVICE)
-    weights = random_weights(options.shape, DEVICE, workload.DTYPE)
+    weights = random_weights(OTHER_KINDS[kind], DEVICE, workload.DTYPE)
     logits = []
     for placement in ("device", "hybrid"):
         prepared = placements.placed(work, options, "default", placement, SearchConfig(keep=0.05, window_len=32))

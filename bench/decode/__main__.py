@@ -86,7 +86,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     from bench.decode.gpu_timing import ceilings, device_machine
     from bench.decode.options import Options
     from bench.decode.variants import require_known
-    from bench.shapes import shape_named
+    from bench.shapes import config_named, shape_named
     from offload.codecs.formats import KvFormat
 
     if not torch.cuda.is_available():
@@ -126,14 +126,14 @@ def _measure(arguments: argparse.Namespace) -> None:
     )
     fixed = ["recording", *(["shape"] if len(names) == 1 else []), *(["keep"] if arguments.command == "op" else [])]
     results = Results(arguments.out, header, tuple(fixed))
-    which = results, recording, options, arguments.contexts, arguments.batches
+    sizes = arguments.contexts, arguments.batches, arguments.variants
     if arguments.command == "op":
-        op.run_op_cases(*which, arguments.variants)
+        op.run_op_cases(results, recording, options, *sizes)
     for name in names if arguments.command == "e2e" else ():
         if len(names) > 1:
             options = replace(options, shape=shape_named(name), shape_name=name)
-        which = results, recording, options, arguments.contexts, arguments.batches
-        end_to_end.run_end_to_end(*which, arguments.variants, arguments.placements, arguments.weights)
+        which = results, recording, config_named(name), options
+        end_to_end.run_end_to_end(*which, *sizes, arguments.placements, arguments.weights)
     finish(results.content, None)  # the file already has every case, and the header of its last run
 
 

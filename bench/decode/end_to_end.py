@@ -43,6 +43,7 @@ PROFILED_STEPS = 4
 def run_end_to_end(
     results: Results,
     recording: Recording,
+    config: Any,  # of the model in transformers, whose shape the options have
     options: Options,
     context_lens: list[int],
     batch_sizes: list[int],
@@ -55,7 +56,7 @@ def run_end_to_end(
         if name not in ("bf16", *FEW):
             raise ConfigError(f"weights are bf16, {', '.join(FEW)}, not {name!r}")
         few = next((few for few in FEW if few == name), None)
-        weights = random_weights(options.shape, "cuda", few=few)
+        weights = random_weights(config, "cuda", few=few)
         _run_with(weights, few, results, recording, options, context_lens, batch_sizes, variants, placements)
         del weights
         torch.cuda.empty_cache()

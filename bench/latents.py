@@ -11,9 +11,7 @@ timed twice: `fed` with the token of the last step, and `again`, the same step r
 slots. A real model's time lies between the two; `hit_rate` shows where. Gate: both placements give the same tokens.
 """
 
-import argparse
 import gc
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +25,7 @@ from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.steps import greedy_step
 from bench.random_weights import random_weights
 from bench.shapes import config_named
-from bench.timing import finish, gate, numbers
+from bench.timing import finish, gate, numbers, options_parser
 from csattn.config import SearchConfig, SketchConfig
 from csattn.models.identity import geometry_of
 from csattn.models.spec import ModelSpec
@@ -100,14 +98,13 @@ class InMemoryCompressed(InMemoryContext):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--contexts", default="131072")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     gate(torch.cuda.is_available(), "this benchmark needs a CUDA device, and torch finds none")
     changes = shrink(arguments.layers, arguments.experts)

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from bench.timing import end_as_interrupted, finish, gate, percentiles_ms
+from bench.timing import end_as_interrupted, finish, gate, options_parser, percentiles_ms
 from tests.workers.service.serving import Service, serving
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
@@ -125,7 +125,7 @@ async def open_loop(client: Client, rate: float, seconds: float, rng: random.Ran
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--on-ray", action="store_true", help="run the service on Ray [default: in one process]")
     parser.add_argument("--model", help="model directory, .gguf file or hub id, as csattn serve takes it")
     parser.add_argument("--store", type=Path, help="store that keeps the context [default: a temporary directory]")
@@ -135,7 +135,6 @@ def main() -> None:
     parser.add_argument("--context-chars", type=int, default=8000)
     parser.add_argument("--num-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     end_as_interrupted()
     with tempfile.TemporaryDirectory() as scratch:

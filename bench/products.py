@@ -9,11 +9,9 @@ result is checked against a product with decoded weights. `share` is relative to
 memory.
 """
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from itertools import product as each_with_each
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor
 from bench.decode.gpu_timing import ceilings, device_machine, num_input_sets, time_graph
 from bench.random_weights import FEW, random_weights
 from bench.shapes import config_named
-from bench.timing import finish
+from bench.timing import finish, options_parser
 from csattn.models.description import describe
 from csattn.models.quantized_weight import QuantizedWeight, WeightFormat
 from csattn.models.weights import Linear
@@ -47,12 +45,11 @@ CLOSE = 1e-2  # largest norm of the difference from the product with decoded wei
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--rows", default="1,4,16,32")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--seconds", type=float, default=0.1, help="time to measure each figure")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch finds none")

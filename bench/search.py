@@ -5,20 +5,18 @@ kernels must agree with the reference before they are timed. Cold figures rotate
 last-level cache; hot ones search one head with one query repeatedly.
 """
 
-import argparse
 import itertools
 import os
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bench.random_sketch import random_sketch
-from bench.timing import finish, gate, measure, read_bandwidth_gbps
+from bench.timing import finish, gate, measure, options_parser, read_bandwidth_gbps
 from csattn.index import ListIndex
 from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections, empty_selection, reference
 from csattn.search.workspace import empty_token_selections
@@ -215,8 +213,7 @@ def print_search(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser = options_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="measure two sizes, in short runs")
     parser.add_argument("--threads", type=int, nargs="+", help="thread counts [default: powers of two, and all cores]")
     args = parser.parse_args()

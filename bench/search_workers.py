@@ -5,7 +5,6 @@ has searched; the rest of the client's wait is the overhead. Then workers are ki
 Gate: they choose bit for bit what this process chooses.
 """
 
-import argparse
 import os
 import signal
 import tempfile
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.timing import end_as_interrupted, finish, gate
+from bench.timing import end_as_interrupted, finish, gate, options_parser
 from csattn.artifact import Artifact, open_artifact
 from csattn.search import LayerSearch, SearchWorkspace, TokenSelections
 from tests.artifact.synthetic import build, make_spec
@@ -113,8 +112,7 @@ def measure(artifact: Artifact, num_workers: int, num_rows: int, seconds: float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for the result")
+    parser = options_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="make a short run")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])

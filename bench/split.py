@@ -42,7 +42,7 @@ from bench.decode.widened import Heads, Which
 from bench.decode.workload import DTYPE, Workload
 from bench.random_weights import random_weights
 from bench.shapes import config_named
-from bench.timing import end_as_interrupted, finish, gate, numbers
+from bench.timing import end_as_interrupted, finish, gate, numbers, options_parser
 from csattn.config import IndexConfig, SearchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import DevicesError
@@ -79,7 +79,7 @@ class ShareOfWorkload(Workload):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--devices", default="1,2")
     parser.add_argument("--contexts", default="131072")
     parser.add_argument("--batches", default="1")
@@ -88,7 +88,6 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--recording", type=Path, default=default_path())
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)  # the rank, and the rendezvous file
     arguments = parser.parse_args()
     counts = numbers(arguments.devices)

@@ -2,24 +2,30 @@
 
 import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.decode.results import Results
+from bench.decode.options import KEY
 from bench.length_figures import share_at
 from bench.plan import Wanted, plan
 from bench.records import Records
 from bench.timing import GateError
 
 
+def results(path: Path, header: dict[str, Any], fixed_fields: tuple[str, ...] = ()) -> Records:
+    return Records(path, {"bench": "decode", **header}, KEY, fixed_fields)
+
+
 def test_results_are_stored_and_not_measured_twice(tmp_path):
     path = tmp_path / "new" / "results.json"
     key = {"kind": "op", "context_len": 8192, "batch_size": 1, "variant": "full", "placement": "device"}
-    first = Results(path, {"machine": "a"})
+    first = results(path, {"machine": "a"})
     assert not first.has(**key)
     first.add({**key, "p50_us": 1.0})
     first.add({**key, "variant": "window", "refused": "no room"})
-    again = Results(path, {"machine": "b"})
+    again = results(path, {"machine": "b"})
     assert not again.has(**key, as_ampere=True)
     assert again.has(**key) and not again.has(**{**key, "variant": "window"})
     again.add({**key, "p50_us": 2.0})
@@ -29,17 +35,17 @@ def test_results_are_stored_and_not_measured_twice(tmp_path):
 
 def test_a_file_of_other_settings_is_refused_and_cases_record_their_commit(tmp_path):
     path, key = tmp_path / "results.json", {"kind": "op", "context_len": 8192, "batch_size": 1}
-    Results(path, {"machine": {"commit": "a"}, "keep": 0.02}).add({**key, "variant": "default"})
+    results(path, {"machine": {"commit": "a"}, "keep": 0.02}).add({**key, "variant": "default"})
     with pytest.raises(GateError, match=r"measured with keep 0.02, not 0.15; name another file"):
-        Results(path, {"machine": {"commit": "b"}, "keep": 0.15}, fixed_fields=("keep",))
-    Results(path, {"machine": {"commit": "b"}, "keep": 0.02}, fixed_fields=("keep",)).add({**key, "variant": "lists"})
+        results(path, {"machine": {"commit": "b"}, "keep": 0.15}, fixed_fields=("keep",))
+    results(path, {"machine": {"commit": "b"}, "keep": 0.02}, fixed_fields=("keep",)).add({**key, "variant": "lists"})
     found = json.loads(path.read_text())
     assert found["machine"]["commit"] == "b" and [case["commit"] for case in found["cases"]] == ["a", "b"]
 
 
 def test_a_file_of_another_benchmark_is_refused(tmp_path):
     path = tmp_path / "results.json"
-    Results(path, {}).add({"kind": "op", "variant": "full"})
+    results(path, {}).add({"kind": "op", "variant": "full"})
     before = path.read_text()
     with pytest.raises(GateError, match=r"measured with bench decode, not rest; name another file"):
         Records(path, {"bench": "rest"}, ("text",)).add({"text": "novel"})

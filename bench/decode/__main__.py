@@ -19,9 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.decode.options import SCHEDULES, SLOTS
+from bench.decode.options import KEY, SCHEDULES, SLOTS
 from bench.decode.recording import default_path, load_recording
-from bench.decode.results import Results
+from bench.records import Records
 from bench.timing import GateError, finish, gate, numbers
 from csattn.config import SearchConfig
 from csattn.errors import CsattnError
@@ -125,7 +125,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         as_ampere=as_ampere,
     )
     fixed = ["recording", *(["shape"] if len(names) == 1 else []), *(["keep"] if arguments.command == "op" else [])]
-    results = Results(arguments.out, header, tuple(fixed))
+    results = Records(arguments.out, {"bench": "decode", **header}, KEY, tuple(fixed))
     sizes = arguments.contexts, arguments.batches, arguments.variants
     if arguments.command == "op":
         op.run_op_cases(results, recording, options, *sizes)

@@ -9,11 +9,11 @@ from bench.decode.gpu_timing import Timing, capture, num_input_sets, time_replay
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.options import Options
 from bench.decode.recording import Recording
-from bench.decode.results import Results
 from bench.decode.roofline import full_bytes
 from bench.decode.sparse_op import SET_BYTES, SparseOp
 from bench.decode.steps import merge_requests
 from bench.decode.workload import Workload
+from bench.records import Records
 from csattn.errors import CsattnError
 
 OTHERS = ("full",)  # variants that `of_variant` does not read
@@ -21,7 +21,7 @@ PROFILED_RUNS = 3
 
 
 def run_op_cases(
-    results: Results,
+    results: Records,
     recording: Recording,
     options: Options,
     context_lens: list[int],

@@ -5,21 +5,22 @@
     python -m bench.accuracy tasks [--tasks ...] [--lengths ...] [--question sparse|dense] [--json FILE]
     python -m bench.accuracy why [--texts ...] [--ways ...] [--seconds 280] [--json FILE] [--plot FILE]
     python -m bench.accuracy rest [--texts ...] [--json FILE]
+    python -m bench.accuracy longbench FILE ... --prompts FILE [--question sparse|dense] [--json FILE]
 
 `selectors` compares selectors by how well the model predicts texts. `long` does so for long contexts, on any device,
 and also measures low-bit KV. `why` turns the published method into `default`, one change at a time. `rest` compares
 the attention mass of the rows not chosen, as the codes estimate it, with the exact one. `tasks` finds things hidden in
-contexts.
+contexts. `longbench` answers the questions of the data set of that name.
 """
 
 import argparse
 import sys
 
-from bench.accuracy import long, rest, selectors, tasks, why
+from bench.accuracy import long, longbench, rest, selectors, tasks, why
 from bench.timing import GateError
 from csattn.errors import CsattnError
 
-COMMANDS = {"selectors": selectors, "long": long, "tasks": tasks, "why": why, "rest": rest}
+COMMANDS = {"selectors": selectors, "long": long, "tasks": tasks, "longbench": longbench, "why": why, "rest": rest}
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,17 +41,18 @@ def answer_all(
     keep: float,
     questions: Sequence[NDArray[np.int32]],
     max_new_tokens: int,
+    **options: Any,  # passed to `generate`
 ) -> list[str]:
     """Return the model's answer to each question; questions do not see each other."""
     placement = "device" if loaded.device.type == "cuda" else "cpu"
     with csattn_session(loaded, artifact, contender.search(keep), contender.selector, placement=placement) as session:
-        return [_answer(session, question, max_new_tokens) for question in questions]
+        return [_answer(session, question, max_new_tokens, options) for question in questions]
 
 
 @torch.inference_mode()
-def _answer(session: Session, question: NDArray[np.int32], max_new_tokens: int) -> str:
+def _answer(session: Session, question: NDArray[np.int32], max_new_tokens: int, options: dict[str, Any]) -> str:
     arguments = session.continue_with(question)
     prompt_len = arguments["input_ids"].shape[1]
     room = session.room_for(prompt_len, max_new_tokens)
-    whole = session.loaded.model.generate(**arguments, max_new_tokens=room, do_sample=False)
+    whole = session.loaded.model.generate(**arguments, max_new_tokens=room, do_sample=False, **options)
     return str(session.loaded.tokenizer.decode(whole[0, prompt_len:], skip_special_tokens=True))

@@ -153,7 +153,8 @@ def talk(
     engine.close_request(1)
     engine.remove_context(1)
     engine.open(1, 0, config, selector)
-    engine.write_rows(1, rows)
+    if config.search_period == 1:  # as `write_rows` requires
+        engine.write_rows(1, rows)
     return said, np.concatenate([logits_of(engine, 0, said[0][3:]), logits_of(engine, 1, said[0][3:])])
 
 

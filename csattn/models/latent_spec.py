@@ -59,12 +59,6 @@ class LatentSpec:
         of_index = (0, 0) if self.indexer is None else (self.indexer.head_dim, self.indexer.num_heads)
         return self.q_rank or self.q_width, self.key_width, *of_index
 
-    def num_params(self, hidden_size: int) -> int:
-        """Number of parameters of the layer's attention matrices."""
-        of_queries = 0 if self.q_rank is None else self.q_rank * (self.q_width + self.index_q_width)
-        of_latents = self.kv_rank * self.num_heads * (self.nope_dim + self.v_dim)
-        return hidden_size * (sum(self.in_widths) + self.v_width) + of_queries + of_latents
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedSpec:
@@ -131,11 +125,6 @@ class CompressedSpec:
         """How many numbers the layer keeps of a context: its last rows, compressed rows and index keys."""
         num_rows = context_len // self.ratio if self.ratio else 0
         return min(self.window - 1, context_len) * self.head_dim + num_rows * (self.head_dim + self.key_dim)
-
-    def num_params(self, hidden_size: int) -> int:
-        """Number of parameters of the layer's attention matrices."""
-        of_heads = self.q_width * (self.q_rank + self.out_rank) + self.out_width * hidden_size
-        return self.num_row_params(hidden_size) + of_heads
 
     def num_row_params(self, hidden_size: int) -> int:
         """Number of parameters of the matrices that are common to all heads: they make rows, and choose them."""

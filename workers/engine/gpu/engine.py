@@ -243,6 +243,7 @@ class GpuEngine(StepEngine):
 
     def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
         assert 0 <= start < stop <= self._request(request_slot).tail_len, f"rows {start} to {stop} are not all there"
+        self._settle_rows(request_slot)
         return self._placing.ready().own_rows.read(request_slot, start, stop)
 
     def close_request(self, request_slot: int) -> None:

@@ -4,10 +4,6 @@ With torch's own kernels, a step of four rows with 128 256 logits took 46 µs lo
 37 µs, here 4.
 """
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 import triton
 import triton.language as tl
 

@@ -236,6 +236,7 @@ class GpuEngine(StepEngine):
 
     def write_rows(self, request_slot: int, rows: Tensor) -> None:
         request = self._request(request_slot)
+        assert request.config.search_period == 1, "the choice that the next rows would reuse is not among the rows"
         self._require_room(request_slot, rows.shape[2])
         self._placing.ready().own_rows.write(request_slot, request.tail_len, rows)
         request.tail_len += rows.shape[2]

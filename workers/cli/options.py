@@ -33,6 +33,9 @@ def named(model: str | None) -> str | None:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="TOML file with settings.", show_default="$CSATTN_CONFIG, or none")
+]
 MODEL_HELP = "Model directory, .gguf file or hub id."
 Model = Annotated[
     str | None,

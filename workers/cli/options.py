@@ -32,7 +32,16 @@ def named(model: str | None) -> str | None:
     return model
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+def only_json(context: typer.Context, asked: bool) -> bool:
+    """With `--json`, keep the command's text away from stdout, which then holds the object alone."""
+    from workers.cli import terminal
+
+    if asked:
+        context.with_resource(terminal.only_json())
+    return asked
+
+
+Json = Annotated[bool, typer.Option("--json", callback=only_json, help="Print one JSON object instead of text.")]
 MODEL_HELP = "Model directory, .gguf file or hub id."
 Model = Annotated[
     str | None,

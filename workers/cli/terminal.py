@@ -1,4 +1,4 @@
-"""What the command line shows: progress, tables, one JSON line, and errors as sentences."""
+"""What the command line shows: progress, and tables or one JSON line."""
 
 import json
 import os
@@ -49,12 +49,23 @@ err = _StderrConsole(stderr=True, highlight=False, markup=False, emoji=False)
 
 def write(text: str) -> None:
     """Write a piece of an answer without rich, which would turn its tabs into spaces."""
-    sys.stdout.write(printable(text))
-    sys.stdout.flush()
+    if not out.quiet:
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
+
+
+@contextmanager
+def only_json() -> Iterator[None]:
+    """Print nothing but JSON to stdout within the block."""
+    out.quiet = True
+    try:
+        yield
+    finally:
+        out.quiet = False
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print one JSON object on one line of stdout, the last line of a command."""
+    """Print one JSON object on one line of stdout."""
     is_utf = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     line = json.dumps(value, ensure_ascii=not is_utf)
     sys.stdout.write(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")

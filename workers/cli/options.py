@@ -20,7 +20,7 @@ def place(text: Any) -> Path | str:
 def directory(text: Any) -> Path:
     """Parse a directory; an empty text is refused, and so is a URL, which would become a directory `s3:`."""
     if not str(text).strip():
-        raise ValueError("the path is empty; give one, or leave the option out")
+        raise ValueError("the path is empty; give one")
     if "://" in str(text):
         raise ValueError(f"wanted a directory of this machine, got the URL {text}; give a path")
     return Path(os.path.expanduser(text))  # a shell leaves `--store=~/x` as it is

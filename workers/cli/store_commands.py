@@ -125,7 +125,7 @@ def _verify_store(store: Path, names: list[str]) -> dict[str, Any]:
                 broken[name] = str(error)
                 err.print(f"not intact: {name}: {error}", soft_wrap=True)
             count(1)
-    out.print(f"{len(intact)} of {counted(len(names), 'artifact')} in {store} are intact")
+    out.print(f"intact: {len(intact)} of {counted(len(names), 'artifact')} in {store}")
     found = {"artifacts": intact, "broken": broken, "unreadable": unreadable}
     return {"store": str(store), "intact": not (broken or unreadable), **found}
 

@@ -110,6 +110,16 @@ def test_build_reports_its_artifact_and_reuses_it(capsys, place: Path, artifact:
     assert result_of(again)["reused"] is True
 
 
+def test_build_takes_a_file_of_token_ids_and_records_its_name(capsys, place: Path, tmp_path: Path) -> None:
+    ids = [number % 100 for number in range(300)]
+    (tmp_path / "ids.json").write_text(json.dumps(ids))
+    where = "--model", place / "model", "--store", tmp_path / "store", "--json"
+    built = result_of(in_process("build", "--tokens", tmp_path / "ids.json", *where, capsys=capsys))
+    with open_artifact(built["path"]) as artifact:
+        assert artifact.token_ids.tolist() == ids
+    assert result_of(in_process("inspect", built["path"], "--json", capsys=capsys))["notes"]["source"] == "ids.json"
+
+
 def test_build_warns_of_special_tokens_in_the_text(capsys, place: Path) -> None:
     """Such tokens may end a message, and the author of the text may not be the user who asks."""
     shutil.copytree(place / "model", place / "special")
@@ -121,10 +131,11 @@ def test_build_warns_of_special_tokens_in_the_text(capsys, place: Path) -> None:
         build = "build", "--context", "-", "--model", place / "special", "--store", place / "few", *more
         return in_process(*build, capsys=capsys, stdin=text.encode()).stderr
 
-    assert "the text holds 2 special tokens of the model" in told("#A lamp.# It is too short.")
+    warning = next(line for line in told("#A lamp.# It is too short.").splitlines() if "special tokens" in line)
+    assert warning.startswith("the text holds 2 ") and warning.endswith(", not as text"), "a log has it on one line"
     quiet = "--progress", "json"
     assert "special token" not in told("#A lamp.# It is too short.", *quiet), "they would be why a build has ended"
-    assert "special" not in told("A lamp. It is too short.").replace("\n", "").replace(str(place / "special"), "")
+    assert "special" not in told("A lamp. It is too short.").replace(str(place / "special"), "")
 
 
 def test_generate_streams_an_answer_and_compares_it_with_full_attention(capsys, artifact: Path) -> None:
@@ -428,7 +439,7 @@ def test_verify_checks_a_whole_store_and_reports_every_fault(capsys, artifact: P
     broken = tmp_path / ("0" * 16)
     shutil.copytree(artifact, broken)
     done = in_process("verify", tmp_path, "--json", capsys=capsys)
-    assert done.returncode == 1 and done.stderr.count("not intact: ") == 1
+    assert done.returncode == 1 and done.stderr.count("not intact: ") == 1 and "verifying: 2 artifacts" in done.stderr
     assert "intact: 1 of 2 artifacts in" in in_process("verify", tmp_path, capsys=capsys).stdout
     found = json.loads(done.stdout)
     assert found["artifacts"] == [artifact.name] and list(found["broken"]) == [broken.name] and not found["intact"]
@@ -442,6 +453,7 @@ def test_verify_checks_a_whole_store_and_reports_every_fault(capsys, artifact: P
     shutil.rmtree(broken)
     done = in_process("verify", tmp_path, "--json", capsys=capsys)
     assert result_of(done)["intact"]
+    assert "verifying: 1 artifact\n" in done.stderr
 
 
 def test_terminal_escapes_from_an_artifact_are_not_printed(capsys, artifact: Path, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def _observe(
     """Answer again, looking at every step: apart from the timed answers, because looking reads all keys."""
     exchanges = []
     out.print()
-    with counting("comparing what was read with exact Top-K", len(questions), "answers") as count:
+    with counting("comparing what was read with exact Top-K", len(questions), "answer") as count:
         for question, (sparse, full) in zip(questions, pairs, strict=True):
             probe = AttentionProbe(artifact)
             ids = question_tokens(loaded, artifact, question.text)

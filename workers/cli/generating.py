@@ -114,7 +114,7 @@ def _placed(options: AskOptions, name: str, weights: str | None, artifact: Artif
         )
         placement, reason = choose_placement(name, artifact.spec.kv_dtype, weights, of, artifact.spec)
     if reason:
-        err.print(f"decoding on the CPU: {reason}")
+        err.print(f"decoding on the CPU: {reason}", soft_wrap=True)
     return replace(options, placement=placement)
 
 

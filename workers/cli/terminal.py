@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from workers.words import printable
+from workers.words import counted, printable
 
 if TYPE_CHECKING:  # commands that only look must not wait for torch, nor fail if it is broken
     from index_build.board import BuildProgress
@@ -165,12 +165,15 @@ class JsonProgress:
 
 
 @contextmanager
-def counting(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Yield a callback (how many more are done) for a bar; a line at the end, without a terminal also at the start."""
+def counting(what: str, total: int, one: str) -> Iterator[Callable[[int], None]]:
+    """Yield a callback (how many more are done) for a bar; a line at the end, without a terminal also at the start.
+
+    one: the singular of what is counted.
+    """
     columns = (TextColumn(f"{what}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     started = time.monotonic()
     if not err.is_terminal:
-        err.print(f"{what}: {total} {unit}")
+        err.print(f"{what}: {counted(total, one)}")
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
         yield partial(bar.advance, bar.add_task("", total=total))
     err.print(f"{what}: done in {time.monotonic() - started:.1f} s")

@@ -89,7 +89,7 @@ Time = tuple[str, int, float]  # product, bytes, microseconds
 
 def time_experts(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> list[Time]:
     """Time a layer's experts, from the layer's input to their sum; the bytes are the weights of the chosen experts."""
-    few, ops = next((few for few in FEW if few == name), None), TritonOps(torch.device("cuda"))
+    few, ops = next((few for few in FEW if few == name), None), TritonOps(torch.device("cuda"), 1e-5)
     if few is None and name != "bfloat16":
         raise SystemExit(f"experts' weights are bfloat16, {', '.join(FEW)}, not {name!r}")
     layer = random_weights(replace(spec, layers=spec.layers[:1], vocab_size=8), "cuda", few=few).layers[0]
@@ -117,7 +117,7 @@ def time_experts(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> l
 
 def time_products(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> list[Time]:
     """Time each product of a layer, and all of them in sequence."""
-    mlp, ops = spec.layers[0].mlp, TritonOps(torch.device("cuda"))
+    mlp, ops = spec.layers[0].mlp, TritonOps(torch.device("cuda"), 1e-5)
     assert mlp is not None
     sizes = {
         "qkv": (spec.heads.qkv_width, spec.hidden_size),
@@ -170,9 +170,9 @@ def step_of(num_rows: int, num_in: int, num_out: int) -> tuple[Normed, Stream, R
     squares = empty(num_squares(num_out), num_rows, dtype=torch.float32)
     stream = Stream(empty(num_rows, num_out), empty(num_rows, num_out), empty(num_rows, num_out), squares)
     return (
-        Normed(x, blocks.sum(-1).T.contiguous(), 1e-5),
+        Normed(x, blocks.sum(-1).T.contiguous()),
         stream,
-        Readers(torch.ones(num_out, device="cuda"), None, 1e-5),
+        Readers(torch.ones(num_out, device="cuda")),
     )
 
 
@@ -188,7 +188,7 @@ def product_of(product: str, num_rows: int, num_in: int, num_out: int) -> Run:
         if product == "qkv":
             ops.linear(normed, [linear], out)
         elif product == "gate_up":
-            ops.mlp(normed, [linear], True, "silu", out)
+            ops.linear(normed, [linear], out, "silu", True)
         else:
             ops.linear_add(normed.x, linear, 1.0, stream, readers)
             return stream.hidden
@@ -201,7 +201,7 @@ def require_close(ops: TritonOps, run: Callable[[TritonOps | TorchOps, T], Tenso
     """Compare products with those of decoded weights; exits if one differs."""
     for one in sets[:2]:
         results = []
-        for each in (ops, TorchOps()):
+        for each in (ops, TorchOps(1e-5)):
             run(each, one).zero_()
             results.append(run(each, one).float().clone())
         got, want = results

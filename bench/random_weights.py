@@ -7,26 +7,15 @@ import torch
 from torch import Tensor
 
 from csattn.lightning.operands.compressor import CompressorWeights
+from csattn.models.latent_spec import CompressedSpec, LatentSpec
 from csattn.models.quantized_model import HEAD_ROUNDING
 from csattn.models.quantized_weight import ROUNDINGS, QuantizedExperts, QuantizedWeight, Rounding
+from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
 from csattn.models.rope import model_frequencies
 from csattn.models.share import require_shares, share_of_head, share_of_layer, share_of_spec
-from csattn.models.spec import (
-    CompressedSpec,
-    ConvSpec,
-    DeltaSpec,
-    ExpertsSpec,
-    HeadsSpec,
-    LatentSpec,
-    LayerSpec,
-    ModelSpec,
-    RecurrentSpec,
-    ScanSpec,
-)
+from csattn.models.spec import ExpertsSpec, HeadsSpec, LayerSpec, ModelSpec
 from csattn.models.weights import (
     CompressedStepWeights,
-    ConvWeights,
-    DeltaWeights,
     ExpertNorms,
     ExpertWeights,
     Frequencies,
@@ -36,9 +25,9 @@ from csattn.models.weights import (
     LayerInputWeights,
     LayerWeights,
     Linear,
+    MemoryWeights,
     ModelWeights,
     RecurrentWeights,
-    ScanWeights,
     StreamWeights,
     by_expert,
 )
@@ -96,14 +85,14 @@ def random_weights(
     def recurrent(of: RecurrentSpec) -> RecurrentWeights:
         conv = torch.randn(of.num_channels, of.conv_len, device=device, generator=generator) * of.conv_len**-0.5
         inputs = (linear(of.in_width, spec.hidden_size, has_bias(of)),)
+        biased = of.bias if isinstance(of, ConvSpec) else isinstance(of, ScanSpec) and of.conv_bias
+        conv_bias = torch.zeros(of.num_channels, device=device) if biased else None
         if isinstance(of, ConvSpec):
-            return ConvWeights(inputs, conv, torch.zeros(of.num_channels, device=device) if of.bias else None)
-        if isinstance(of, ScanSpec):
-            ones = [torch.ones(size, device=device) for size in (*3 * [of.num_heads], of.out_width)]
-            conv_bias = torch.zeros(of.num_channels, device=device) if of.conv_bias else None
-            return ScanWeights(inputs, conv, conv_bias, *ones)
-        ones = [torch.ones(size, device=device) for size in (of.num_v_heads, of.num_v_heads, of.v_dim)]
-        return DeltaWeights(inputs, conv, *ones)
+            return RecurrentWeights(inputs, conv, conv_bias)
+        num_heads, width = (of.num_heads, of.out_width) if isinstance(of, ScanSpec) else (of.num_v_heads, of.v_dim)
+        of_heads, norm = torch.ones(num_heads, device=device), torch.ones(width, device=device)
+        skip = of_heads if isinstance(of, ScanSpec) else None
+        return RecurrentWeights(inputs, conv, conv_bias, MemoryWeights(of_heads, of_heads, norm, skip))
 
     def latent(of: LatentSpec, bias: bool) -> LatentWeights:
         index_norm = None

@@ -230,16 +230,16 @@ class _Bench:
     def _time_add(self, batch_size: int, exchange: Exchange | None) -> float:
         """Return the µs of one addition to the residual stream, with an exchange as a sum over devices."""
         sizes, device = (batch_size, self._shape.hidden_size), self._devices.device
-        ops, num_adds = TritonOps(device), 2 * self._shape.num_layers
+        ops, num_adds = TritonOps(device, self._shape.norm_eps), 2 * self._shape.num_layers
         hidden, scaled, ahead = (torch.zeros(sizes, dtype=DTYPE, device=device) for _ in range(3))
         squares = torch.zeros(num_squares(sizes[1]), batch_size, device=device)
         stream = Stream(hidden, scaled, ahead, squares, row_sums=exchange)
         branch = torch.zeros(sizes, device=device)
-        readers = Readers(torch.ones(sizes[1], device=device), None, self._shape.norm_eps)
+        readers = Readers(torch.ones(sizes[1], device=device))
 
         def adds() -> None:
             for _ in range(num_adds):
-                ops.add_normed(branch, None, 0.0, 1.0, 1.0, stream, readers)
+                ops.add_normed(branch, None, 1.0, 1.0, stream, readers)
 
         return _graph_us(adds) / num_adds
 

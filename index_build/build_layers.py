@@ -155,8 +155,8 @@ def make_fit(loaded: LoadedModel, capture: "LayerCapture", hidden_out: Tensor) -
 
 def _fit_query(model: Any, layer_idx: int, *samples: Tensor) -> dict[str, Tensor]:
     """Fit `next_query`, the predictor of the layer's queries, to samples of the previous layer's input and output."""
-    with torch.inference_mode(), layer_on_device(model, layer_idx, projects_queries(model)) as layer:
-        early, own = (queries_before_rope(layer, hidden) for hidden in samples)
+    with torch.inference_mode(), layer_on_device(model, layer_idx, projects_queries(model)):
+        early, own = (queries_before_rope(model, layer_idx, hidden) for hidden in samples)
         return {"next_query": fit_predictor(early, own)}
 
 

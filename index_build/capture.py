@@ -28,8 +28,9 @@ from csattn.models.description import describe, layer_type
 from csattn.models.families import FAMILIES
 from csattn.models.layer_offload import layer_on_device
 from csattn.models.query import embed, layer_inputs
+from csattn.models.recurrent_spec import ConvSpec, RecurrentSpec, ScanSpec
 from csattn.models.rope import position_embeddings
-from csattn.models.spec import AttentionSpec, ConvSpec, ModelSpec, RecurrentSpec, ScanSpec
+from csattn.models.spec import AttentionSpec, ModelSpec
 from csattn.sketch.reference import LARGEST_NUMBER
 from index_build.compressed_capture import CompressedLayer
 from index_build.latent_capture import LatentLayer

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from csattn.models.latent import (
-    LatentRope,
     attend_latents,
     choose_rows,
     latent_queries,
@@ -15,8 +14,10 @@ from csattn.models.latent import (
     latent_values,
     query_latents,
 )
+from csattn.models.latent_spec import LatentSpec
 from csattn.models.module_weights import latent_weights
-from csattn.models.spec import LatentSpec, RopeSpec
+from csattn.models.query import Rotation
+from csattn.models.spec import RopeSpec
 from csattn.models.weights import Linear
 
 
@@ -46,7 +47,7 @@ class LatentLayer:
         q_scale, temper = torch.ones(len(hidden), device=hidden.device), self._rope.temper
         if temper is not None:
             q_scale = temper.scales(torch.arange(tokens.start, tokens.stop, device=hidden.device))
-        rope = LatentRope(cos[:, :half], sin[:, :half], self._rope.interleaved, q_scale)
+        rope = Rotation(cos[:, :half], sin[:, :half], q_scale, self._rope.interleaved)
         inputs = _products(layer.input_layernorm(hidden), weights.inputs)
         projected = inputs
         if weights.queries:

@@ -44,14 +44,8 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
     from csattn.models.attending_cache import CACHE, AttendingCache
     from csattn.models.attention_hook import attention_implementation
 
+    require_received(loaded)
     geometry, context_len = loaded.geometry, artifact.spec.context_len
-    keeps_no_rows = not geometry.kinds.isdisjoint({"state", "nothing"})
-    if keeps_no_rows or any(layer.rows_of is not None for layer in geometry.layers):
-        why = "some of whose layers keep no rows" if keeps_no_rows else "some of whose layers share the rows of others"
-        raise ConfigError(
-            f"selector h2o needs the attention of the context's own tokens, which {loaded.name}, {why}, does not give; "
-            "choose another selector"
-        )
     chunk_len = max(1, min(_CHUNK_LEN, _CHUNK_LOGITS // (geometry.num_q_heads * context_len)))
     ids = torch.from_numpy(np.array(artifact.token_ids)).long()[None]
     layers = zip(describe(loaded.model.config).layers, loaded.model.model.layers, strict=True)
@@ -68,6 +62,17 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
         for chunk in torch.split(ids, chunk_len, dim=1):
             loaded.model.model(chunk, **{CACHE: replayed})
     return [layer_rows.received for layer_rows in rows if isinstance(layer_rows, _Replayed)]
+
+
+def require_received(loaded: LoadedModel) -> None:
+    """Raise ConfigError for a model that does not give the attention which the context's own tokens pay."""
+    keeps_no_rows = not loaded.geometry.kinds.isdisjoint({"state", "nothing"})
+    if keeps_no_rows or any(layer.rows_of is not None for layer in loaded.geometry.layers):
+        why = "some of whose layers keep no rows" if keeps_no_rows else "some of whose layers share the rows of others"
+        raise ConfigError(
+            f"selector h2o needs the attention of the context's own tokens, which {loaded.name}, {why}, does not give; "
+            "choose another selector"
+        )
 
 
 class _Replayed:

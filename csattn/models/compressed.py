@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,17 +12,9 @@ from torch.nn import functional
 from csattn.artifact import Artifact
 from csattn.artifact.reader import as_tensor
 from csattn.lightning import CompressedState, CompressorWeights, make_keys, rope_last
-from csattn.models.spec import CompressedSpec
+from csattn.models.latent_spec import CompressedSpec
+from csattn.models.query import Queries
 from csattn.models.weights import CompressedStepWeights
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedQueries:
-    """The queries of some tokens in one layer, all float32."""
-
-    q: Tensor  # [num_tokens, num_heads, head_dim]
-    index_q: Tensor | None  # [num_tokens, num_index_heads, index_head_dim]; None: the layer has no indexer
-    index_weights: Tensor | None  # [num_tokens, num_index_heads]
 
 
 def compressed_states(artifact: Artifact) -> list[CompressedState]:
@@ -51,7 +42,7 @@ def own_rows(inputs: Tensor, weights: CompressedStepWeights, positions: Tensor) 
     """
     width = len(weights.kv_norm)
     rows = functional.rms_norm(inputs[:, :width].float(), (width,), weights.kv_norm, weights.eps)
-    return rotated(rows, positions, weights.angles)
+    return rope_last(rows, positions, weights.angles, interleaved=True)
 
 
 def pending_of(inputs: Tensor, spec: CompressedSpec) -> Tensor:
@@ -68,16 +59,16 @@ def compressed_queries(
     weights: CompressedStepWeights,
     spec: CompressedSpec,
     positions: Tensor,  # [num_tokens]
-) -> CompressedQueries:
+) -> Queries:
     """Return queries, normed and rotated; index heads' weights include the scale of their scores."""
     num_tokens, indexer = len(projected), spec.indexer
     q = projected[:, : spec.q_width].float().view(num_tokens, spec.num_heads, -1)
-    q = rotated(functional.rms_norm(q, q.shape[-1:], eps=weights.eps), positions, weights.angles)
+    q = rope_last(functional.rms_norm(q, q.shape[-1:], eps=weights.eps), positions, weights.angles, interleaved=True)
     if indexer is None:
-        return CompressedQueries(q, None, None)
+        return Queries(q, None, None)
     index_q = projected[:, spec.q_width :].float().view(num_tokens, indexer.num_heads, -1)
     weighed = inputs[:, -indexer.num_heads :].float() * (indexer.num_heads * indexer.head_dim) ** -0.5
-    return CompressedQueries(q, rotated(index_q, positions, weights.angles), weighed)
+    return Queries(q, rope_last(index_q, positions, weights.angles, interleaved=True), weighed)
 
 
 def compressed_rows(
@@ -119,10 +110,5 @@ def unrotated(attended: Tensor, weights: CompressedStepWeights, spec: Compressed
     attended: [num_tokens, num_heads, head_dim] -> [num_groups, num_tokens, width] float32. Values are rotated by their
     position, so the output is rotated back by the query's.
     """
-    back = rotated(attended.float(), -positions, weights.angles)
+    back = rope_last(attended.float(), -positions, weights.angles, interleaved=True)
     return back.view(len(attended), spec.num_groups, -1).transpose(0, 1)
-
-
-def rotated(x: Tensor, positions: Tensor, angles: Tensor) -> Tensor:
-    """Rotate the last channels of x [num_tokens, ..., channels] by RoPE. angles: of each pair, per position."""
-    return rope_last(x, positions, angles, interleaved=True)

@@ -7,22 +7,10 @@ from typing import Any, Literal
 from csattn.errors import ModelError
 from csattn.models.experts import averages_experts, experts_of, has_experts, mlp_width
 from csattn.models.families import FAMILIES, Family, own_field, unsupported
+from csattn.models.latent_spec import CompressedSpec, IndexerSpec, LatentSpec
 from csattn.models.positions import max_positions, rope_name, rope_parameters, rope_specs, rotates_any, unrotated_rope
-from csattn.models.spec import (
-    Activation,
-    AttentionSpec,
-    CompressedSpec,
-    ConvSpec,
-    DeltaSpec,
-    IndexerSpec,
-    LatentSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    RecurrentSpec,
-    ScanSpec,
-    StreamsSpec,
-)
+from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
+from csattn.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec, StreamsSpec
 from csattn.reach import Reach
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -70,7 +58,9 @@ def describe(config: Any) -> ModelSpec:
         norm_eps=getattr(config, family.eps_field) if rms_norm_eps is None else rms_norm_eps,
         local_heads=local_heads,
         layer_input_width=own_field(config, "hidden_size_per_layer_input", 0) or 0,
-        streams=_streams(config) if family.compressed else None,
+        streams=StreamsSpec(num=config.hc_mult, iterations=config.hc_sinkhorn_iters, eps=config.hc_eps)
+        if family.compressed
+        else None,
         ropes=rope_specs(config, family),
         centred=family.centred and rms_norm_eps is None,
         embedding_multiplier=config.hidden_size**0.5
@@ -307,10 +297,6 @@ def _compressed(config: Any, layer_idx: int) -> CompressedSpec:
         indexer=indexer,
         top_k=config.index_topk if indexed else 0,
     )
-
-
-def _streams(config: Any) -> StreamsSpec:
-    return StreamsSpec(num=config.hc_mult, iterations=config.hc_sinkhorn_iters, eps=config.hc_eps)
 
 
 def _require_compressed(config: Any) -> None:

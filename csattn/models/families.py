@@ -118,14 +118,13 @@ _GEMMA: dict[str, Any] = {"biases": _ATTENTION_BIAS, "scaled_embedding": True, "
 _GEMMA2: dict[str, Any] = {"norms": _GEMMA2_NORMS, "activation_field": "hidden_activation"}
 _GEMMA_FIELDS = ("query_pre_attn_scalar", "final_logit_softcapping")
 _GRANITE_FIELDS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
-_GRANITE_NAMES = {"linear_attn": "mamba", "gate_up_proj": "input_linear", "down_proj": "output_linear"}
 _GRANITE_MOE_SHARED: dict[str, Any] = {
     "biases": _ATTENTION_BIAS,
     "config_fields": _GRANITE_FIELDS,
     "mlp": "shared_mlp",
     "experts_at": "block_sparse_moe",
     "router": "router",
-    "names": _GRANITE_NAMES,
+    "names": {"linear_attn": "mamba", "gate_up_proj": "input_linear", "down_proj": "output_linear"},
 }
 _COHERE: dict[str, Any] = {
     "norms": ("input_layernorm", None, None, None),
@@ -225,16 +224,7 @@ FAMILIES = {
     "granitemoe": Family(
         biases=_ATTENTION_BIAS, config_fields=_GRANITE_FIELDS, mlp="block_sparse_moe", router="router"
     ),
-    "granitemoehybrid": Family(
-        biases=_ATTENTION_BIAS,
-        config_fields=_GRANITE_FIELDS,
-        rotated="position_embedding_type",
-        state="scan",
-        mlp="shared_mlp",
-        experts_at="block_sparse_moe",
-        router="router",
-        names=_GRANITE_NAMES,
-    ),
+    "granitemoehybrid": Family(**_GRANITE_MOE_SHARED, rotated="position_embedding_type", state="scan"),
     "granitemoe_swa": Family(**_GRANITE_MOE_SHARED, sinks=True),
     "granitemoeshared": Family(**_GRANITE_MOE_SHARED),
     "helium": Family(biases=("attention_bias", False, "mlp_bias"), interleaved=True),

@@ -4,44 +4,18 @@ The up-projections of latents are absorbed into queries and outputs, so that row
 model has a learned indexer (arXiv:2512.02556, `csattn.lightning`), a token attends only to the rows that it chooses.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from csattn.attention import attend_chunk
 from csattn.lightning import Operands, choose_keys, sparse_mla
-from csattn.models.query import rotate
-from csattn.models.spec import LatentSpec
+from csattn.models.latent_spec import LatentSpec
+from csattn.models.query import Queries, Rotation
 from csattn.models.weights import LatentWeights
 
 _LISTED = 64  # tokens whose lists of rows are in memory at a time
 EPS = 1e-6  # of the norms of latents and index keys, whatever the model's other norms have
-
-
-@dataclass(frozen=True, slots=True)
-class LatentRope:
-    """RoPE at some positions for latent attention: it rotates `LatentSpec.rope_dim` dimensions."""
-
-    cos: Tensor  # [num_tokens, rope_dim // 2]
-    sin: Tensor
-    interleaved: bool
-    q_scale: Tensor  # [num_tokens] float32: a factor of the queries, not of index heads'
-
-    def __call__(self, x: Tensor, interleaved: bool | None = None) -> Tensor:
-        """Rotate the first rope_dim dimensions of x [..., num_tokens, >= rope_dim]. interleaved: default: self's."""
-        of_pairs = self.interleaved if interleaved is None else interleaved
-        return rotate(x, self.cos.float().repeat(1, 2), self.sin.float().repeat(1, 2), of_pairs)
-
-
-@dataclass(frozen=True, slots=True)
-class LatentQueries:
-    """The queries of some tokens in one layer."""
-
-    q: Tensor  # [num_tokens, num_heads, key_width]
-    index_q: Tensor | None  # [num_tokens, num_index_heads, index_head_dim]; None: the layer has no indexer
-    index_weights: Tensor | None  # [num_tokens, num_index_heads] float32
 
 
 def query_latents(inputs: Tensor, weights: LatentWeights, spec: LatentSpec) -> Tensor:
@@ -53,7 +27,7 @@ def query_latents(inputs: Tensor, weights: LatentWeights, spec: LatentSpec) -> T
     return functional.rms_norm(inputs[:, : spec.q_rank].float(), (spec.q_rank,), weights.q_norm, EPS)
 
 
-def latent_rows(inputs: Tensor, weights: LatentWeights, spec: LatentSpec, rope: LatentRope, width: int) -> Tensor:
+def latent_rows(inputs: Tensor, weights: LatentWeights, spec: LatentSpec, rope: Rotation, width: int) -> Tensor:
     """Return the tokens' rows [num_tokens, width] float32, padded with zeros from `row_width` to width.
 
     inputs: as in `query_latents`.
@@ -73,22 +47,22 @@ def latent_queries(
     projected: Tensor,  # [num_tokens, q_width + index_q_width]: outputs of `LatentWeights.queries`, or the inputs
     weights: LatentWeights,
     spec: LatentSpec,
-    rope: LatentRope,
-) -> LatentQueries:
+    rope: Rotation,
+) -> Queries:
     """Return the queries, all float32; index heads' weights include the scale of their scores."""
     num_tokens = len(inputs)
     q = projected[:, : spec.q_width].float().view(num_tokens, spec.num_heads, -1)
     nope = torch.einsum("thn,hnc->thc", q[..., : spec.nope_dim], weights.up_k.float())
-    rotated = rope(q[..., spec.nope_dim :].transpose(0, 1)).transpose(0, 1)
-    q, indexer = torch.cat([nope, rotated], dim=-1) * rope.q_scale[:, None, None], spec.indexer
+    rotated, indexer = rope(q[..., spec.nope_dim :]), spec.indexer
+    q = torch.cat([nope, rotated], dim=-1) * rope.q_scale[:, None, None]
     if indexer is None:
-        return LatentQueries(q, None, None)
-    index_q = projected[:, spec.q_width :].float().view(num_tokens, indexer.num_heads, -1).transpose(0, 1)
+        return Queries(q, None, None)
+    index_q = projected[:, spec.q_width :].float().view(num_tokens, indexer.num_heads, -1)
     weighed = inputs[:, -indexer.num_heads :].float() * (indexer.num_heads * indexer.head_dim) ** -0.5
-    return LatentQueries(q, rope(index_q, indexer.interleaved).transpose(0, 1).contiguous(), weighed)
+    return Queries(q, rope(index_q, indexer.interleaved), weighed)
 
 
-def choose_rows(queries: LatentQueries, rows: Tensor, lens: Tensor, spec: LatentSpec) -> Tensor:
+def choose_rows(queries: Queries, rows: Tensor, lens: Tensor, spec: LatentSpec) -> Tensor:
     """Choose the best among the first lens[t] of rows [num_rows, width] for token t, by the indexer.
 
     Return [num_tokens, top_k] int32, -1 padded.

@@ -254,11 +254,13 @@ def _whole_config(source: str) -> Any:
     A family that `transformers` does not know is refused here by name: `transformers` would ask to run the checkpoint's
     own code.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, __version__
 
     given, _ = PreTrainedConfig.get_config_dict(source)
     if isinstance(given, dict) and (family := given.get("model_type")) and family not in CONFIG_MAPPING:
-        raise _too_new(family) if family in FAMILIES else unsupported(family)
+        if family not in FAMILIES:
+            raise unsupported(family)
+        raise ModelError(f"model family {family!r} is not in transformers {__version__}; install a newer one")
     for part in (given, given.get("text_config")) if isinstance(given, dict) else ():
         _require_known_dtype(part)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -268,12 +270,6 @@ def _whole_config(source: str) -> Any:
     if isinstance(getattr(config, "quantization", None), dict):  # of MLX, which may write it under both names
         config.quantization_config = {"quant_method": "mlx", **config.quantization}
     return config
-
-
-def _too_new(family: str) -> ModelError:
-    from transformers import __version__
-
-    return ModelError(f"model family {family!r} is not in transformers {__version__}; install a newer one")
 
 
 def _require_known_dtype(given: Any) -> None:

@@ -4,8 +4,8 @@ They are views of the model's own tensors. Only norms, small vectors, tables of 
 quantized matrices of a shared expert are copied.
 """
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,23 +15,14 @@ from csattn.errors import ModelError
 from csattn.lightning import CompressedWeights
 from csattn.models.description import describe
 from csattn.models.families import CHOICE_BIAS, EXPERTS_OF_TOKENS, FAMILIES, LAYER_SCALE, Family
+from csattn.models.latent_spec import LatentSpec
 from csattn.models.positions import rope_parameters
 from csattn.models.quantized_weight import QuantizedExperts
+from csattn.models.recurrent_spec import ConvSpec, RecurrentSpec, ScanSpec
 from csattn.models.rope import model_frequencies, rotary_of
-from csattn.models.spec import (
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    ExpertsSpec,
-    HeadsSpec,
-    LatentSpec,
-    ModelSpec,
-    RecurrentSpec,
-)
+from csattn.models.spec import AttentionSpec, ExpertsSpec, HeadsSpec, ModelSpec
 from csattn.models.weights import (
     CompressedStepWeights,
-    ConvWeights,
-    DeltaWeights,
     ExpertNorms,
     ExpertWeights,
     Frequencies,
@@ -41,9 +32,9 @@ from csattn.models.weights import (
     LayerInputWeights,
     LayerWeights,
     Linear,
+    MemoryWeights,
     ModelWeights,
     RecurrentWeights,
-    ScanWeights,
     StreamWeights,
 )
 
@@ -174,43 +165,36 @@ def _of_heads(module: Any, heads: HeadsSpec, second: int) -> tuple[Linear, ...]:
 
 
 def _recurrent(module: Any, spec: RecurrentSpec) -> RecurrentWeights:
-    if isinstance(spec, DeltaSpec):
-        return _delta(module, spec)
-    conv, whole = module.conv if isinstance(spec, ConvSpec) else module.conv1d, _linear(module.in_proj)
-    matrix = conv.weight.detach().squeeze(1).float().contiguous()
-    bias = None if conv.bias is None else conv.bias.detach().float().clone()
-    if isinstance(spec, ConvSpec):  # stored: gates before, gates after, channels
-        width = spec.num_channels
-        before, after, channels = (whole.outputs(at, at + width) for at in range(0, 3 * width, width))
-        return ConvWeights((channels, before, after), matrix, bias)
-    ends = 0, spec.out_width, spec.out_width + spec.num_channels, spec.in_width
-    gates, channels, steps = (whole.outputs(start, end) for start, end in pairwise(ends))
-    return ScanWeights(
-        inputs=(channels, gates, steps),
-        conv=matrix,
-        conv_bias=bias,
-        decay=module.A_log.detach().float().exp(),
-        step_bias=module.dt_bias.detach().float().clone(),
-        skip=module.D.detach().float().clone(),
-        norm=module.norm.weight.detach().float().clone(),
+    conv = module.conv if isinstance(spec, ConvSpec) else module.conv1d
+    return RecurrentWeights(
+        inputs=_recurrent_inputs(module, spec),
+        conv=conv.weight.detach().squeeze(1).float().contiguous(),
+        conv_bias=None if conv.bias is None else conv.bias.detach().float().clone(),
+        memory=None
+        if isinstance(spec, ConvSpec)
+        else MemoryWeights(
+            decay=module.A_log.detach().float().exp(),
+            step_bias=module.dt_bias.detach().float().clone(),
+            norm=module.norm.weight.detach().float().clone(),
+            skip=module.D.detach().float().clone() if isinstance(spec, ScanSpec) else None,
+        ),
     )
 
 
-def _delta(module: Any, spec: DeltaSpec) -> DeltaWeights:
+def _recurrent_inputs(module: Any, spec: RecurrentSpec) -> tuple[Linear, ...]:
+    if isinstance(spec, ConvSpec):  # stored: gates before, gates after, channels
+        before, after, channels = _split(_linear(module.in_proj), 3 * [spec.num_channels])
+        return channels, before, after
+    if isinstance(spec, ScanSpec):  # stored: gates, channels, steps
+        widths = spec.out_width, spec.num_channels, spec.num_heads
+        gates, channels, steps = _split(_linear(module.in_proj), widths)
+        return channels, gates, steps
     if hasattr(module, "in_proj_qkvz"):  # stored interleaved: each key head's queries, keys, values and gates
         of_k, of_v = spec.k_dim, spec.out_width // spec.num_k_heads
         each = spec.num_v_heads // spec.num_k_heads
         many = _by_head(_linear(module.in_proj_qkvz), spec.num_k_heads, (of_k, of_k, of_v, of_v))
-        inputs = (*many, *_by_head(_linear(module.in_proj_ba), spec.num_k_heads, (each, each)))
-    else:
-        inputs = tuple(_linear(getattr(module, f"in_proj_{name}")) for name in ("qkv", "z", "b", "a"))
-    return DeltaWeights(
-        inputs=inputs,
-        conv=module.conv1d.weight.detach().squeeze(1).float().contiguous(),
-        decay=module.A_log.detach().float().exp(),
-        decay_bias=module.dt_bias.detach().float().clone(),
-        norm=module.norm.weight.detach().float().clone(),
-    )
+        return (*many, *_by_head(_linear(module.in_proj_ba), spec.num_k_heads, (each, each)))
+    return tuple(_linear(getattr(module, f"in_proj_{name}")) for name in ("qkv", "z", "b", "a"))
 
 
 def latent_weights(module: Any, spec: LatentSpec) -> LatentWeights:
@@ -358,8 +342,11 @@ def _parts(
     if (joined := family.part(module, fused)) is None:
         return tuple(_linear(family.part(module, name)) for name in names)
     whole = _linear(joined)
-    widths = widths or len(names) * [len(whole.weight) // len(names)]
-    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+    return _split(whole, widths or len(names) * [len(whole.weight) // len(names)])
+
+
+def _split(whole: Linear, widths: Sequence[int]) -> tuple[Linear, ...]:
+    ends = accumulate(widths)
     return tuple(whole.outputs(end - width, end) for end, width in zip(ends, widths, strict=True))
 
 

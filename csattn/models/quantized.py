@@ -21,14 +21,8 @@ _PARTS = (
     *("qzeros", "scales", "g_idx"),
     *("input_scale", "input_scale_ub", "input_zero_point", "output_scale", "activation_scale"),
 )
-_OF_ROWS = (
-    "q_scale",
-    "k_scale",
-    "v_scale",
-    "kv_scale",
-    "k_zero_point",
-    "v_zero_point",
-)  # of 8-bit attention, which csattn does not compute
+# of 8-bit attention, which csattn does not compute
+_OF_ROWS = ("q_scale", "k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point")
 
 
 def read_state(

@@ -1,5 +1,6 @@
 """The inputs of a model's layers, and a layer's queries from any hidden state: its own, or an earlier layer's."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,14 +38,14 @@ def layer_inputs(model: Any, token_ids: Tensor, layer_idx: int) -> Tensor:
     return (projected + own) * body.per_layer_input_scale  # type: ignore[no-any-return]
 
 
-def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
+def queries_before_rope(model: Any, layer_idx: int, hidden: Tensor) -> Tensor:
     """Return the queries that the layer's attention would project from this input, before RoPE.
 
     Weights of norms that multiply after RoPE are left out.
-    layer: a decoder layer of a supported model. hidden: [q_len, hidden_size] -> [num_q_heads, q_len, head_dim].
+    model: of a supported family. hidden: [q_len, hidden_size] -> [num_q_heads, q_len, head_dim].
     """
-    attention = getattr(layer, "self_attn", None) or layer.mixer
-    family = FAMILIES[attention.config.model_type]
+    layer, family = model.model.layers[layer_idx], FAMILIES[model.config.model_type]
+    attention = family.part(layer, "self_attn")
     if family.norms[0] is not None:
         hidden = getattr(layer, family.norms[0])(hidden)
     if hasattr(attention, "q_proj"):
@@ -52,7 +53,7 @@ def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
         if family.gated_attention == "with_queries":  # each head's query, then its gate
             q = q.view(len(q), -1, 2, attention.head_dim)[:, :, 0].flatten(1)
     else:
-        q = attention.qkv_proj(hidden)[:, : attention.config.num_attention_heads * attention.head_dim]
+        q = attention.qkv_proj(hidden)[:, : model.config.num_attention_heads * attention.head_dim]
     of_heads = q.shape[0], -1, attention.head_dim
     if hasattr(attention, "qk_norm"):
         q = attention.qk_norm(q.view(of_heads))
@@ -65,6 +66,31 @@ def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
     else:
         q = norm(q).view(of_heads)
     return q.transpose(0, 1)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """The queries of some tokens in one layer whose rows an indexer may choose."""
+
+    q: Tensor  # [num_tokens, num_heads, width of a row's key]
+    index_q: Tensor | None  # [num_tokens, num_index_heads, index_head_dim]; None: the layer has no indexer
+    index_weights: Tensor | None  # [num_tokens, num_index_heads] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """RoPE at some positions. It rotates the first dimensions of each head and leaves the others as they are."""
+
+    cos: Tensor  # [num_tokens, rotated dimensions // 2] float32
+    sin: Tensor
+    q_scale: Tensor  # [num_tokens] float32: a factor of the queries
+    interleaved: bool = False  # as in `rotate`
+
+    def __call__(self, x: Tensor, interleaved: bool | None = None) -> Tensor:
+        """Rotate x [num_tokens, ..., head_dim]. interleaved: default: self's."""
+        size = len(x), *(x.ndim - 2) * [1], -1
+        cos, sin = (part.float().repeat(1, 2).view(size) for part in (self.cos, self.sin))
+        return rotate(x, cos, sin, self.interleaved if interleaved is None else interleaved)
 
 
 def rotate(q: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

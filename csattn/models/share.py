@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 
 from csattn.errors import ConfigError
+from csattn.models.latent_spec import CompressedSpec
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight
-from csattn.models.spec import CompressedSpec, ExpertsSpec, HeadsSpec, LayerSpec, ModelSpec
+from csattn.models.spec import ExpertsSpec, HeadsSpec, LayerSpec, ModelSpec
 from csattn.models.weights import ExpertWeights, LayerWeights, Linear, ModelWeights, by_expert
 from csattn.share import Share
 

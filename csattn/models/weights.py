@@ -1,6 +1,8 @@
 """The weights of a decode step, by their role: see `module_weights` for those of a loaded model."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,40 +110,23 @@ def by_expert(
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaWeights:
-    """Weights of linear attention (Gated DeltaNet)."""
+class RecurrentWeights:
+    """Weights of a layer of `RecurrentSpec`, before its output projection."""
 
-    inputs: tuple[Linear, ...]  # to queries, keys, values, gates, write strength and decay
+    inputs: tuple[Linear, ...]  # to its inputs, in the order of the spec's `in_width`
     conv: Tensor  # [num_channels, conv_len] float32
-    decay: Tensor  # [num_v_heads] float32, positive
-    decay_bias: Tensor  # [num_v_heads] float32
-    norm: Tensor  # [v_dim] float32
-    conv_bias: Tensor | None = None  # published models have none
+    conv_bias: Tensor | None  # [num_channels] float32
+    memory: "MemoryWeights | None" = None  # None: a short convolution
 
 
 @dataclass(frozen=True, slots=True)
-class ScanWeights:
-    """Weights of a state space layer (Mamba-2)."""
+class MemoryWeights:
+    """How linear attention or a state space updates and reads its memory. num_heads: of linear attention's values."""
 
-    inputs: tuple[Linear, ...]  # to values, where they are written and read, gates and steps
-    conv: Tensor  # [num_channels, conv_len] float32
-    conv_bias: Tensor | None  # [num_channels] float32
     decay: Tensor  # [num_heads] float32, positive
-    step_bias: Tensor  # [num_heads] float32
-    skip: Tensor  # [num_heads] float32: the share of a token's own values in its output
-    norm: Tensor  # [out_width] float32
-
-
-@dataclass(frozen=True, slots=True)
-class ConvWeights:
-    """Weights of a short convolution (LFM2)."""
-
-    inputs: tuple[Linear, ...]  # to channels, gates before and gates after the convolution
-    conv: Tensor  # [num_channels, conv_len] float32
-    conv_bias: Tensor | None  # [num_channels] float32
-
-
-RecurrentWeights = DeltaWeights | ScanWeights | ConvWeights
+    step_bias: Tensor  # [num_heads] float32: of a token's step in time, by which the memory decays
+    norm: Tensor  # [v_dim] or, of a state space, [out_width] float32
+    skip: Tensor | None = None  # [num_heads] float32: the share of a token's own values in a state space's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,22 +245,9 @@ class ModelWeights:
     @property
     def streamed_bytes(self) -> int:
         """Bytes of weights that every decode step reads."""
-        linears = [self.head]
-        for layer in self.layers:
-            linears += [
-                *layer.qkv,
-                *layer.gates,
-                *(layer.recurrent.inputs if layer.recurrent is not None else ()),
-                *((*layer.latent.inputs, *layer.latent.queries) if layer.latent is not None else ()),
-                *_products_of(layer.compressed),
-                *([layer.out] if layer.out else []),
-                *layer.gate_up,
-                *([layer.down] if layer.down else []),
-                *((layer.layer_input.gate, layer.layer_input.projection) if layer.layer_input is not None else ()),
-            ]
         saved = sum(
             len(linear.weight) * linear.num_in * self.dtype.itemsize - linear.quantized.nbytes
-            for linear in linears
+            for linear in _linears((self.head, self.layers))
             if linear.quantized is not None
         )
         for layer, of_layer in zip(self.layers, self.spec.layers, strict=True):
@@ -290,5 +262,13 @@ class ModelWeights:
         return (self.spec.streamed_params - others) * self.dtype.itemsize - saved + of_mixes
 
 
-def _products_of(of: CompressedStepWeights | None) -> tuple[Linear, ...]:
-    return () if of is None else (of.latents, *of.queries, *of.inputs, of.groups)
+def _linears(weights: Any) -> Iterator[Linear]:
+    """Yield the linear layers in a structure of weights, except those of experts."""
+    if isinstance(weights, Linear):
+        yield weights
+    elif isinstance(weights, tuple):
+        for part in weights:
+            yield from _linears(part)
+    elif is_dataclass(weights) and not isinstance(weights, ExpertWeights):
+        for field in fields(weights):
+            yield from _linears(getattr(weights, field.name))

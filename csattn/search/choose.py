@@ -113,10 +113,16 @@ def num_sampled(search: Any) -> int:
 
 @exact_kernel
 def _lowest_group_score(search: Any) -> int:
-    """Return the group score that every scored key reaches: shares are positive."""
+    """Return the group score that every key reaches that may be chosen: scored ones, or all if top_k covers them."""
     if search.sketch != 0:
         return LEAST_GROUP_SCORE
-    return 1 if search.group_size > 1 else NOT_SCORED + 1
+    num_eligible = 0
+    for number in range(search.num_ranges):
+        first, last = eligible_of(search, number)
+        num_eligible += last - first
+    if search.top_k >= num_eligible:
+        return NOT_SCORED
+    return 1 if search.group_size > 1 else NOT_SCORED + 1  # shares are positive
 
 
 @exact_kernel

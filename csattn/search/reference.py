@@ -30,7 +30,10 @@ def search(
     softmax_scale: float,
     out: Selection,  # kv_indices [num_heads, top_k]
 ) -> None:
-    """Choose, per index head, the top_k rows of the context and the tail that this token should fetch."""
+    """Choose, per index head, the top_k rows of the context and the tail that this token should fetch.
+
+    Rows that no list holds are chosen only if top_k rows or fewer may be chosen: then all are.
+    """
     group_size = q.shape[0] // index.num_heads
     num_keys = index.context_len + (tail.num_rows if tail is not None else 0)
     eligible = np.ones(num_keys, bool)  # neither sink nor window: those are resident
@@ -43,7 +46,7 @@ def search(
             scored = np.ones(num_keys, np.bool_)
         else:
             group_scores, scored = combine_group([score_keys(row, index, tail, head) for row in group], softmax_scale)
-        candidates = np.flatnonzero(eligible & scored)
+        candidates = np.flatnonzero(eligible & scored if top_k < eligible.sum() else eligible)
         chosen = top_k_of(group_scores[candidates], top_k)
         out.valid_len[head] = len(chosen)
         out.kv_indices[head] = -1

@@ -76,9 +76,9 @@ def test_the_predictor_fitted_with_an_index_fits_the_layers_queries(
                 assert "next_query" not in arrays
                 continue
             num_fitted += 1
-            layer, rows = model.model.model.layers[capture.layer_idx + 1], sample_rows(300, 16)
+            rows, layer_idx, inputs = sample_rows(300, 16), capture.layer_idx + 1, (capture.hidden_in, hidden_out)
             with torch.inference_mode():
-                early, own = (queries_before_rope(layer, hidden[rows]) for hidden in (capture.hidden_in, hidden_out))
+                early, own = (queries_before_rope(model.model, layer_idx, hidden[rows]) for hidden in inputs)
                 torch.testing.assert_close(arrays["next_query"], fit_predictor(early, own), rtol=1e-3, atol=1e-4)
     assert num_fitted == model.geometry.num_layers - 1
 

@@ -493,9 +493,8 @@ def test_queries_computed_from_a_layers_input_equal_the_captured_ones(family: st
     for capture, _ in prefill(model, ids):
         if capture.state is not None or not capture.q.shape[1]:
             continue  # a layer without queries
-        layer = model.model.layers[capture.layer_idx]
         with torch.no_grad():
-            q = queries_before_rope(layer, capture.hidden_in)
+            q = queries_before_rope(model, capture.layer_idx, capture.hidden_in)
             q = rotate_for(model.model, capture.layer_idx, q, torch.arange(40))
         torch.testing.assert_close(q, capture.q, rtol=1e-4, atol=1e-4)
         num_compared += 1

@@ -26,7 +26,7 @@ from csattn.models.weights import ExpertWeights, Linear, ModelWeights, by_expert
 from csattn.share import Share
 from tests.tiny import ALL_FAMILIES, loaded, tiny_config
 from tests.workers.model.quantized import KINDS, KINDS_OF_EXPERTS, make_quantized, make_quantized_experts
-from tests.workers.model.step_ops import EXPERTS
+from tests.workers.model.step_ops import EPS, EXPERTS
 from workers.model.layers import expert_buffers
 from workers.model.ops import Normed
 from workers.model.torch_ops import TorchOps
@@ -62,7 +62,7 @@ def experts_out(weights: ExpertWeights, spec: ExpertsSpec, x: Tensor) -> Tensor:
 
     buffers = expert_buffers(spec, x.shape[1], zeros)
     buffers.logits.copy_(product(x, weights.router.weight, weights.router.bias))
-    ops, out = TorchOps(), torch.full_like(x, torch.nan)
+    ops, out = TorchOps(EPS), torch.full_like(x, torch.nan)
     ops.choose_experts(weights, spec, make_step_rows(len(x), x.device), buffers)
     ops.experts(Normed(x), weights, spec, buffers)
     ops.experts_out(weights, spec, buffers, out)

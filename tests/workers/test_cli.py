@@ -320,6 +320,19 @@ def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
     assert min(searched["default"], searched["paper"], searched["magicpig"]) > 0
 
 
+def test_eval_refuses_a_selector_that_the_model_does_not_support_before_it_builds(
+    capsys, place: Path, tmp_path: Path
+) -> None:
+    store, model = tmp_path / "store", save(tmp_path / "model", "nemotron_h")
+    done = in_process(
+        "eval", "--text", place / "text.txt", "--model", model, "--context-len", 400, "--eval-len", 16,
+        "--selectors", "window,h2o", "--store", store,
+        capsys=capsys,
+    )  # fmt: skip
+    assert done.returncode == 1 and "some of whose layers keep no rows" in done.stderr
+    assert not store.exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_an_eval_that_is_ended_leaves_no_artifact_behind(place: Path, tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", "from workers.cli import main; main()", "eval", "--text", str(place / "text.txt")]

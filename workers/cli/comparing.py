@@ -21,6 +21,7 @@ from index_build.plan import make_plan
 from offload.codecs.formats import KvFormat
 from workers.cli.building import run_build, show_loading, use_threads
 from workers.cli.terminal import counting, err, out, table
+from workers.context_layers import require_received
 from workers.engine.model_choice import require_plain_rows
 from workers.evaluate import full_attention, measure
 
@@ -92,6 +93,8 @@ def compare(
     loaded = show_loading(model, dtype, stretch=stretch, weights=weights)
     spec = describe(loaded.model.config)
     require_plain_rows(spec, "an evaluation")
+    if "h2o" in plan.selectors and plan.config.keep < 1:
+        require_received(loaded)
     is_capped = any(spec.layers[layer_idx].attention.logit_cap is not None for layer_idx in spec.indexed_layers)
     context, following = _cut(text, content, loaded, plan)
     results = []

@@ -5,7 +5,8 @@ from collections import Counter
 from csattn.config import SearchConfig
 from csattn.cuda import HOPPERS, limits
 from csattn.errors import ConfigError
-from csattn.models.spec import CompressedSpec, LatentSpec, ModelSpec
+from csattn.models.latent_spec import CompressedSpec, LatentSpec
+from csattn.models.spec import ModelSpec
 
 SELECTOR = "model"  # the selector that the `Reading` of a request names
 ROWS_AT_ONCE = 8  # of a step over one context: there are slots at least for all that these choose

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.models.latent import LatentQueries
+from csattn.models.query import Queries
 from workers.model.ops import CompressedBuffers, RecurrentState
 
 
@@ -51,7 +51,7 @@ class StepAttention:
         """
         raise AssertionError("no layer attends to rows")
 
-    def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: Tensor) -> None:
+    def attend_latents(self, layer_idx: int, queries: Queries, rows: StepRows, out: Tensor) -> None:
         """Called instead of `attend` in layers of latents (MLA): attend from each row to the rows that the indexer of
         this layer, or of an earlier one, chooses. out: [batch_size, num_heads, kv_rank]."""
         raise AssertionError("no layer keeps latents")
@@ -63,3 +63,6 @@ class StepAttention:
 
     def end_step(self, rows: StepRows) -> None:
         """Called on the host at every step, after all of its work has been enqueued."""
+
+    def abandon(self) -> None:
+        """End what still waits for a step that has failed, if anything does."""

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.models.latent import LatentQueries
-from csattn.models.spec import CompressedSpec, ExpertsSpec, HeadsSpec, LatentSpec, RecurrentSpec, StreamsSpec
+from csattn.models.latent_spec import CompressedSpec, LatentSpec
+from csattn.models.query import Queries, Rotation
+from csattn.models.spec import ExpertsSpec, HeadsSpec, StreamsSpec
 from csattn.models.weights import (
     CompressedStepWeights,
     LatentWeights,
@@ -34,8 +35,6 @@ from workers.model.ops import (
     Normed,
     Readers,
     RecurrentBuffers,
-    RecurrentState,
-    Rotation,
     Stream,
     StreamsBuffers,
     num_squares,
@@ -106,7 +105,9 @@ class StepLayers:
         kinds = {(number, experts) for layer in spec.layers for number, experts in enumerate(layer.experts)}
         self._experts = {kind: expert_buffers(kind[1], spec.hidden_size, zeros) for kind in kinds}
         recurrent = {layer.recurrent for layer in spec.layers if layer.recurrent is not None}
-        self._recurrent = {of: _recurrent_buffers(of, zeros) for of in recurrent}
+        self._recurrent = {
+            of: RecurrentBuffers(zeros(of.in_width), zeros(of.num_channels), zeros(of.out_width)) for of in recurrent
+        }
         latents = {layer.latent for layer in spec.layers if layer.latent is not None}
         self._latents = {latent: _latent_buffers(latent, zeros) for latent in latents}
         self._compressed = {compressed: _compressed_buffers(compressed, zeros) for compressed in set(spec.compressed)}
@@ -163,8 +164,7 @@ class StepLayers:
         )
         if weights.inputs is not None:
             self._ops.linear(Normed(self._stream.hidden), [weights.inputs.projection], self._projected)
-            eps = weights.spec.norm_eps
-            self._ops.make_inputs(self._projected, weights.inputs, eps, self._rows, self._inputs)
+            self._ops.make_inputs(self._projected, weights.inputs, self._rows, self._inputs)
             self._ops.break_chain()  # `compute_rotation` takes no part in programmatic dependent launch
         for rope, frequencies, rotation in zip(weights.spec.ropes, weights.ropes, self.rotations, strict=True):
             self._ops.compute_rotation(self._rows, frequencies, rope.temper, rotation)
@@ -178,7 +178,6 @@ class StepLayers:
         self._ops.predict_query(
             self._early,
             layer.head_norms,
-            spec.norm_eps,
             self._maps[layer_idx],
             self._rotation_in(layer_idx),
             self._rows,
@@ -191,13 +190,13 @@ class StepLayers:
 
     def _project(self, layer_idx: int) -> None:
         """Compute q, k and v of the layer; k and v go to the tails."""
-        layer = self._weights.layers[layer_idx]
-        if self._weights.spec.layers[layer_idx].mlp_only:
+        layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
+        if spec.mlp_only:
             return
         self._remix(layer.attention_mix, self._readers(layer_idx, ahead=False), is_first=layer_idx == 0)
-        x = self._normed_input(layer_idx)
-        if layer.recurrent is not None:
-            self._ops.linear(x, layer.recurrent.inputs, self._recurrent_buffers(layer_idx).inputs)
+        x = self._normed(layer.input_norm, self._stream.scaled)
+        if layer.recurrent is not None and spec.recurrent is not None:
+            self._ops.linear(x, layer.recurrent.inputs, self._recurrent[spec.recurrent].inputs)
             return
         if layer.latent is not None:
             self._project_latents(layer_idx, x, layer.latent)
@@ -206,7 +205,7 @@ class StepLayers:
             self._project_compressed(layer_idx, x, layer.compressed)
             return
         heads, tails = self.heads(layer_idx), self._attention.tails
-        kv_source = self._weights.spec.layers[layer_idx].attention.rows_of
+        kv_source = spec.attention.rows_of
         projected = heads.qkv if kv_source is None else heads.q_only
         assert projected is not None
         self._ops.linear(x, layer.qkv, projected)
@@ -216,7 +215,6 @@ class StepLayers:
         self._ops.rotate_append(
             projected,
             layer.head_norms,
-            self._weights.spec.norm_eps,
             self._rotation_in(layer_idx),
             self._rows,
             tails[layer_idx] if kv_source is None else None,
@@ -240,7 +238,7 @@ class StepLayers:
         buffers = self.compressed(layer_idx)
         assert buffers is not None
         self._ops.linear(x, [weights.latents], buffers.latents)
-        self._ops.norm(buffers.latents, weights.latent_norm, weights.eps, buffers.normed)
+        self._ops.norm(buffers.latents, weights.latent_norm, buffers.normed)
         self._ops.linear(Normed(buffers.normed), weights.queries, buffers.projected)
         self._ops.linear(x, weights.inputs, buffers.inputs)
 
@@ -275,12 +273,12 @@ class StepLayers:
     def _finish_layer(self, layer_idx: int, ahead: bool) -> None:
         """Compute attention's output projection and the MLP, if the layer has both, and add them to the stream."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
-        adds, eps = list[Callable[[Readers], None]](), self._weights.spec.norm_eps
+        adds = list[Callable[[Readers], None]]()
         if layer.out is not None:
             attended, times = self._attended(layer_idx), spec.residual_multiplier
             add_attended = partial(self._add, attended, layer.out, layer.post_attention_norm, times)
             if spec.has_mlp and not spec.parallel:  # the MLP reads the stream after attention
-                pre_mlp_norm = Readers(layer.pre_mlp_norm, None, eps)
+                pre_mlp_norm = Readers(layer.pre_mlp_norm)
                 add_attended(pre_mlp_norm)
                 self._remix(layer.mlp_mix, pre_mlp_norm)
             else:
@@ -288,7 +286,7 @@ class StepLayers:
         assert not spec.parallel or self._streams is None, "the MLP reads a mixture of its own"
         *others, last = *adds, *self._mlps(layer_idx)
         for add in others:
-            add(Readers(None, None, eps))
+            add(Readers(None))
         last(self._readers(layer_idx + 1, ahead))
         if layer_idx + 1 == self._weights.spec.num_layers:
             self._remix(self._weights.join, self._readers(layer_idx + 1, ahead))
@@ -296,14 +294,15 @@ class StepLayers:
     def _attended(self, layer_idx: int) -> Tensor:
         """Return the input of the output projection: attention's output, or of what is in its place."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
-        heads, eps = self.heads(layer_idx), self._weights.spec.norm_eps
+        heads = self.heads(layer_idx)
         attended = heads.attended.flatten(1)
         if layer.gates:
             assert heads.gates is not None
             self._ops.gate(attended, heads.gates)
         if layer.recurrent is not None and spec.recurrent is not None:
-            of_state, state = self._recurrent_buffers(layer_idx), self._state(layer_idx)
-            self._ops.recurrent(layer.recurrent, spec.recurrent, eps, self._rows, state, of_state)
+            of_state, state = self._recurrent[spec.recurrent], self._attention.states[layer_idx]
+            assert state is not None
+            self._ops.recurrent(layer.recurrent, spec.recurrent, self._rows, state, of_state)
             attended = of_state.out
         if (buffers := self.latents(layer_idx)) is not None and layer.latent is not None and spec.latent is not None:
             self._ops.latent_values(layer.latent, spec.latent, buffers)
@@ -323,19 +322,6 @@ class StepLayers:
             assert weights is not None and self._streams is not None
             self._ops.remix(weights, streams, is_first, self._streams, self._stream, readers)
 
-    def _recurrent_buffers(self, layer_idx: int) -> RecurrentBuffers:
-        spec = self._weights.spec.layers[layer_idx].recurrent
-        assert spec is not None
-        return self._recurrent[spec]
-
-    def _state(self, layer_idx: int) -> RecurrentState:
-        state = self._attention.states[layer_idx]
-        assert state is not None
-        return state
-
-    def _normed_input(self, layer_idx: int) -> Normed:
-        return self._normed(self._weights.layers[layer_idx].input_norm, self._stream.scaled)
-
     def _mlps(self, layer_idx: int) -> list[Callable[[Readers], None]]:
         """Compute everything that a layer adds after attention. Return the calls that add it to the stream."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
@@ -347,7 +333,7 @@ class StepLayers:
             adds.append(self._mlp_and_experts(layer_idx, x))
         elif spec.mlp is not None:
             gated = self._gated[spec.mlp.intermediate_size]
-            self._ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
+            self._ops.linear(x, layer.gate_up, gated, spec.mlp.activation, spec.mlp.gated)
             assert layer.down is not None
             norm = layer.post_mlp_norm
             adds.append(partial(self._add, gated, layer.down, norm, times, scale=self._scale_after_mlp(layer_idx)))
@@ -388,10 +374,9 @@ class StepLayers:
         mlp, layer = self._weights.spec.layers[layer_idx].mlp, self._weights.layers[layer_idx]
         assert mlp is not None and self._branch is not None and self._devices is None
         self._ops.linear(Normed(self._stream.hidden), [weights.gate], self._input_gates)
-        self._ops.gate_input(self._input_gates, mlp.activation, self._inputs[layer_idx])
-        self._ops.linear(Normed(self._input_gates), [weights.projection], self._branch)
-        eps = self._weights.spec.norm_eps
-        self._ops.add_normed(self._branch, weights.norm, eps, 1.0, layer.scale, self._stream, readers)
+        self._ops.gate(self._inputs[layer_idx], self._input_gates, mlp.activation)
+        self._ops.linear(Normed(self._inputs[layer_idx]), [weights.projection], self._branch)
+        self._ops.add_normed(self._branch, weights.norm, 1.0, layer.scale, self._stream, readers)
 
     def _mlp_and_experts(self, layer_idx: int, x: Normed) -> Callable[[Readers], None]:
         """Compute the MLP, and experts that have norms of their own. Return the call that adds both to the stream.
@@ -399,26 +384,20 @@ class StepLayers:
         x: the input of the MLP.
         """
         layer, spec, ops = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx], self._ops
-        (experts,), (weights,), branch, eps = spec.experts, layer.experts, self._branch, self._weights.spec.norm_eps
+        (experts,), (weights,), branch = spec.experts, layer.experts, self._branch
         norms, buffers, (expert_in, expert_out) = weights.norms, self._experts[0, experts], self._expert_io
         assert spec.mlp is not None and layer.down is not None and norms is not None and branch is not None
         gated = self._gated[spec.mlp.intermediate_size]
-        ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
+        ops.linear(x, layer.gate_up, gated, spec.mlp.activation, spec.mlp.gated)
         ops.linear(Normed(gated), [layer.down], branch)
-        ops.linear(ops.read_normed(self._stream, norms.router, eps, expert_in), [weights.router], buffers.logits)
+        ops.linear(ops.read_normed(self._stream, norms.router, expert_in), [weights.router], buffers.logits)
         ops.choose_experts(weights, experts, self._rows, buffers)
-        ops.experts(ops.read_normed(self._stream, norms.pre_experts, eps, expert_in), weights, experts, buffers)
+        ops.experts(ops.read_normed(self._stream, norms.pre_experts, expert_in), weights, experts, buffers)
         ops.experts_out(weights, experts, buffers, expert_out)
-        ops.add_norms(branch, norms.post_mlp, expert_out, norms.post_experts, eps)
-        return partial(
-            ops.add_normed,
-            branch,
-            layer.post_mlp_norm,
-            eps,
-            spec.residual_multiplier,
-            self._scale_after_mlp(layer_idx),
-            self._stream,
-        )
+        ops.norm(branch, norms.post_mlp, branch)
+        ops.norm(expert_out, norms.post_experts, branch, adds=True)
+        scale = self._scale_after_mlp(layer_idx)
+        return partial(self._add_branch, layer.post_mlp_norm, spec.residual_multiplier, scale=scale)
 
     def _add(
         self,
@@ -445,7 +424,7 @@ class StepLayers:
         assert added is not None
         if self._devices is not None and self._stream.row_sums is None:
             self._devices.add(added)
-        self._ops.add_normed(added, norm, self._weights.spec.norm_eps, multiplier, scale, self._stream, readers)
+        self._ops.add_normed(added, norm, multiplier, scale, self._stream, readers)
 
     def _finish(self) -> None:
         weights, spec = self._weights, self._weights.spec
@@ -460,16 +439,16 @@ class StepLayers:
 
     def _normed(self, norm: Tensor | None, x: Tensor) -> Normed:
         """Return norm(stream) as an operand. x: what the stream's writer prepared for this norm, from `Readers`."""
-        return Normed(x) if norm is None else Normed(x, self._stream.squares, self._weights.spec.norm_eps)
+        return Normed(x) if norm is None else Normed(x, self._stream.squares)
 
     def _readers(self, layer_idx: int, ahead: bool) -> Readers:
         """Return the norms that read a layer's input: the layer's, and that of the next layer if it is predicted."""
-        layers, eps = self._weights.layers, self._weights.spec.norm_eps
+        layers = self._weights.layers
         if layer_idx == len(layers):
-            return Readers(self._weights.final_norm, None, eps)
+            return Readers(self._weights.final_norm)
         ahead = ahead and self._weights.spec.is_predicted(layer_idx + 1)
         norms = [layer.input_norm for layer in layers[layer_idx : layer_idx + 2]]
-        return Readers(norms[0], norms[1] if ahead else None, eps)
+        return Readers(norms[0], norms[1] if ahead else None)
 
     def _rotation_in(self, layer_idx: int) -> Rotation | None:
         rope = self._weights.spec.layers[layer_idx].attention.rope
@@ -485,10 +464,6 @@ def _head_buffers(spec: HeadsSpec, is_gated: bool, lends: bool, zeros: Callable[
     heads = spec.num_q_heads, spec.head_dim
     gates, q_only = (zeros(spec.q_width) if there else None for there in (is_gated, lends))
     return HeadBuffers(zeros(spec.qkv_width), zeros(*heads), zeros(*heads), gates, q_only)
-
-
-def _recurrent_buffers(spec: RecurrentSpec, zeros: Callable[..., Tensor]) -> RecurrentBuffers:
-    return RecurrentBuffers(zeros(spec.in_width), zeros(spec.num_channels), zeros(spec.out_width))
 
 
 def expert_buffers(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> ExpertBuffers:
@@ -523,7 +498,7 @@ def _latent_buffers(spec: LatentSpec, zeros: Callable[..., Tensor]) -> LatentBuf
         inputs,
         zeros(spec.q_rank or 0),
         inputs if spec.q_rank is None else zeros(spec.q_width + spec.index_q_width),
-        LatentQueries(zeros(spec.num_heads, spec.key_width), index_q, index_weights),
+        Queries(zeros(spec.num_heads, spec.key_width), index_q, index_weights),
         zeros(spec.num_heads, spec.kv_rank),
         zeros(spec.v_width),
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from csattn.models.latent import LatentQueries
+from csattn.models.query import Queries
 
 LEAST_SUM = 1e-20  # added to the sum by which experts' shares are divided: sigmoids may all be 0
 SQUARES_BLOCK = 32  # columns of the residual stream whose squares are summed in one part
@@ -51,8 +51,7 @@ class Readers:
     """The norms through which the stream is read next. Without `norm`, all readers read the stream itself."""
 
     norm: Tensor | None  # [hidden_size] float32
-    ahead: Tensor | None  # [hidden_size] float32: the norm of the layer after that one, if scaled_ahead is needed
-    eps: float
+    ahead: Tensor | None = None  # [hidden_size] float32: the norm of the layer after, if scaled_ahead is needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +60,6 @@ class Normed:
 
     x: Tensor  # [batch_size, num_in]: the stream's scaled or scaled_ahead, or any other tensor
     squares: Tensor | None = None  # the stream's squares; None: the operand is x itself
-    eps: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """RoPE of a step's positions. It rotates the first dimensions of each head and leaves the others as they are."""
-
-    cos: Tensor  # [batch_size, rotated dimensions // 2] float32
-    sin: Tensor
-    q_scale: Tensor  # [batch_size] float32: a factor of the queries
-    # True: dimensions 2i and 2i + 1 are a pair; False: i and i + half the number of rotated dimensions
-    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +127,7 @@ class LatentBuffers:
     q_latents: Tensor  # [batch_size, q_rank]
     # [batch_size, q_width + index_q_width]; the same tensor as `inputs` if queries are projected without a latent
     projected: Tensor
-    queries: LatentQueries
+    queries: Queries
     attended: Tensor  # [batch_size, num_heads, kv_rank]
     values: Tensor  # [batch_size, v_width]
 

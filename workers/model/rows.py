@@ -11,8 +11,9 @@ from torch import Tensor
 from csattn.batch import ANY_TOP_K, StepRows
 from csattn.errors import ConfigError, ContextError
 
-_INT64_FIELDS, _INT32_FIELDS = 2, 6
-_ROW_BYTES = 8 * _INT64_FIELDS + 4 * _INT32_FIELDS
+_INT64_FIELDS = "token_ids", "positions"
+_INT32_FIELDS = "context_ids", "tail_ids", "tail_lens", "top_ks", "own_lens", "tail_starts"
+_ROW_BYTES = 8 * len(_INT64_FIELDS) + 4 * len(_INT32_FIELDS)
 
 
 class RowBuffer:
@@ -25,38 +26,23 @@ class RowBuffer:
         self.rows = _views(self._device, batch_size)
         self._staged = _views(self._host, batch_size)
         self._copied = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
-        self.fill([], [], [], [], [])
+        self.fill(token_ids=[])
 
-    def fill(
-        self,
-        token_ids: Sequence[int],
-        positions: Sequence[int],
-        context_ids: Sequence[int],
-        tail_ids: Sequence[int],
-        tail_lens: Sequence[int],
-        top_ks: Sequence[int] | None = None,
-        own_lens: Sequence[int] | None = None,
-        tail_starts: Sequence[int] | None = None,
-    ) -> None:
-        """Set the first rows and leave the others idle. All arguments have the same length."""
+    def fill(self, **columns: Sequence[int] | None) -> None:
+        """Set the first rows, by their fields in `StepRows`; all have the same length, or are None.
+
+        The other rows are idle, and fields that are left out or None are like those of idle rows.
+        """
         if self._copied is not None:
             self._copied.synchronize()  # the previous copy may still be reading the staged rows
         self._host.zero_()
         self._staged.context_ids.fill_(-1)
         self._staged.top_ks.fill_(ANY_TOP_K)
-        num_rows = len(token_ids)
-        for staged, values in (
-            (self._staged.token_ids, token_ids),
-            (self._staged.positions, positions),
-            (self._staged.context_ids, context_ids),
-            (self._staged.tail_ids, tail_ids),
-            (self._staged.tail_lens, tail_lens),
-            (self._staged.top_ks, [ANY_TOP_K] * num_rows if top_ks is None else top_ks),
-            (self._staged.own_lens, [0] * num_rows if own_lens is None else own_lens),
-            (self._staged.tail_starts, [0] * num_rows if tail_starts is None else tail_starts),
-        ):
-            assert len(values) == num_rows, f"{num_rows} token ids and {len(values)} of another field"
-            staged[:num_rows] = torch.tensor(values, dtype=staged.dtype)
+        given = {name: values for name, values in columns.items() if values is not None}
+        assert len({len(values) for values in given.values()}) == 1, "a row has a value in every field"
+        for name, values in given.items():
+            staged: Tensor = getattr(self._staged, name)
+            staged[: len(values)] = torch.tensor(values, dtype=staged.dtype)
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -86,15 +72,7 @@ def require_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _views(buffer: Tensor, batch_size: int) -> StepRows:
-    wide = buffer[: 8 * _INT64_FIELDS * batch_size].view(torch.int64).view(_INT64_FIELDS, batch_size)
-    narrow = buffer[8 * _INT64_FIELDS * batch_size :].view(torch.int32).view(_INT32_FIELDS, batch_size)
-    return StepRows(
-        token_ids=wide[0],
-        positions=wide[1],
-        context_ids=narrow[0],
-        tail_ids=narrow[1],
-        tail_lens=narrow[2],
-        top_ks=narrow[3],
-        own_lens=narrow[4],
-        tail_starts=narrow[5],
-    )
+    wide = buffer[: 8 * len(_INT64_FIELDS) * batch_size].view(torch.int64).view(-1, batch_size)
+    narrow = buffer[8 * len(_INT64_FIELDS) * batch_size :].view(torch.int32).view(-1, batch_size)
+    fields = zip((*_INT64_FIELDS, *_INT32_FIELDS), (*wide, *narrow), strict=True)
+    return StepRows(**dict(fields))

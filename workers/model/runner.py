@@ -61,7 +61,7 @@ class ModelRunner:
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         if next_query is not None:
             next_query = next_query.to(device=weights.device, dtype=weights.dtype)
-        ops = _ops_for(weights.device, self.batch_sizes[-1])
+        ops = _ops_for(weights.device, self.batch_sizes[-1], weights.spec.norm_eps)
         kinds = [AS_THEY_COME, *[WITHOUT_OWN] * grows, *[READING_ALL] * may_read_all]
         with torch.no_grad():
             self._steps = {
@@ -107,8 +107,16 @@ class ModelRunner:
         starts = [0] * len(tail_lens) if tail_starts is None else tail_starts
         self._require_room(max((end - start for end, start in zip(tail_lens, starts, strict=True)), default=0))
         step.take(READING_ALL if reads_all else AS_THEY_COME if any(own_lens or ()) else WITHOUT_OWN)
-        own = None if reads_all else own_lens
-        step.buffer.fill(token_ids, positions, context_ids, tail_ids, tail_lens, top_ks, own, starts)
+        step.buffer.fill(
+            token_ids=token_ids,
+            positions=positions,
+            context_ids=context_ids,
+            tail_ids=tail_ids,
+            tail_lens=tail_lens,
+            top_ks=top_ks,
+            own_lens=None if reads_all else own_lens,
+            tail_starts=starts,
+        )
 
     @torch.no_grad()
     def step(self, batch_size: int) -> StepOutput:
@@ -225,12 +233,12 @@ def _captured(calls: list[Callable[[], None]], pool: Any) -> Callable[[], None]:
     return replay
 
 
-def _ops_for(device: torch.device, max_batch_size: int) -> "StepOps":
+def _ops_for(device: torch.device, max_batch_size: int, eps: float) -> "StepOps":
     if device.type == "cpu":
-        return TorchOps()
+        return TorchOps(eps)
     from workers.model.gpu.tiles import MAX_BATCH_SIZE
     from workers.model.gpu.triton_ops import TritonOps  # Triton may be missing on machines without a GPU
 
     if max_batch_size > MAX_BATCH_SIZE:
         raise ConfigError(f"a step has at most {MAX_BATCH_SIZE} rows, got a batch size of {max_batch_size}")
-    return TritonOps(device)
+    return TritonOps(device, eps)

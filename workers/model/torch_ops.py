@@ -8,29 +8,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from csattn.batch import StepRows
-from csattn.models.latent import LatentRope, latent_queries, latent_rows, latent_values, query_latents
-from csattn.models.spec import (
-    Activation,
-    ConvSpec,
-    DeltaSpec,
-    ExpertsSpec,
-    LatentSpec,
-    RecurrentSpec,
-    ScanSpec,
-    StreamsSpec,
-    Temper,
-)
+from csattn.models.latent import latent_queries, latent_rows, latent_values, query_latents
+from csattn.models.latent_spec import LatentSpec
+from csattn.models.query import Rotation
+from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
+from csattn.models.spec import Activation, ExpertsSpec, StreamsSpec, Temper
 from csattn.models.streams import joined_streams, mixed_streams, mixture_of
 from csattn.models.weights import (
-    DeltaWeights,
     ExpertWeights,
     Frequencies,
     HeadNorms,
     InputWeights,
     LatentWeights,
     Linear,
+    MemoryWeights,
     RecurrentWeights,
-    ScanWeights,
     StreamWeights,
 )
 from workers.model.ops import (
@@ -42,7 +34,6 @@ from workers.model.ops import (
     Readers,
     RecurrentBuffers,
     RecurrentState,
-    Rotation,
     Stream,
     StreamsBuffers,
 )
@@ -79,6 +70,10 @@ class TorchOps:
     `TritonOps` enqueues the same operations on a GPU, `TapeOps` records them on tapes.
     """
 
+    def __init__(self, eps: float) -> None:
+        """eps: of all norms of the model."""
+        self._eps = eps
+
     def break_chain(self) -> None:
         """Declare that the next operation is the first of a graph, or follows work on other streams.
 
@@ -110,27 +105,18 @@ class TorchOps:
     def linear(
         self,
         x: Normed,
-        linears: Sequence[Linear],
-        out: Tensor,  # [batch_size, outputs of all], of any float type
+        linears: Sequence[Linear],  # as in `LayerWeights`
+        out: Tensor,  # [batch_size, outputs of all], or half as many if gated, of any float type
+        activation: Activation | None = None,
+        gated: bool = False,
     ) -> None:
-        """out = linears(x), side by side"""
-        out.copy_(_products(x, linears))
-
-    def mlp(
-        self,
-        x: Normed,
-        gate_up: Sequence[Linear],  # as in `LayerWeights`
-        gated: bool,
-        activation: Activation,
-        out: Tensor,  # [batch_size, intermediate_size]
-    ) -> None:
-        """out = activation(gate(x)) * up(x), or activation(up(x))"""
-        products = _products(x, gate_up)
-        if gated:
-            gate, up = products.chunk(2, dim=-1)
-            out.copy_(activated(activation, gate, up))
-        else:
-            out.copy_(ACTIVATIONS[activation](products))
+        """out = activation(linears(x)), side by side, or activation(gates(x)) * ups(x)"""
+        products = _products(x, linears, self._eps)
+        if gated and activation is not None:
+            products = activated(activation, *products.chunk(2, dim=-1))
+        elif activation is not None:
+            products = ACTIVATIONS[activation](products)
+        out.copy_(products)
 
     def choose_experts(
         self,
@@ -161,7 +147,7 @@ class TorchOps:
 
         Without ups, gated = activation(gates(x)).
         """
-        ids, scale = buffers.chosen.long(), _scale(x)
+        ids, scale = buffers.chosen.long(), _scale(x, self._eps)
         by_share = buffers.shares if spec.on_input else torch.ones_like(buffers.shares)
         weights = weights.plain(x.x.dtype)
 
@@ -209,17 +195,18 @@ class TorchOps:
             products = products + weights.down_bias[ids].float()
         buffers.parts.copy_(products if spec.on_input else products * buffers.shares[..., None])
 
-    def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
+    def read_normed(self, stream: Stream, norm: Tensor, out: Tensor) -> Normed:
         """Return norm(stream) as an operand, for a norm [hidden_size] float32 that is not in the stream's `Readers`.
 
         out: [batch_size, hidden_size], written; the operand's tensor.
         """
         out.copy_(stream.hidden.float() * norm)
-        return Normed(out, stream.squares, eps)
+        return Normed(out, stream.squares)
 
-    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor) -> None:
-        """out = norm(x), both [batch_size, width], norm [width] float32"""
-        out.copy_(_norm(x.float(), norm, eps))
+    def norm(self, x: Tensor, norm: Tensor, out: Tensor, adds: bool = False) -> None:
+        """out = norm(x), both [batch_size, width], norm [width] float32; with `adds`, out += that"""
+        normed = _norm(x.float(), norm, self._eps)
+        out.copy_(out.float() + normed if adds else normed)
 
     def grouped(
         self,
@@ -231,11 +218,7 @@ class TorchOps:
         num_out = out.shape[1] // len(x)
         for group, of_group in enumerate(x):
             part = slice(group * num_out, (group + 1) * num_out)
-            out[:, part] = _products(Normed(of_group), [linear.outputs(part.start, part.stop)])
-
-    def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
-        """x = norm(x) + other_norm(other), both [batch_size, hidden_size], norms [hidden_size] float32"""
-        x.copy_(_norm(x.float(), norm, eps) + _norm(other.float(), other_norm, eps))
+            out[:, part] = _products(Normed(of_group), [linear.outputs(part.start, part.stop)], self._eps)
 
     def linear_add(
         self,
@@ -246,21 +229,20 @@ class TorchOps:
         readers: Readers,
     ) -> None:
         """hidden += multiplier * linear(x)"""
-        stream.hidden.copy_(stream.hidden.float() + multiplier * _products(Normed(x), [linear]))
+        stream.hidden.copy_(stream.hidden.float() + multiplier * _products(Normed(x), [linear], self._eps))
         _prepare(stream, readers)
 
     def add_normed(
         self,
         x: Tensor,  # [batch_size, hidden_size], of any float type
         norm: Tensor | None,  # [hidden_size] float32; None: x itself, which several devices have summed
-        eps: float,
         multiplier: float,
         scale: float,
         stream: Stream,  # all of it is written
         readers: Readers,
     ) -> None:
         """hidden = scale * (hidden + multiplier * norm(x))"""
-        added = x.float() if norm is None else _norm(x.float(), norm, eps)
+        added = x.float() if norm is None else _norm(x.float(), norm, self._eps)
         stream.hidden.copy_(scale * (stream.hidden.float() + multiplier * added))
         _prepare(stream, readers)
 
@@ -284,7 +266,7 @@ class TorchOps:
         else:
             buffers.streams.copy_(mixed_streams(buffers.streams.float(), branch_out, buffers.post, buffers.comb))
         streams = buffers.streams.float()
-        mixture = mixture_of(streams, weights, spec, readers.eps)
+        mixture = mixture_of(streams, weights, spec, self._eps)
         stream.hidden.copy_(joined_streams(streams, mixture.pre))
         _prepare(stream, readers)
         if not weights.joins:
@@ -296,7 +278,6 @@ class TorchOps:
         self,
         qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]; only queries if there is no tail
         norms: HeadNorms | None,
-        eps: float,
         rotation: Rotation | None,
         rows: StepRows,
         tail: Tensor | None,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]: one layer's
@@ -309,16 +290,16 @@ class TorchOps:
         num_q_heads, head_dim = q.shape[1:]
         heads = qkv.view(rows.batch_size, -1, head_dim).float()
         own_q, kv_heads = heads[:, :num_q_heads], heads[:, num_q_heads:]
-        own_q = own_q if norms is None else _head_norm(own_q, norms.q, eps, norms.after_rope)
+        own_q = own_q if norms is None else _head_norm(own_q, norms.q, self._eps, norms.after_rope)
         q_weight, k_weight = _weights_after_rope(norms)
         q.copy_(_rotated_q(own_q, rotation) * q_weight)
         if tail is None:
             return
         k, v = kv_heads.chunk(2, dim=1)
         if norms is not None:
-            k = _head_norm(k, norms.k, eps, norms.after_rope)
-            v = v if norms.v is None else _head_norm(v, norms.v, eps)
-        kv = torch.stack([_rotated(k, rotation) * k_weight, v], dim=2).to(tail.dtype)
+            k = _head_norm(k, norms.k, self._eps, norms.after_rope)
+            v = v if norms.v is None else _head_norm(v, norms.v, self._eps)
+        kv = torch.stack([(k if rotation is None else rotation(k)) * k_weight, v], dim=2).to(tail.dtype)
         active = rows.tail_lens > 0
         tail[rows.tail_ids[active].long(), :, (rows.tail_lens - rows.tail_starts)[active].long() - 1] = kv[active]
 
@@ -335,29 +316,24 @@ class TorchOps:
         self,
         projected: Tensor,  # [batch_size, num_layers * layer_input_width]: the embedding's projection
         weights: InputWeights,
-        eps: float,
         rows: StepRows,
         out: Tensor,  # [num_layers, batch_size, layer_input_width], written
     ) -> None:
         """Compute each layer's own inputs of the rows' tokens: see `InputWeights`."""
         by_layer = projected.float().view(len(projected), len(out), -1)
-        made = _norm(by_layer * weights.scale, weights.norm, eps)
+        made = _norm(by_layer * weights.scale, weights.norm, self._eps)
         own = weights.table[rows.token_ids].float().view(made.shape) * weights.table_scale
         out.copy_(((made + own) * 2**-0.5).transpose(0, 1))
 
-    def gate_input(self, gates: Tensor, activation: Activation, layer_input: Tensor) -> None:
-        """gates = activation(gates) * layer_input, both [batch_size, layer_input_width]"""
-        gates.copy_(ACTIVATIONS[activation](gates.float()) * layer_input.float())
-
-    def gate(self, x: Tensor, gates: Tensor) -> None:
-        """x *= sigmoid(gates), both [batch_size, q_width]"""
-        x.copy_(x.float() * torch.sigmoid(gates.float()))
+    def gate(self, x: Tensor, gates: Tensor, activation: Activation | None = None) -> None:
+        """x *= activation(gates), both [batch_size, width]; None: sigmoid"""
+        function = torch.sigmoid if activation is None else ACTIVATIONS[activation]
+        x.copy_(x.float() * function(gates.float()))
 
     def recurrent(
         self,
         weights: RecurrentWeights,
         spec: RecurrentSpec,
-        eps: float,
         rows: StepRows,
         state: RecurrentState,  # written for the tails of rows that are not idle
         buffers: RecurrentBuffers,  # `inputs` are read, `mixed` is scratch memory, `out` is written
@@ -382,7 +358,7 @@ class TorchOps:
             else:
                 buffers.mixed[row] = functional.silu(mixed)
                 compute: Any = _delta if isinstance(spec, DeltaSpec) else _scan
-                out, memory = compute(buffers.mixed[row].float(), more, memory, weights, spec, eps)
+                out, memory = compute(buffers.mixed[row].float(), more, memory, weights.memory, spec, self._eps)
                 buffers.out[row] = out.flatten()
             new_states[tail] = seen[:, 1:], memory
         for tail, (conv, memory) in new_states.items():
@@ -401,7 +377,7 @@ class TorchOps:
         """Norm the queries' latents, if there are any. Rows that are not idle append their latents to their tail."""
         if spec.q_rank is not None:
             buffers.q_latents.copy_(query_latents(buffers.inputs, weights, spec))
-        own = latent_rows(buffers.inputs, weights, spec, _latent_rope(rotation), tail.shape[3:].numel())
+        own = latent_rows(buffers.inputs, weights, spec, rotation, tail.shape[3:].numel())
         active = rows.tail_lens > 0
         at = rows.tail_ids[active].long(), 0, rows.tail_lens[active].long() - 1
         tail[at] = own.view(-1, *tail.shape[3:])[active].to(tail.dtype)
@@ -414,7 +390,7 @@ class TorchOps:
         buffers: LatentBuffers,  # `inputs` and `projected` are read, `queries` written
     ) -> None:
         """Compute the queries of latents and of the indexer: see `csattn.models.latent.latent_queries`."""
-        queries = latent_queries(buffers.inputs, buffers.projected, weights, spec, _latent_rope(rotation))
+        queries = latent_queries(buffers.inputs, buffers.projected, weights, spec, rotation)
         places = buffers.queries
         places.q.copy_(queries.q)
         for place, part in ((places.index_q, queries.index_q), (places.index_weights, queries.index_weights)):
@@ -429,7 +405,6 @@ class TorchOps:
         self,
         early: Tensor,  # [batch_size, num_q_heads * head_dim]: the next layer's query projection of this layer's input
         norms: HeadNorms | None,  # of the next layer
-        eps: float,
         # [num_contexts, num_q_heads, head_dim + 1, head_dim]; on a tape [batch_size] addresses of one context's maps
         maps: Any,
         rotation: Rotation | None,
@@ -439,7 +414,7 @@ class TorchOps:
         """q = q_scale * rope([norm(early), 1] @ maps[row's context]); for idle rows any finite number."""
         heads = early.view(q.shape).float()
         if norms is not None:
-            heads = _head_norm(heads, norms.q, eps, norms.after_rope).to(q.dtype).float()
+            heads = _head_norm(heads, norms.q, self._eps, norms.after_rope).to(q.dtype).float()
         chosen = maps[rows.context_ids.clamp(min=0).long()].float()
         mapped = torch.einsum("bhd,bhde->bhe", heads, chosen[:, :, :-1]) + chosen[:, :, -1]
         q.copy_(_rotated_q(mapped, rotation) * _weights_after_rope(norms)[0])
@@ -489,9 +464,9 @@ def _prepare(stream: Stream, readers: Readers) -> None:
     stream.squares.copy_(padded.view(len(hidden), -1, SQUARES_BLOCK).sum(-1).T)
 
 
-def _products(x: Normed, linears: Sequence[Linear]) -> Tensor:
+def _products(x: Normed, linears: Sequence[Linear], eps: float) -> Tensor:
     """Return the products of x with all linear layers side by side, float32."""
-    scale = _scale(x)
+    scale = _scale(x, eps)
     products = [functional.linear(x.x, linear.plain(x.x.dtype)).float() * scale for linear in linears]
     biased = [
         product if linear.bias is None else product + linear.bias.float()
@@ -500,12 +475,8 @@ def _products(x: Normed, linears: Sequence[Linear]) -> Tensor:
     return torch.cat(biased, dim=-1)
 
 
-def _latent_rope(rotation: Rotation) -> LatentRope:
-    return LatentRope(rotation.cos, rotation.sin, rotation.interleaved, rotation.q_scale)
-
-
 def _delta(
-    mixed: Tensor, more: Tensor, memory: Tensor, weights: DeltaWeights, spec: DeltaSpec, eps: float
+    mixed: Tensor, more: Tensor, memory: Tensor, weights: MemoryWeights, spec: DeltaSpec, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Gated DeltaNet: return a token's output [num_v_heads, v_dim] and the memory after it.
 
@@ -514,7 +485,7 @@ def _delta(
     z, write, forget = torch.split(more, [spec.out_width, spec.num_v_heads, spec.num_v_heads])
     q, k, v = torch.split(mixed, [*2 * [spec.num_k_heads * spec.k_dim], spec.out_width])
     q, k = (_unit(x.view(-1, spec.k_dim)).repeat_interleave(spec.num_v_heads // spec.num_k_heads, 0) for x in (q, k))
-    decay_factor = torch.exp(-weights.decay * functional.softplus(forget + weights.decay_bias))
+    decay_factor = torch.exp(-weights.decay * functional.softplus(forget + weights.step_bias))
     memory = memory * decay_factor[:, None, None]
     change = (v.view(-1, spec.v_dim) - torch.einsum("hkv,hk->hv", memory, k)) * write.sigmoid()[:, None]
     memory = memory + k[:, :, None] * change[:, None]
@@ -523,7 +494,7 @@ def _delta(
 
 
 def _scan(
-    mixed: Tensor, more: Tensor, memory: Tensor, weights: ScanWeights, spec: ScanSpec, eps: float
+    mixed: Tensor, more: Tensor, memory: Tensor, weights: MemoryWeights, spec: ScanSpec, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Mamba-2: return a token's output [num_groups, out_width / num_groups] and the memory after it.
 
@@ -536,6 +507,7 @@ def _scan(
     step = functional.softplus(step + weights.step_bias).clamp(min=spec.least_step)
     memory = memory * torch.exp(-weights.decay * step)[:, None, None]
     memory = memory + write[:, :, None] * (step[:, None] * values)[:, None]
+    assert weights.skip is not None
     out = torch.einsum("hnp,hn->hp", memory, read) + weights.skip[:, None] * values
     gated = (out.flatten() * functional.silu(z)).view(spec.num_groups, -1)
     return _norm(gated, weights.norm.view(gated.shape), eps), memory
@@ -545,9 +517,9 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _scale(x: Normed) -> Tensor | float:
+def _scale(x: Normed, eps: float) -> Tensor | float:
     """Return the factor of a product of x: the inverse root mean square of the stream, or 1."""
-    return 1.0 if x.squares is None else torch.rsqrt(x.squares.sum(0) / x.x.shape[1] + x.eps)[:, None]
+    return 1.0 if x.squares is None else torch.rsqrt(x.squares.sum(0) / x.x.shape[1] + eps)[:, None]
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -571,19 +543,4 @@ def _weights_after_rope(norms: HeadNorms | None) -> tuple[Tensor | float, Tensor
 
 
 def _rotated_q(heads: Tensor, rotation: Rotation | None) -> Tensor:
-    return heads if rotation is None else _rotated(heads, rotation) * rotation.q_scale[:, None, None]
-
-
-def _rotated(heads: Tensor, rotation: Rotation | None) -> Tensor:
-    """RoPE of heads [batch_size, num_heads, head_dim], float32."""
-    if rotation is None:
-        return heads
-    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
-    rotated, rest = heads[..., : 2 * cos.shape[-1]], heads[..., 2 * cos.shape[-1] :]
-    if rotation.interleaved:
-        first, second = rotated[..., 0::2], rotated[..., 1::2]
-        pairs = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
-    else:
-        first, second = rotated.chunk(2, dim=-1)
-        pairs = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return torch.cat([pairs, rest], dim=-1)
+    return heads if rotation is None else rotation(heads) * rotation.q_scale[:, None, None]

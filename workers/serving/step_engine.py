@@ -138,7 +138,7 @@ class StepEngine(Protocol):
         ...
 
     def write_rows(self, request_slot: int, rows: Tensor) -> None:
-        """Append rows to the request's tail instead of feeding their tokens.
+        """Append rows to the request's tail instead of feeding their tokens. Its search_period must be 1.
 
         rows: [num_layers, num_kv_heads, num_rows, 2, head_dim], from `read_rows` of a request with the same beginning;
         they must not be written to before the next step is over.

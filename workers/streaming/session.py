@@ -63,7 +63,7 @@ class StreamSession:
         num_places = max(config.max_rows, config.window_len - 1 + self._block_len)
         self._places = Places(frequencies, num_places, loaded.device, spec.ropes[0].interleaved)
         self._attention = attention_implementation(loaded.model)
-        self._unrotated = unrotated(loaded.model, StreamCache)
+        self._unrotated = unrotated(loaded.model, self._is_own)
         self.is_open = False
 
     def __enter__(self) -> Self:
@@ -98,7 +98,7 @@ class StreamSession:
         vocabulary, and ModelError if the greatest logit is NaN or infinite.
         """
         cache, ids = self.cache() if cache is None else cache, self._ids(token_ids)
-        if not isinstance(cache, StreamCache) or cache.session is not self:
+        if not self._is_own(cache):
             raise ConfigError(f"a stream is a cache that this session has made, got {cache!r}; give `session.cache()`")
         for start in range(0, ids.shape[1], _BLOCK_LEN):
             logits = self._step(ids[:, start : start + _BLOCK_LEN], cache)
@@ -115,6 +115,9 @@ class StreamSession:
 
     def _step(self, ids: Tensor, cache: "StreamCache") -> Tensor:
         return self.loaded.model(ids, logits_to_keep=1, **{CACHE: cache}).logits  # type: ignore[no-any-return]
+
+    def _is_own(self, cache: Any) -> bool:
+        return isinstance(cache, StreamCache) and cache.session is self
 
     def _layer_rows(self) -> WindowRows | HeavyRows:
         geometry, config = self.loaded.geometry, self.config

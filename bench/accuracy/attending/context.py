@@ -112,11 +112,8 @@ def read_context(loaded: LoadedModel, context: NDArray[np.int32], following: NDA
         scale = body.layers[capture.layer_idx].self_attn.scaling
         layers.append(ContextLayer(grouped.clone(), k.clone(), v.clone(), scale, predictor))
         if capture.layer_idx + 1 < geometry.num_layers:
-            following_layer = body.layers[capture.layer_idx + 1]
-            sampled = sample_rows(rows, geometry.head_dim)
-            early, own = (
-                queries_before_rope(following_layer, h[:rows][sampled]) for h in (capture.hidden_in, hidden_out)
-            )
+            sampled, samples = sample_rows(rows, geometry.head_dim), (capture.hidden_in, hidden_out)
+            early, own = (queries_before_rope(model, capture.layer_idx + 1, h[:rows][sampled]) for h in samples)
             stored = take_next_query(next_query_arrays(fit_predictor(early, own).cpu().numpy()))
             assert stored is not None
             predictor = torch.from_numpy(stored).to(loaded.device)
@@ -154,7 +151,7 @@ def _looking_ahead(context: RealContext, rows: list[_Rows]) -> Iterator[None]:
     hooks = []
     for following in rows[1:]:
         layers = context.loaded.model.model.layers
-        hook = _PredictQueries(context.loaded.model.model, following)
+        hook = _PredictQueries(context.loaded.model, following)
         hooks.append(layers[following.layer_idx - 1].register_forward_pre_hook(hook, with_kwargs=True))
     try:
         yield
@@ -164,16 +161,16 @@ def _looking_ahead(context: RealContext, rows: list[_Rows]) -> Iterator[None]:
 
 
 class _PredictQueries:
-    def __init__(self, body: Any, rows: _Rows):
+    def __init__(self, model: Any, rows: _Rows):
         """rows: of the layer whose queries are predicted."""
-        self._body = body
+        self._model = model
         self._rows = rows
 
     def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         weights = self._rows.layer.predictor
         assert weights is not None, f"layer {self._rows.layer_idx} has no predictor"
         hidden = args[0] if args else kwargs["hidden_states"]
-        early = queries_before_rope(self._body.layers[self._rows.layer_idx], hidden[0])
+        early = queries_before_rope(self._model, self._rows.layer_idx, hidden[0])
         weights = weights.to(early.dtype)
         predicted, positions = early @ weights[:, :-1] + weights[:, -1:], kwargs["position_ids"][0]
-        self._rows.early = rotate_for(self._body, self._rows.layer_idx, predicted, positions)
+        self._rows.early = rotate_for(self._model.model, self._rows.layer_idx, predicted, positions)

@@ -51,7 +51,7 @@ __device__ __forceinline__ TileStatistics tile_statistics(float (&scores)[NUM], 
 // What the launches leave for each other, for one slot. The first one clears the counts.
 struct alignas(16) Choice {
     u32 bins[NUM_BINS];
-    u32 num_listed;  // keys that may be chosen
+    u32 num_listed;  // keys that may be chosen: eligible and listed, or all that are eligible if top_k covers them
     u32 num_candidates;
     u32 quota;               // how many of the candidates fit
     float bottom, top;       // for a single query row: the least and the largest score of keys that may be chosen
@@ -177,7 +177,7 @@ struct Part {
     }
 };
 
-// How many keys to choose: top_k, or all that are listed if they are fewer.
+// How many keys to choose: top_k, or all that may be chosen if they are fewer.
 __device__ __forceinline__ int num_wanted(const Context& context, const Choice& choice) {
     return min(context.top_k, static_cast<int>(choice.num_listed));
 }

@@ -76,10 +76,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
     group_scores += slot * (max_keys / UNIT_KEYS);
     if (GROUP_SIZE == 1 && blockIdx.x == 0 && threadIdx.x == 0) choices[slot].bottom = ends.x, choices[slot].top = ends.y;
     const FirstBins first = GROUP_SIZE == 1 ? FirstBins(context, ends.x, ends.y) : FirstBins(context, 0, 1);
+    const bool takes_all = context.top_k == context.window_start - context.sink_end;  // then unlisted keys are chosen, too
     u32 listed = 0;
     for (int unit = blockIdx.x * THREADS + threadIdx.x; unit < num_tiles * TILE_KEYS / UNIT_KEYS; unit += gridDim.x * THREADS) {
         u32 four[UNIT_KEYS];
         for (int i = 0; i < UNIT_KEYS; ++i) four[i] = list_score(scores + unit * UNIT_KEYS + i, max_keys, slope, rows);
+        if (takes_all)
+            for (int i = 0; i < UNIT_KEYS; ++i) four[i] = max(four[i], 1u);
         const uint4 group_score = eligible_only(make_uint4(four[0], four[1], four[2], four[3]), unit * UNIT_KEYS, context);
         first.count(group_score, bins);
         listed += (group_score.x > 0) + (group_score.y > 0) + (group_score.z > 0) + (group_score.w > 0);

@@ -53,13 +53,12 @@ def defined_logits(
 
 def predict_queries(model, artifact: Artifact, layer_idx: int, of_next: "DefinedLayer"):
     """Register a hook on a layer that predicts the next layer's queries from its input. Returns the hook's handle."""
-    next_layer, weights = model.model.layers[layer_idx + 1], artifact.layer_index(layer_idx).next_query
-    weights = torch.tensor(weights, dtype=model.dtype)
+    weights = torch.tensor(artifact.layer_index(layer_idx).next_query, dtype=model.dtype)
 
     def hook(layer, args, kwargs) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         cos, sin = kwargs["position_embeddings"]
-        early = queries_before_rope(next_layer, hidden[0])
+        early = queries_before_rope(model, layer_idx + 1, hidden[0])
         of_next.predicted = rotate(early @ weights[:, :-1] + weights[:, -1:], cos[0], sin[0])
 
     return model.model.layers[layer_idx].register_forward_pre_hook(hook, with_kwargs=True)

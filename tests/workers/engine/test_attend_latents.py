@@ -12,8 +12,9 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.config import SearchConfig
 from csattn.lightning.mla.rows import SelectedRows
 from csattn.lightning.topk import device as topk_device
-from csattn.models.latent import LatentQueries, attend_latents, choose_rows
-from csattn.models.spec import IndexerSpec, LatentSpec
+from csattn.models.latent import attend_latents, choose_rows
+from csattn.models.latent_spec import IndexerSpec, LatentSpec
+from csattn.models.query import Queries
 from offload import gather, slot_cache
 from offload.host_memory import copy_rows
 from offload.pinned import PinnedRows
@@ -134,7 +135,7 @@ def step(
             if spec.indexer is not None:
                 parts = [part[one].cpu() for part in (asked.q, asked.index_q, asked.index_weights) if part is not None]
                 lens = torch.tensor([len(seen)], dtype=torch.int32)
-                chosen[row] = choose_rows(LatentQueries(*parts), seen, lens, spec)
+                chosen[row] = choose_rows(Queries(*parts), seen, lens, spec)
             listed = chosen[row] if spec.top_k else torch.arange(len(seen), dtype=torch.int32)[None]
             want = attend_latents(asked.q[one].cpu(), seen, listed, spec, SCALE)
             torch.testing.assert_close(out[one].cpu(), want, rtol=1e-4, atol=1e-5)
@@ -167,12 +168,12 @@ def made(generator: torch.Generator, *sizes: int) -> Tensor:
     return rows.view(sizes[0], 1, sizes[1], 2, HEAD_DIM)
 
 
-def make_asked(generator: torch.Generator) -> LatentQueries:
+def make_asked(generator: torch.Generator) -> Queries:
     num_rows = len(ROWS)
     q = torch.randn(num_rows, CHOOSES.num_heads, CHOOSES.key_width, generator=generator)
     index_q = torch.randn(num_rows, INDEXER.num_heads, INDEXER.head_dim, generator=generator).round()
     weights = torch.randn(num_rows, INDEXER.num_heads, generator=generator).round() / 4
-    return LatentQueries(q.to(DEVICE), index_q.to(DEVICE), weights.to(DEVICE))
+    return Queries(q.to(DEVICE), index_q.to(DEVICE), weights.to(DEVICE))
 
 
 def step_rows() -> StepRows:

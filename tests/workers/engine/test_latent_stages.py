@@ -12,8 +12,9 @@ from csattn.cpu.arguments import word, words_of
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
 from csattn.lightning import top_k_reference
-from csattn.models.latent import LatentQueries, attend_latents, attend_listed, choose_rows
-from csattn.models.spec import IndexerSpec, LatentSpec
+from csattn.models.latent import attend_latents, attend_listed, choose_rows
+from csattn.models.latent_spec import IndexerSpec, LatentSpec
+from csattn.models.query import Queries
 from workers.engine.cpu.latent_rows import (
     ARGUMENTS,
     attend_pieces,
@@ -43,7 +44,7 @@ class Case:
 
     contexts: list[Tensor]  # [context_len, WIDTH]
     tails: Tensor  # [num_rows, capacity, WIDTH]; what is not seen is NaN
-    asked: LatentQueries
+    asked: Queries
 
     @classmethod
     def make(cls, dtype: torch.dtype) -> "Case":
@@ -64,7 +65,7 @@ class Case:
         q = torch.randn(num_rows, SPEC.num_heads, SPEC.key_width, generator=generator)
         index_q = torch.randn(num_rows, SPEC.indexer.num_heads, SPEC.indexer.head_dim, generator=generator).round()
         weights = torch.randn(num_rows, SPEC.indexer.num_heads, generator=generator).round() / 4
-        return cls(contexts, tails, LatentQueries(q, index_q, weights))
+        return cls(contexts, tails, Queries(q, index_q, weights))
 
     def seen(self, row: int) -> Tensor:
         return torch.cat([self.contexts[row], self.tails[row, : TAIL_LENS[row]]])
@@ -108,7 +109,7 @@ def test_choices_and_attention_equal_the_definition(dtype: torch.dtype) -> None:
         seen, one = case.seen(row).float(), slice(row, row + 1)
         parts = [x[one] for x in (case.asked.q, case.asked.index_q, case.asked.index_weights) if x is not None]
         lens = torch.tensor([len(seen)], dtype=torch.int32)
-        want = choose_rows(LatentQueries(*parts), seen, lens, SPEC)
+        want = choose_rows(Queries(*parts), seen, lens, SPEC)
         assert num_chosen[row] == min(SPEC.top_k or 0, context_len + tail_len)
         assert chosen[row, : num_chosen[row]].tolist() == sorted(want[want >= 0].tolist())
         close = attend_latents(case.asked.q[one], seen, want, SPEC, SCALE)

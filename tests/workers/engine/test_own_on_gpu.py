@@ -89,6 +89,17 @@ def cpu_engine(artifact: Artifact, growth: Growth | None) -> CpuEngine:
 
 
 @pytest.mark.parametrize(
+    "placement", [pytest.param(name, marks=[] if name == "hybrid" else pytest.mark.gpu) for name in PLACEMENTS]
+)
+def test_written_rows_can_be_read_before_the_next_step(artifact: Artifact, placement: str, rng) -> None:
+    config, rows = SearchConfig(window_len=16), make_rows(GROWTH.segment_len + 60, rng)
+    with gpu_engine(artifact, placement, config) as engine:
+        engine.open(0, 0, config, "csattn")
+        engine.write_rows(0, rows)
+        assert torch.equal(engine.read_rows(0, 0, rows.shape[2])(), rows)
+
+
+@pytest.mark.parametrize(
     ("placement", "lookahead"),
     [
         pytest.param(placement, ahead, marks=[] if placement == "hybrid" else pytest.mark.gpu)

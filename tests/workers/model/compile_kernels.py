@@ -15,7 +15,6 @@ from workers.model.gpu import (
     compressed_kernels,
     expert_kernels,
     head_kernels,
-    input_kernels,
     latent_kernels,
     linear_kernels,
     recurrent_kernels,
@@ -26,7 +25,7 @@ from workers.model.gpu import (
 # the types of arguments by name; all others are bfloat16 tensors
 TYPES = {
     "*fp32": "squares norm norm_ahead q_norm k_norm v_norm frequencies cos sin q_scale shares conv conv_state memory"
-    " decay decay_bias partials weight logits best scales kv_norm other_norm index_norm index_weights"
+    " decay partials weight logits best scales kv_norm other_norm index_norm index_weights"
     " post comb matrix products sums biases pending position_bias conv_bias step_bias skip",
     "*i32": "by_token counts counters chosen context_ids tail_ids tail_lens tail_starts best_ids",
     "*i64": "versions token_ids positions next_ids own slots written",
@@ -70,8 +69,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
             for parts in (1, 3)
         ],
     ),
-    (token_kernels.norm_kernel, [{"BLOCK": 1024, "IS_WHOLE": is_whole} for is_whole in (True, False)]),
-    (token_kernels.add_norms_kernel, [{"BLOCK": 1024}]),
+    (token_kernels.norm_kernel, [{"BLOCK": 1024, "IS_WHOLE": is_it, "ADDS": is_it} for is_it in (True, False)]),
     (remix_kernels.add_to_streams_kernel, [STREAMS | {"BLOCK": 64, "FIRST": first} for first in (False, True)]),
     (
         remix_kernels.read_streams_kernel,
@@ -82,9 +80,8 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     ),
     (expert_kernels.sum_parts_kernel, [{"NUM_PARTS": 3, "BLOCK": 1024, "ADDS": adds} for adds in (False, True)]),
     (head_kernels.copy_rows_kernel, [{"BLOCK": 512}]),
-    (input_kernels.make_inputs_kernel, [{"BLOCK": 256}]),
-    (input_kernels.gate_input_kernel, [{"BLOCK": 1024, "ACTIVATION": "gelu_tanh"}]),
-    (head_kernels.gate_kernel, [{"BLOCK": 1024}]),
+    (token_kernels.make_inputs_kernel, [{"BLOCK": 256}]),
+    (head_kernels.gate_kernel, [{"BLOCK": 1024, "ACTIVATION": kind} for kind in ("sigmoid", "gelu_tanh")]),
     (
         recurrent_kernels.mix_kernel,
         [
@@ -122,16 +119,19 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (
         expert_kernels.experts_kernel,
         [
-            EXPERTS | {"NORMED": bias, "ON_INPUT": bias, "HAS_BIAS": bias, "ACTIVATION": activation, "GATED": gated}
-            for bias, activation, gated in (
-                (True, "clamped", True),
-                (False, "silu", True),
-                (False, "limited", True),
-                (False, "relu2", False),
+            EXPERTS
+            | {"NORMED": shares == "input", "BY_PAIR": shares == "output", "SHARES": shares, "HAS_BIAS": bias}
+            | {"ACTIVATION": activation, "GATED": gated}
+            for shares, bias, activation, gated in (
+                ("input", True, "clamped", True),
+                ("none", False, "silu", True),
+                ("none", False, "limited", True),
+                ("none", False, "relu2", False),
+                ("output", False, "none", False),
+                ("output", True, "none", False),
             )
         ],
     ),
-    (expert_kernels.experts_down_kernel, [EXPERTS | {"ON_INPUT": bias, "HAS_BIAS": bias} for bias in (False, True)]),
     (token_kernels.finish_logits_kernel, [{"HAS_CAP": cap, "BLOCK": 4096} for cap in (False, True)]),
     (token_kernels.argmax_of_part_kernel, [{"BLOCK": 4096}]),
     (token_kernels.argmax_kernel, [{"BLOCK": 32}]),

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.models.latent import LatentQueries, attend_latents, choose_rows
-from csattn.models.spec import AttentionSpec, LatentSpec
+from csattn.models.latent import attend_latents, choose_rows
+from csattn.models.latent_spec import LatentSpec
+from csattn.models.query import Queries
+from csattn.models.spec import AttentionSpec
 from csattn.reach import Reach
 from workers.model.ops import RecurrentState
 
@@ -83,7 +85,7 @@ class FullAttention:
         attended = attended + torch.einsum("bhgn,bhnd->bhgd", on_tail, tail_v)
         out.copy_(attended.reshape(out.shape))
 
-    def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: Tensor) -> None:
+    def attend_latents(self, layer_idx: int, queries: Queries, rows: StepRows, out: Tensor) -> None:
         spec = self.latents[layer_idx]
         assert spec is not None
         for row in (rows.tail_lens > 0).nonzero()[:, 0].tolist():
@@ -96,7 +98,7 @@ class FullAttention:
                     None if part is None else part[one] for part in (queries.q, queries.index_q, queries.index_weights)
                 )
                 lens = torch.tensor([len(seen)], dtype=torch.int32, device=seen.device)
-                self._chosen[row] = choose_rows(LatentQueries(*parts), seen, lens, spec)
+                self._chosen[row] = choose_rows(Queries(*parts), seen, lens, spec)
             chosen = None if spec.top_k is None else self._chosen[row]
             out[one] = attend_latents(queries.q[one], seen, chosen, spec, self._softmax_scale)
 

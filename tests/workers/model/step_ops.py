@@ -3,9 +3,10 @@
 import torch
 
 from csattn.batch import StepRows, make_step_rows
+from csattn.models.query import Rotation
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights, Linear
-from workers.model.ops import ExpertBuffers, Normed, Readers, Rotation, Stream, num_squares
+from workers.model.ops import ExpertBuffers, Normed, Readers, Stream, num_squares
 from workers.model.torch_ops import TorchOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,12 +75,12 @@ def assert_same_stream(got: Stream, want: Stream, ahead: bool) -> None:
 def prepared(batch_size: int, hidden_size: int, dtype: torch.dtype) -> Stream:
     stream = make_stream(batch_size, hidden_size, dtype)
     linear = Linear(randn(hidden_size, 8, dtype=dtype))
-    TorchOps().linear_add(randn(batch_size, 8, dtype=dtype), linear, 1.0, stream, readers("both", hidden_size))
+    TorchOps(EPS).linear_add(randn(batch_size, 8, dtype=dtype), linear, 1.0, stream, readers("both", hidden_size))
     return stream
 
 
 def normed(stream: Stream) -> Normed:
-    return Normed(stream.scaled, stream.squares, EPS)
+    return Normed(stream.scaled, stream.squares)
 
 
 READERS = ["none", "one", "both"]
@@ -87,7 +88,7 @@ READERS = ["none", "one", "both"]
 
 def readers(kind: str, hidden_size: int) -> Readers:
     norm, ahead = 1 + randn(2, hidden_size, scale=0.3)
-    return Readers(None if kind == "none" else norm, ahead if kind == "both" else None, EPS)
+    return Readers(None if kind == "none" else norm, ahead if kind == "both" else None)
 
 
 def make_linear(num_out: int, num_in: int, dtype: torch.dtype, bias: bool = False, scale: float = 1.0) -> Linear:

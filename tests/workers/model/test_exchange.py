@@ -52,7 +52,7 @@ def make_parts(
     for rank in range(num_devices):
         x, linear = randn(batch_size, NUM_IN), make_linear(hidden_size, NUM_IN, torch.float32, bias=rank == 0)
         products = torch.zeros(batch_size, hidden_size, device=DEVICE)
-        TritonOps(DEVICE).linear(Normed(x), [linear], products)
+        TritonOps(DEVICE, EPS).linear(Normed(x), [linear], products)
         parts.append((x, linear, products))
     return parts
 
@@ -62,7 +62,7 @@ def add(
 ) -> None:
     x, linear, _ = part
     if linear is None:
-        ops.add_normed(x, norm, EPS, 0.5, 1.0, to, read)
+        ops.add_normed(x, norm, 0.5, 1.0, to, read)
     else:
         ops.linear_add(x, linear, 0.5, to, read)
 
@@ -95,8 +95,8 @@ def test_a_device_adds_partial_sums_in_the_order_of_ranks(
             inbox[half, other] = words_of(parts[other][2], count)
         got = make_stream(batch_size, hidden_size, torch.float32)
         want = copy_of(got)
-        add(TritonOps(DEVICE), parts[rank], norm, replace(got, row_sums=exchange, tile_sums=exchange), read)
-        TorchOps().add_normed(in_order(parts), norm, EPS, 0.5, 1.0, want, read)
+        add(TritonOps(DEVICE, EPS), parts[rank], norm, replace(got, row_sums=exchange, tile_sums=exchange), read)
+        TorchOps(EPS).add_normed(in_order(parts), norm, 0.5, 1.0, want, read)
         assert_same_stream(got, want, ahead=True)
         assert is_normed or torch.equal(got.hidden, want.hidden)
         assert (exchange.counts[:num_programs] == count).all()
@@ -117,7 +117,7 @@ def test_devices_wait_for_each_others_partial_sums(num_devices, batch_size, hidd
     parts = [make_parts(batch_size, hidden_size, num_devices, way) for _ in range(num_sums)]
     first, read = make_stream(batch_size, hidden_size, torch.float32), readers("one", hidden_size)
     held = [
-        (torch.cuda.Stream(), TritonOps(DEVICE), replace(copy_of(first), row_sums=exchange, tile_sums=exchange))
+        (torch.cuda.Stream(), TritonOps(DEVICE, EPS), replace(copy_of(first), row_sums=exchange, tile_sums=exchange))
         for exchange in exchanges
     ]
     # In one process, loading a kernel waits for running ones: load both variants before any kernel waits for another.

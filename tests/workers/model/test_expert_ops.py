@@ -13,6 +13,7 @@ from tests.cuda_on_cpu.emulated import crossed
 from tests.workers.model.step_ops import (
     DEVICE,
     DTYPES,
+    EPS,
     EXPERTS,
     assert_same_stream,
     copy_of,
@@ -40,8 +41,8 @@ def test_triton_choose_experts_equals_torch(kind: str, batch_size: int) -> None:
     logits[0] = float(logits[0, 0])  # equal logits: the first are chosen
     weights, rows = make_choice(spec), rows_of_tokens(torch.randint(11, (batch_size,)).tolist())
     got, want = (make_expert_buffers(spec, batch_size, 1, torch.float32, logits) for _ in range(2))
-    TritonOps(DEVICE).choose_experts(weights, spec, rows, got)
-    TorchOps().choose_experts(weights, spec, rows, want)
+    TritonOps(DEVICE, EPS).choose_experts(weights, spec, rows, got)
+    TorchOps(EPS).choose_experts(weights, spec, rows, want)
     assert torch.equal(got.chosen, want.chosen)
     torch.testing.assert_close(got.shares, want.shares, **tolerance(torch.float32))
 
@@ -49,7 +50,7 @@ def test_triton_choose_experts_equals_torch(kind: str, batch_size: int) -> None:
 def test_nan_logits_choose_valid_experts() -> None:
     spec = replace(EXPERTS["plain"], scores="sigmoid", normed=False)
     buffers = make_expert_buffers(spec, 2, 1, torch.float32, torch.full((2, 5), torch.nan, device=DEVICE))
-    TritonOps(DEVICE).choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), buffers)
+    TritonOps(DEVICE, EPS).choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), buffers)
     assert buffers.chosen.min() >= 0 and buffers.chosen.max() < 5
 
 
@@ -59,7 +60,7 @@ def test_shares_are_zero_if_all_chosen_scores_are_zero() -> None:
     spec = replace(EXPERTS["groups"], has_choice_bias=False)
     logits = torch.full((2, spec.num_experts), -200.0, device=DEVICE)
     logits[1, 3] = 1.0
-    for ops in (TritonOps(DEVICE), TorchOps()):
+    for ops in (TritonOps(DEVICE, EPS), TorchOps(EPS)):
         buffers = make_expert_buffers(spec, 2, 1, torch.float32, logits)
         ops.choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), buffers)
         assert buffers.shares[0].tolist() == [0.0, 0.0, 0.0] and buffers.shares[1].tolist() == [1.5, 0.0, 0.0]
@@ -98,8 +99,8 @@ def test_triton_experts_equal_torch(batch_size: int, hidden_size: int, kind: str
         buffers.chosen.copy_(chosen)
         buffers.shares.copy_(shares)
     x = normed(stream) if batch_size != 3 else Normed(stream.scaled)
-    TritonOps(DEVICE).experts(x, weights, spec, got)
-    TorchOps().experts(x, weights, spec, want)
+    TritonOps(DEVICE, EPS).experts(x, weights, spec, got)
+    TorchOps(EPS).experts(x, weights, spec, want)
     close = tolerance(dtype)
     if spec.activation == "limited":  # gates and ups are ten times as large, so that they reach their limits
         close["atol"] *= 10
@@ -107,15 +108,15 @@ def test_triton_experts_equal_torch(batch_size: int, hidden_size: int, kind: str
     got_stream = make_stream(batch_size, hidden_size, dtype)
     want_stream, read = copy_of(got_stream), readers("both", hidden_size)
     got.gated.copy_(want.gated)
-    TritonOps(DEVICE).experts_add(weights, spec, got, 0.5, got_stream, read)
-    TorchOps().experts_add(weights, spec, want, 0.5, want_stream, read)
+    TritonOps(DEVICE, EPS).experts_add(weights, spec, got, 0.5, got_stream, read)
+    TorchOps(EPS).experts_add(weights, spec, want, 0.5, want_stream, read)
     assert_same_stream(got_stream, want_stream, ahead=True)
     alone, want_alone = randn(batch_size, hidden_size, dtype=dtype), randn(batch_size, hidden_size, dtype=dtype)
-    TritonOps(DEVICE).experts_out(weights, spec, got, alone)
-    TorchOps().experts_out(weights, spec, want, want_alone)
+    TritonOps(DEVICE, EPS).experts_out(weights, spec, got, alone)
+    TorchOps(EPS).experts_out(weights, spec, want, want_alone)
     torch.testing.assert_close(alone, want_alone, **tolerance(dtype))
     added = randn(batch_size, hidden_size)
     want_added = added.clone()
-    TritonOps(DEVICE).experts_out(weights, spec, got, added, adds=True)
-    TorchOps().experts_out(weights, spec, want, want_added, adds=True)
+    TritonOps(DEVICE, EPS).experts_out(weights, spec, got, added, adds=True)
+    TorchOps(EPS).experts_out(weights, spec, want, want_added, adds=True)
     torch.testing.assert_close(added, want_added, **tolerance(dtype))

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
 
-from csattn.models.latent import LatentQueries
-from csattn.models.spec import IndexerSpec, LatentSpec
+from csattn.models.latent_spec import IndexerSpec, LatentSpec
+from csattn.models.query import Queries
 from csattn.models.weights import LatentWeights
-from tests.workers.model.step_ops import DEVICE, DTYPES, make_rotation, make_rows, randn, tolerance
+from tests.workers.model.step_ops import DEVICE, DTYPES, EPS, make_rotation, make_rows, randn, tolerance
 from workers.model.gpu.triton_ops import TritonOps
 from workers.model.ops import LatentBuffers
 from workers.model.torch_ops import TorchOps
@@ -34,7 +34,7 @@ def test_triton_latent_ops_equal_torch(spec: LatentSpec, interleaved: bool, dtyp
     inputs, tail = randn(4, sum(spec.in_widths), dtype=dtype), randn(3, 1, 6, 2, -(-spec.row_width // 2), dtype=dtype)
     got, want = (latent_buffers(spec, inputs, dtype) for _ in range(2))
     tails = tail.clone(), tail.clone()
-    for ops, buffers, own in ((TritonOps(DEVICE), got, tails[0]), (TorchOps(), want, tails[1])):
+    for ops, buffers, own in ((TritonOps(DEVICE, EPS), got, tails[0]), (TorchOps(EPS), want, tails[1])):
         ops.append_latents(weights, spec, rotation, rows, own, buffers)
         buffers.projected.copy_(want.projected)
         ops.project_latent_queries(weights, spec, rotation, buffers)
@@ -74,7 +74,7 @@ def latent_buffers(spec: LatentSpec, inputs: torch.Tensor, dtype: torch.dtype) -
     indexer, seed = spec.indexer, torch.Generator().manual_seed(1)
     projected = torch.randn(len(inputs), spec.q_width + spec.index_q_width, generator=seed).to(DEVICE, dtype)
     attended = torch.randn(len(inputs), spec.num_heads, spec.kv_rank, generator=seed).to(DEVICE, dtype)
-    queries = LatentQueries(
+    queries = Queries(
         nan(spec.num_heads, spec.key_width),
         None if indexer is None else nan(indexer.num_heads, indexer.head_dim),
         None if indexer is None else nan(indexer.num_heads, of=torch.float32),

@@ -22,7 +22,7 @@ from csattn.models.spec import Activation, ExpertsSpec
 from csattn.models.weights import ExpertWeights, Linear, by_expert
 from tests.tiny import make_model
 from tests.workers.model.quantized import make_quantized
-from tests.workers.model.step_ops import DEVICE, EXPERTS, make_choice, make_expert_buffers, randn, rows_of_tokens
+from tests.workers.model.step_ops import DEVICE, EPS, EXPERTS, make_choice, make_expert_buffers, randn, rows_of_tokens
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import expert_buffers
 from workers.model.ops import ExpertBuffers, Normed
@@ -36,13 +36,13 @@ Run = Callable[[Callable[[Any], None], int], None]  # runs a step with one kind 
 
 
 def by_definition(step: Callable[[Any], None], num_rows: int) -> None:
-    step(TorchOps())
+    step(TorchOps(EPS))
 
 
 def on_tapes(step: Callable[[Any], None], num_rows: int) -> None:
     if torch.cuda.is_available():
         pytest.skip("what these tests make is on the GPU if there is one")
-    ops = TapeOps("float32", np.array([num_rows]))
+    ops = TapeOps("float32", np.array([num_rows]), EPS)
     step(ops)
     tape = ops.cut()
     tape.set_rows(num_rows)
@@ -54,7 +54,7 @@ def in_triton(step: Callable[[Any], None], num_rows: int) -> None:
     pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
     from workers.model.gpu.triton_ops import TritonOps
 
-    step(TritonOps(DEVICE))
+    step(TritonOps(DEVICE, EPS))
 
 
 KINDS = pytest.mark.parametrize("run", [by_definition, on_tapes, in_triton])
@@ -94,7 +94,7 @@ def block_step(block: Any, spec: ExpertsSpec, width: int, x: Tensor, token_ids: 
         ops.linear(Normed(x), [weights.router], buffers.logits)
         ops.choose_experts(weights, spec, rows, buffers)
         ops.experts(Normed(x), weights, spec, buffers)
-        ops.mlp(Normed(x), gates_ups, True, "limited", gated)
+        ops.linear(Normed(x), gates_ups, gated, "limited", True)
         ops.linear(Normed(gated), [_linear(mlp.down_proj)], out)
         ops.experts_out(weights, spec, buffers, out, adds=True)
 
@@ -160,7 +160,7 @@ def test_rows_choose_only_the_experts_of_their_token_in_the_table(run: Run) -> N
     table = buffer[1:8]
     table.copy_(weights.by_token)
     step_rows = RowBuffer(4, DEVICE)
-    step_rows.fill([6, 3], [0, 1], [-1, -1], [0, 0], [1, 2])
+    step_rows.fill(token_ids=[6, 3], positions=[0, 1], context_ids=[-1, -1], tail_ids=[0, 0], tail_lens=[1, 2])
     logits = randn(4, spec.num_experts)
     logits[2:] = NAN
     buffers = make_expert_buffers(spec, 4, 1, torch.float32, logits)
@@ -189,7 +189,7 @@ def test_nan_passes_through_limited_activations(run: Run) -> None:
 
     def step(ops: Any) -> None:
         ops.experts(Normed(x), weights, spec, buffers)
-        ops.mlp(Normed(x), linears, True, "limited", gated)
+        ops.linear(Normed(x), linears, gated, "limited", True)
 
     run(step, 3)
     for made in (buffers.gated[:, 0], gated):
@@ -213,8 +213,8 @@ def test_a_quantized_mlp_limits_activations_and_passes_nan_on(batch_size: int, a
     products = x.float() @ weight.decoded(torch.float32).T
     assert products[0].max() > 15 and products[0].min() < -15, "limits matter"
     got, want = torch.full((2, batch_size, 41), -1.0, device=DEVICE)
-    TritonOps(DEVICE).mlp(Normed(x), [gate_up], True, activation, got)
-    TorchOps().mlp(Normed(x.float()), [gate_up], True, activation, want)
+    TritonOps(DEVICE, EPS).linear(Normed(x), [gate_up], got, activation, True)
+    TorchOps(EPS).linear(Normed(x.float()), [gate_up], want, activation, True)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, equal_nan=True)
     assert got[-1].isnan().all() == (batch_size > 1) and not got[:1].isnan().any()
 
@@ -246,7 +246,7 @@ def test_quantized_limited_experts_give_the_bits_of_decoded_ones(layer_idx: int,
         outs.append(out)
     assert torch.equal(*outs)
     buffers = make_expert_buffers(spec, 3, HIDDEN_SIZE, torch.float32, torch.empty(3, spec.num_experts))
-    _experts_step(TorchOps(), x, wide, spec, rows, buffers, defined := x.clone())
+    _experts_step(TorchOps(EPS), x, wide, spec, rows, buffers, defined := x.clone())
     torch.testing.assert_close(outs[0], defined, rtol=1e-4, atol=1e-3)
 
 

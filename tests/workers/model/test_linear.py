@@ -16,7 +16,7 @@ from csattn.models.weights import Linear
 from tests.workers.model.quantized import KINDS, make_quantized
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_stage, num_groups
 from workers.model.cpu.quantized_products import FLOATS
-from workers.model.cpu.tape_ops import weights_of_product
+from workers.model.cpu.stage_recorder import weights_of_product
 from workers.model.torch_ops import activated
 
 DTYPES = ["float32", "bfloat16", "float16"]

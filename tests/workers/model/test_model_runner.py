@@ -166,7 +166,7 @@ def test_predicted_queries_equal_those_from_the_layers_own_modules(family) -> No
         hidden = model(ids, output_hidden_states=True).hidden_states
         positions = torch.arange(ids.shape[1] - 2, ids.shape[1])
         for number, layer_idx in enumerate(shape.indexed_layers[1:]):
-            early = queries_before_rope(model.model.layers[layer_idx], hidden[layer_idx - 1][0, -2:])
+            early = queries_before_rope(model, layer_idx, hidden[layer_idx - 1][0, -2:])
             matrix = maps[context_id, number]
             predicted = early @ matrix[:, :-1] + matrix[:, -1:]
             want = rotate_for(model.model, layer_idx, predicted, positions).transpose(0, 1)

@@ -13,6 +13,7 @@ from tests.cuda_on_cpu.emulated import crossed
 from tests.workers.model.quantized import KINDS_OF_EXPERTS, choose, make_quantized, make_quantized_experts
 from tests.workers.model.step_ops import (
     DEVICE,
+    EPS,
     EXPERTS,
     copy_of,
     make_expert_buffers,
@@ -51,15 +52,15 @@ def test_quantized_experts_equal_decoded_ones(
         buffers.chosen.copy_(choose(spec, batch_size) if buffers is got else got.chosen)
         buffers.shares.copy_(shares)
     x = normed(stream) if batch_size != 3 else Normed(stream.scaled)
-    TritonOps(DEVICE).experts(x, weights, spec, got)
-    TorchOps().experts(replace(x, x=x.x.float()), weights, spec, want)
+    TritonOps(DEVICE, EPS).experts(x, weights, spec, got)
+    TorchOps(EPS).experts(replace(x, x=x.x.float()), weights, spec, want)
     torch.testing.assert_close(got.gated.float(), want.gated, rtol=8e-3, atol=1e-3)
     got_stream = make_stream(batch_size, hidden_size, dtype)
     want_stream, read = copy_of(got_stream), readers("both", hidden_size)
     before = got_stream.hidden.float()
     want.gated.copy_(got.gated)
-    TritonOps(DEVICE).experts_add(weights, spec, got, 0.5, got_stream, read)
-    TorchOps().experts_add(weights, spec, want, 0.5, want_stream, read)
+    TritonOps(DEVICE, EPS).experts_add(weights, spec, got, 0.5, got_stream, read)
+    TorchOps(EPS).experts_add(weights, spec, want, 0.5, want_stream, read)
     torch.testing.assert_close(got.parts.float(), want.parts, rtol=8e-3, atol=1e-3)
     added = before + 0.5 * got.parts.float().sum(1)
     torch.testing.assert_close(got_stream.hidden.float(), added, rtol=8e-3, atol=1e-3)
@@ -83,9 +84,9 @@ def test_a_rows_quantized_experts_have_the_same_bits_in_any_batch(kind: tuple[st
             )
             buffers.chosen.copy_(chosen[rows])
             buffers.shares.copy_(shares[rows])
-            TritonOps(DEVICE).experts(Normed(x[rows]), weights, spec, buffers)
+            TritonOps(DEVICE, EPS).experts(Normed(x[rows]), weights, spec, buffers)
             stream = make_stream(len(rows), hidden_size, torch.bfloat16)
-            TritonOps(DEVICE).experts_add(weights, spec, buffers, 1.0, stream, readers("both", hidden_size))
+            TritonOps(DEVICE, EPS).experts_add(weights, spec, buffers, 1.0, stream, readers("both", hidden_size))
             gated.append(buffers.gated)
             added.append(buffers.parts)
         results.append([torch.cat(each) for each in (gated, added)])
@@ -110,8 +111,8 @@ def test_codes_beyond_a_shares_last_input_are_ignored(kind: tuple[WeightFormat, 
     buffers.gated.copy_(randn(*buffers.gated.shape))
     want = replace(buffers, gated=buffers.gated.float(), parts=buffers.parts.float())
     out = torch.empty(batch_size, 70, device=DEVICE)
-    TritonOps(DEVICE).experts_out(weights, spec, buffers, out)
-    TorchOps().experts_out(weights, spec, want, out)
+    TritonOps(DEVICE, EPS).experts_out(weights, spec, buffers, out)
+    TorchOps(EPS).experts_out(weights, spec, want, out)
     torch.testing.assert_close(buffers.parts.float(), want.parts, rtol=8e-3, atol=1e-3)
 
 
@@ -136,8 +137,8 @@ def test_scales_of_experts_that_are_not_chosen_are_not_read() -> None:
     for buffers, of in ((got, poison), (want, weights)):
         buffers.chosen.copy_(chosen)
         buffers.shares.fill_(0.5)
-        TritonOps(DEVICE).experts(Normed(x), of, spec, buffers)
+        TritonOps(DEVICE, EPS).experts(Normed(x), of, spec, buffers)
         stream = make_stream(1, 200, torch.bfloat16)
-        TritonOps(DEVICE).experts_add(of, spec, buffers, 1.0, stream, readers("both", 200))
+        TritonOps(DEVICE, EPS).experts_add(of, spec, buffers, 1.0, stream, readers("both", 200))
     assert not got.parts.isnan().any()
     torch.testing.assert_close(got.parts, want.parts, **CLOSE)

@@ -16,6 +16,7 @@ from tests.cuda_on_cpu.emulated import crossed
 from tests.workers.model.quantized import KINDS, make_quantized
 from tests.workers.model.step_ops import (
     DEVICE,
+    EPS,
     READERS,
     assert_same_stream,
     copy_of,
@@ -78,8 +79,8 @@ def test_grouped_products_equal_those_of_decoded_weights(kind, num_rows: int) ->
     linear = make_linear(64, 128, kind) if kind is not None else Linear(randn(64, 128))
     x = randn(2, num_rows, 128, dtype=dtype)
     got, want = (torch.full((num_rows, 64), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
-    TritonOps(DEVICE).grouped(x, linear, got)
-    TorchOps().grouped(x, Linear(linear.plain(dtype)), want)
+    TritonOps(DEVICE, EPS).grouped(x, linear, got)
+    TorchOps(EPS).grouped(x, Linear(linear.plain(dtype)), want)
     torch.testing.assert_close(got, want, **tolerance(dtype))
 
 
@@ -129,8 +130,8 @@ def compare_with_decoding_first(kind, sizes: list[tuple[int, int, int]]) -> None
         x = normed(stream) if batch_size % 2 else Normed(stream.scaled)
         got = torch.full((batch_size, num_out), NAN, device=DEVICE)
         want = got.clone()
-        TritonOps(DEVICE).linear(x, [linear], got)
-        TorchOps().linear(replace(x, x=x.x.float()), [linear], want)
+        TritonOps(DEVICE, EPS).linear(x, [linear], got)
+        TorchOps(EPS).linear(replace(x, x=x.x.float()), [linear], want)
         torch.testing.assert_close(got, want, **(CLOSE if batch_size <= QUANTIZED_ROWS else tolerance(torch.float32)))
 
 
@@ -140,9 +141,9 @@ def test_a_rows_quantized_product_has_the_same_bits_in_any_batch(kind) -> None:
     alone, together = torch.full((2, 8, 70), NAN, dtype=torch.bfloat16, device=DEVICE)
     for rows in ([0], [1, 2], [3, 4, 5, 6, 7]):
         got = torch.full((len(rows), 70), NAN, dtype=torch.bfloat16, device=DEVICE)
-        TritonOps(DEVICE).linear(Normed(x[rows]), [linear], got)
+        TritonOps(DEVICE, EPS).linear(Normed(x[rows]), [linear], got)
         alone[rows] = got
-    TritonOps(DEVICE).linear(Normed(x), [linear], together)
+    TritonOps(DEVICE, EPS).linear(Normed(x), [linear], together)
     assert torch.equal(alone, together) and not alone.isnan().any()
 
 
@@ -153,7 +154,7 @@ def test_codes_beyond_a_shares_last_input_are_ignored(kind, batch_size: int) -> 
     share = make_quantized(40, 320, *kind).inputs(slice(0, 192))
     x, of = randn(batch_size, 192, dtype=dtype_of(batch_size)), Linear(share.words, None, share)
     got = torch.full((batch_size, 40), NAN, device=DEVICE)
-    TritonOps(DEVICE).linear(Normed(x), [of], got)
+    TritonOps(DEVICE, EPS).linear(Normed(x), [of], got)
     want = x.float() @ share.decoded(torch.float32).T
     torch.testing.assert_close(got, want, **(CLOSE if batch_size <= QUANTIZED_ROWS else tolerance(torch.float32)))
 
@@ -172,8 +173,8 @@ def test_memory_around_x_and_scales_of_other_outputs_is_not_read(kind) -> None:
     x = buffer[200:800].view(3, 200)
     x.copy_(randn(3, 200))
     got, want = torch.full((2, 3, 40), NAN, device=DEVICE)
-    TritonOps(DEVICE).linear(Normed(x), [Linear(linear.weight, None, poisoned)], got)
-    TorchOps().linear(Normed(x.float()), [linear], want)
+    TritonOps(DEVICE, EPS).linear(Normed(x), [Linear(linear.weight, None, poisoned)], got)
+    TorchOps(EPS).linear(Normed(x.float()), [linear], want)
     torch.testing.assert_close(got, want, **CLOSE)
 
 
@@ -189,16 +190,16 @@ def test_quantized_mlp_and_linear_add_equal_those_with_decoded_weights(batch_siz
     x = normed(stream)
     activations = ["silu", "gelu_tanh", "quick_gelu", "relu", "relu2"]  # activations do not depend on the kind
     for activation in activations if kind == KINDS[1] else activations[:1]:
-        TritonOps(DEVICE).mlp(x, [gate_up], True, activation, gated)
-        TorchOps().mlp(replace(x, x=x.x.float()), [gate_up], True, activation, want_gated)
+        TritonOps(DEVICE, EPS).linear(x, [gate_up], gated, activation, True)
+        TorchOps(EPS).linear(replace(x, x=x.x.float()), [gate_up], want_gated, activation, True)
         torch.testing.assert_close(
             gated, want_gated, **(CLOSE if batch_size <= QUANTIZED_ROWS else tolerance(torch.float32))
         )
     for kind_of_readers in READERS:
         got, read = make_stream(batch_size, hidden_size, dtype), readers(kind_of_readers, hidden_size)
         want = copy_of(got)
-        TritonOps(DEVICE).linear_add(gated.to(dtype), down, 0.7, got, read)
-        TorchOps().linear_add(gated.to(dtype).float(), down, 0.7, want, read)
+        TritonOps(DEVICE, EPS).linear_add(gated.to(dtype), down, 0.7, got, read)
+        TorchOps(EPS).linear_add(gated.to(dtype).float(), down, 0.7, want, read)
         assert_same_stream(got, want, kind_of_readers == "both")
 
 
@@ -209,11 +210,11 @@ def test_inputs_reordered_by_group_are_multiplied_in_their_order() -> None:
     assert torch.equal(mixed.decoded(torch.float32)[:, order], plain.decoded(torch.float32))
     x = randn(3, 256, dtype=torch.bfloat16)
     got, want = torch.full((2, 3, 40), NAN, device=DEVICE)
-    TritonOps(DEVICE).linear(Normed(x), [Linear(mixed.words, None, mixed)], got)
-    TorchOps().linear(Normed(x[:, order].float()), [Linear(plain.words, None, plain)], want)
+    TritonOps(DEVICE, EPS).linear(Normed(x), [Linear(mixed.words, None, mixed)], got)
+    TorchOps(EPS).linear(Normed(x[:, order].float()), [Linear(plain.words, None, plain)], want)
     torch.testing.assert_close(got, want, **CLOSE)
     stream, read = make_stream(3, 40, torch.bfloat16), readers("both", 40)
     same = copy_of(stream)
-    TritonOps(DEVICE).linear_add(x, Linear(mixed.words, None, mixed), 1.0, stream, read)
-    TorchOps().linear_add(x, Linear(mixed.words, None, mixed), 1.0, same, read)
+    TritonOps(DEVICE, EPS).linear_add(x, Linear(mixed.words, None, mixed), 1.0, stream, read)
+    TorchOps(EPS).linear_add(x, Linear(mixed.words, None, mixed), 1.0, same, read)
     assert_same_stream(stream, same, True)

@@ -6,8 +6,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
 
-from csattn.models.spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
-from csattn.models.weights import ConvWeights, DeltaWeights, RecurrentWeights, ScanWeights
+from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
+from csattn.models.weights import MemoryWeights, RecurrentWeights
 from tests.workers.model.step_ops import DEVICE, DTYPES, EPS, make_linear, make_rows, randn, tolerance
 from workers.model.gpu.triton_ops import TritonOps
 from workers.model.ops import RecurrentBuffers, RecurrentState
@@ -28,14 +28,14 @@ SPECS = [
 def make_weights(spec: RecurrentSpec, dtype: torch.dtype) -> RecurrentWeights:
     """Random weights; a convolution of four tokens has no bias."""
     inputs, conv = (make_linear(spec.in_width, 8, dtype),), randn(spec.num_channels, spec.conv_len)
-    if isinstance(spec, DeltaSpec):
-        decay, decay_bias = torch.rand(2, spec.num_v_heads, device=DEVICE)
-        return DeltaWeights(inputs, conv, decay, decay_bias, 1 + randn(spec.v_dim, scale=0.2))
     bias = None if spec.conv_len == 4 else randn(spec.num_channels)
     if isinstance(spec, ConvSpec):
-        return ConvWeights(inputs, conv, bias)
-    decay, step_bias, skip = torch.rand(3, spec.num_heads, device=DEVICE)
-    return ScanWeights(inputs, conv, bias, decay, step_bias, skip, 1 + randn(spec.out_width, scale=0.2))
+        return RecurrentWeights(inputs, conv, bias)
+    is_delta = isinstance(spec, DeltaSpec)
+    decay, step_bias, skip = torch.rand(3, spec.num_v_heads if is_delta else spec.num_heads, device=DEVICE)
+    norm = 1 + randn(spec.v_dim if is_delta else spec.out_width, scale=0.2)
+    memory = MemoryWeights(decay, step_bias, norm, None if is_delta else skip)
+    return RecurrentWeights(inputs, conv, bias, memory)
 
 
 def of_all(states: list[Tensor], version: Tensor) -> RecurrentState:
@@ -56,8 +56,8 @@ def test_triton_layers_with_a_state_equal_torch(spec: RecurrentSpec, dtype: torc
     got, want = of_all(states, version), of_all(states, version)
     mixed = torch.full((2, 6, spec.num_channels), torch.nan, dtype=dtype, device=DEVICE)
     outs = torch.zeros(2, 6, spec.out_width, dtype=dtype, device=DEVICE)
-    TritonOps(DEVICE).recurrent(weights, spec, EPS, rows, got, RecurrentBuffers(inputs, mixed[0], outs[0]))
-    TorchOps().recurrent(weights, spec, EPS, rows, want, RecurrentBuffers(inputs, mixed[1], outs[1]))
+    TritonOps(DEVICE, EPS).recurrent(weights, spec, rows, got, RecurrentBuffers(inputs, mixed[0], outs[0]))
+    TorchOps(EPS).recurrent(weights, spec, rows, want, RecurrentBuffers(inputs, mixed[1], outs[1]))
     active = rows.tail_lens > 0
     torch.testing.assert_close(outs[0, active], outs[1, active], **tolerance(dtype))
     close = {"rtol": 1e-2, "atol": 1e-2} if dtype != torch.float32 else {"rtol": 1e-4, "atol": 1e-4}

@@ -96,20 +96,21 @@ def test_a_step_with_several_streams_gives_the_logits_of_transformers(kind: str,
 
 
 def logits_of_step(weights: ModelWeights, kind: str, devices: Devices | None) -> Tensor:
-    rows = make_step_rows(len(TOKENS), DEVICE)
+    rows, eps = make_step_rows(len(TOKENS), DEVICE), weights.spec.norm_eps
     rows.token_ids.copy_(torch.tensor(TOKENS))
     tails = [torch.zeros(1, weights.spec.num_kv_heads, 1, 2, weights.spec.head_dim, device=DEVICE)] * len(
         weights.layers
     )
     attention, finish = Recorded(tails, [None] * len(tails)), lambda: None
     if kind == "tapes":
-        ops: Any = TapeOps("float32", np.array([len(TOKENS)]))
+        ops: Any = TapeOps("float32", np.array([len(TOKENS)]), eps)
         rows = replace(rows, tail_ids=rows.tail_ids.long(), tail_lens=torch.ones(len(TOKENS), dtype=torch.int64))
         attention, finish = AtOnce(tails, ops), lambda: run_recorded(ops)
     elif kind == "triton":
-        ops = pytest.importorskip("workers.model.gpu.triton_ops", reason="Triton is not installed").TritonOps(DEVICE)
+        triton_ops = pytest.importorskip("workers.model.gpu.triton_ops", reason="Triton is not installed")
+        ops = triton_ops.TritonOps(DEVICE, eps)
     else:
-        ops = TorchOps()
+        ops = TorchOps(eps)
     layers = StepLayers(weights, attention, [None] * len(tails), ops, rows, torch.float32, devices)
     for rotation in layers.rotations:
         rotation.cos.fill_(1)

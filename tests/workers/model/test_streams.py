@@ -88,7 +88,7 @@ def read_in_step(
     for number, (module, norm) in enumerate(zip(modules, norms, strict=True)):
         joins = number == len(given)
         weights = stream_weights(module, "hc_" if joins else "")
-        ops.remix(weights, spec, number == 0, buffers, stream, Readers(norm, None, EPS))
+        ops.remix(weights, spec, number == 0, buffers, stream, Readers(norm))
         finish()
         assert stream.scaled_ahead.isnan().all()
         is_normed = norm is None or isinstance(ops, TapeOps)
@@ -122,7 +122,7 @@ def compare(ops: Any, finish: Callable[[], None], sizes: tuple[int, int, int, in
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_torch_ops_mix_streams_as_transformers_does(sizes, dtype) -> None:
-    compare(TorchOps(), lambda: None, sizes, dtype)
+    compare(TorchOps(EPS), lambda: None, sizes, dtype)
 
 
 def test_mixing_weights_of_these_tests_are_far_from_equal() -> None:
@@ -139,7 +139,7 @@ def test_mixing_weights_of_these_tests_are_far_from_equal() -> None:
 def test_triton_ops_mix_streams_as_transformers_does(sizes, dtype) -> None:
     """Triton's interpreter runs these kernels where there is no GPU."""
     triton_ops = pytest.importorskip("workers.model.gpu.triton_ops", reason="Triton is not installed")
-    compare(triton_ops.TritonOps(DEVICE), lambda: None, sizes, dtype)
+    compare(triton_ops.TritonOps(DEVICE, EPS), lambda: None, sizes, dtype)
 
 
 @ON_CPU
@@ -147,7 +147,7 @@ def test_triton_ops_mix_streams_as_transformers_does(sizes, dtype) -> None:
 @pytest.mark.parametrize("sizes", SIZES)
 def test_tape_ops_mix_streams_as_transformers_does(sizes, kind) -> None:
     """kind: the dtype of the model's weights; those that mix streams are always float32."""
-    ops = TapeOps(kind, np.array([sizes[2]]), 2)
+    ops = TapeOps(kind, np.array([sizes[2]]), EPS, 2)
     with Team(2) as team:
 
         def run() -> None:
@@ -163,7 +163,7 @@ def test_tapes_mix_a_rows_streams_to_the_same_bits_in_any_batch() -> None:
     spec, num_rows = make_spec(3, 4), np.array([5])
     modules, row, given = make_modules(spec, 70, 2), randn(5, 70), randn(2, 5, 70)
     row[1] = NAN
-    ops = TapeOps("float32", num_rows, 2)
+    ops = TapeOps("float32", num_rows, EPS, 2)
     with Team(2) as team:
 
         def run() -> None:

@@ -11,7 +11,7 @@ from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, We
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights, by_expert
 from tests.workers.model.quantized import KINDS, choose, make_quantized_experts
-from tests.workers.model.step_ops import EXPERTS, make_expert_buffers
+from tests.workers.model.step_ops import EPS, EXPERTS, make_expert_buffers
 from tests.workers.model.test_linear import poisoned
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.ops import ExpertBuffers, Normed
@@ -42,7 +42,7 @@ def run(
     before: torch.Tensor | None = None,  # the output is added to it
 ) -> torch.Tensor:
     """Return the experts' output; buffers receive the intermediate results."""
-    out, ops = torch.full_like(x, NAN) if before is None else before.clone(), TapeOps(kind, np.array([len(x)]))
+    out, ops = torch.full_like(x, NAN) if before is None else before.clone(), TapeOps(kind, np.array([len(x)]), EPS)
     ops.experts(Normed(x), weights, spec, buffers)
     ops.experts_out(weights, spec, buffers, out, adds=before is not None)
     tape = ops.cut()
@@ -77,8 +77,8 @@ def test_quantized_experts_give_the_bits_of_decoded_ones(name: str, kind: tuple[
         )
         assert torch.equal(got.gated, want.gated) and torch.equal(*outs)
         out = torch.full_like(x, NAN)
-        TorchOps().experts(Normed(x), decoded(weights, torch.float32), of, defined)
-        TorchOps().experts_out(decoded(weights, torch.float32), of, defined, out)
+        TorchOps(EPS).experts(Normed(x), decoded(weights, torch.float32), of, defined)
+        TorchOps(EPS).experts_out(decoded(weights, torch.float32), of, defined, out)
         torch.testing.assert_close(outs[0], out, rtol=2e-5, atol=2e-5)
 
 
@@ -89,8 +89,8 @@ def test_experts_output_can_be_added_to_the_stream() -> None:
     got, want, alone = all_buffers(spec, choose(spec, 3), 70, 3)
     out, defined = run(weights, spec, x, got, "float32", 2, before), before.clone()
     torch.testing.assert_close(out, before + run(weights, spec, x, alone, "float32"), rtol=2e-5, atol=2e-5)
-    TorchOps().experts(Normed(x), weights, spec, want)
-    TorchOps().experts_out(weights, spec, want, defined, adds=True)
+    TorchOps(EPS).experts(Normed(x), weights, spec, want)
+    TorchOps(EPS).experts_out(weights, spec, want, defined, adds=True)
     torch.testing.assert_close(out, defined, rtol=2e-5, atol=2e-5)
 
 

@@ -8,14 +8,14 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.addresses import KindStage
 from csattn.cpu.team import Team
 from csattn.errors import ModelError
-from csattn.models.latent import LatentQueries
 from csattn.models.module_weights import weights_of
 from csattn.models.quantized_model import round_weights
 from csattn.models.quantized_weight import Rounding
+from csattn.models.query import Queries
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import Linear
 from tests.tiny import ALL_FAMILIES, loaded, make_model
-from tests.workers.model.step_ops import make_choice, rows_of_tokens
+from tests.workers.model.step_ops import EPS, make_choice, rows_of_tokens
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.cpu.linear_stage import linear_stage
 from workers.model.cpu.stage_recorder import StageRecorder
@@ -53,7 +53,7 @@ class Recorded:
         self.q.append(q.clone())
         out.copy_(attended(q))
 
-    def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: torch.Tensor) -> None:
+    def attend_latents(self, layer_idx: int, queries: Queries, rows: StepRows, out: torch.Tensor) -> None:
         self.q += [part.clone() for part in (queries.q, queries.index_q, queries.index_weights) if part is not None]
         out.copy_(attended(queries.q)[..., : out.shape[-1]])
 
@@ -148,7 +148,7 @@ def test_a_step_on_tapes_equals_its_torch_definition(family: str, ahead: bool) -
     close = 1e-4 if all(state is None for state in states) else 2e-3  # random states are read as differences
     want, weights, maps = Recorded(tails, states), weights_of(whole), maps_of(model)
     by_layer = [maps[:, layer_idx] for layer_idx in range(model.spec.num_layers)]
-    layers = StepLayers(weights, want, by_layer, TorchOps(), rows, torch.float32)
+    layers = StepLayers(weights, want, by_layer, TorchOps(weights.spec.norm_eps), rows, torch.float32)
     with torch.no_grad():
         for call in layers.calls(ahead):
             call.run()
@@ -208,7 +208,7 @@ def test_stages_wait_only_for_stages_that_they_depend_on() -> None:
 def test_weights_of_another_dtype_than_the_models_are_read_in_that_dtype() -> None:
     """The weights of an indexer's heads are float32 in bfloat16 models."""
     x, weight, out = torch.randn(3, 70), torch.randn(21, 70), torch.full((3, 21), torch.nan)
-    ops = TapeOps("bfloat16", np.array([3]))
+    ops = TapeOps("bfloat16", np.array([3]), EPS)
     ops.linear(Normed(x), [Linear(weight[:4].bfloat16()), Linear(weight[4:])], out)
     tape = ops.cut()
     tape.set_rows(3)
@@ -243,7 +243,7 @@ def test_shares_are_zero_if_all_chosen_scores_are_zero() -> None:
     logits, shares, chosen = torch.full((2, 5), -200.0), torch.full((2, 2), torch.nan), torch.zeros(2, 2).int()
     logits[1, 3] = 1.0
     spec = ExpertsSpec(num_experts=5, num_chosen=2, intermediate_size=1, scores="sigmoid", normed=True, scale=1.5)
-    ops = TapeOps("float32", np.array([2]))
+    ops = TapeOps("float32", np.array([2]), EPS)
     buffers = ExpertBuffers(logits, chosen, shares, shares, shares)
     ops.choose_experts(make_choice(spec), spec, rows_of_tokens([0, 0]), buffers)
     tape = ops.cut()
@@ -260,9 +260,9 @@ def test_float64_weights_are_refused() -> None:
 
 
 def test_a_stage_has_a_fixed_number_of_pieces_or_a_number_per_row() -> None:
-    recorder = StageRecorder("float32", np.array([1]))
+    recorder = StageRecorder("float32", np.array([1]), EPS)
     for pieces in ({"fixed": 3}, {}, {"per_row": 2}):
-        recorder._record(KindStage(linear_stage, "float32"), (), reads=[], writes=[], **pieces)
+        recorder._record(KindStage(linear_stage, "float32"), (), writes=[], **pieces)
     tape = recorder.cut()
     tape.set_rows(5)
     assert tape.tape.pieces.tolist() == [3, 5, 10]

@@ -283,6 +283,13 @@ def test_bad_input_is_refused_with_the_reason() -> None:
         padded = torch.tensor([[0, 1, 1]])
         with pytest.raises(ConfigError, match="without padding"):
             loaded().model(torch.zeros(1, 3, dtype=torch.long), attention_mask=padded, **{CACHE: session.cache()})
+        for wrong in ([[0, 2, 1]], [[1, 2, 3]], [[0, 1]]):
+            positions = torch.tensor(wrong)
+            with pytest.raises(ConfigError, match="not those of 3 tokens, one after another, that follow a stream of"):
+                loaded().model(torch.zeros(1, 3, dtype=torch.long), position_ids=positions, **{CACHE: session.cache()})
+        cache, ids = session.cache(), torch.zeros(1, 3, dtype=torch.long)
+        loaded().model(ids, **{CACHE: cache})
+        loaded().model(ids, position_ids=torch.tensor([[3, 4, 5]]), **{CACHE: cache})
 
 
 @pytest.mark.parametrize(
@@ -373,6 +380,6 @@ def test_a_stream_is_recognised_by_either_cache_argument_name(name) -> None:
     """transformers names it `cache` from 5.24 on. In a cache that is not recognised, keys would be rotated twice."""
     decoder = torch.nn.Identity()
     decoder.forward = lambda **given: given
-    with unrotated(SimpleNamespace(model=decoder), dict):
+    with unrotated(SimpleNamespace(model=decoder), lambda cache: cache == {}):
         given = decoder(input_ids=torch.ones(1, 3, dtype=torch.long), **{name: {}})
     assert not given["position_ids"].any()

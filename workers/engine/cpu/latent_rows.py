@@ -17,7 +17,7 @@ from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger, largest_lane
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
 from csattn.cpu.tape import Tape
-from csattn.models.spec import LatentSpec
+from csattn.models.latent_spec import LatentSpec
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.cpu.linear import TILE, products
 

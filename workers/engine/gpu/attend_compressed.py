@@ -7,7 +7,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.lightning import KeyPages, score_pages, sparse_mla, top_k
-from csattn.models.compressed import CompressedQueries
+from csattn.models.query import Queries
 from csattn.models.weights import CompressedStepWeights
 from workers.engine.gpu.compressed_memory import CompressedMemory, LayerMemory, SeenCompressed
 from workers.engine.gpu.compressed_ops import CompressedOps
@@ -48,7 +48,7 @@ class AttendCompressed(StepAttention):
         out, _ = sparse_mla(queries.q, None, layer.rows, None, attended, scale, attn_sink=weights.sinks)
         ops.unrotate(out, weights, seen, layer, buffers.attended)
 
-    def _chosen(self, queries: CompressedQueries, seen: SeenCompressed, layer: LayerMemory) -> Tensor:
+    def _chosen(self, queries: Queries, seen: SeenCompressed, layer: LayerMemory) -> Tensor:
         """Return where the compressed rows with the best index keys lie: [batch_size, top_k] int32, -1 padded."""
         assert queries.index_q is not None and queries.index_weights is not None
         most, pages = layer.spec.top_k, KeyPages(layer.keys[:, None], self._scale.expand(len(layer.keys), 1))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.lightning import KeyPages, score_pages, sparse_mla, top_k
-from csattn.models.latent import LatentQueries
+from csattn.models.query import Queries
 from csattn.models.spec import ModelSpec
 from workers.engine.gpu.latent_memory import CachedLatents, LatentPlaces, SeenRows
 from workers.engine.gpu.shape import EngineShape
@@ -29,7 +29,7 @@ class AttendLatents(StepAttention):
         # shared by all index keys, which are not quantized
         self._scale = torch.ones(1, 1, dtype=torch.float32, device=device)
 
-    def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: Tensor) -> None:
+    def attend_latents(self, layer_idx: int, queries: Queries, rows: StepRows, out: Tensor) -> None:
         spec, seen = self._latents[layer_idx], self._seen[rows.batch_size]
         assert spec is not None
         if layer_idx == 0:
@@ -41,7 +41,7 @@ class AttendLatents(StepAttention):
         latents, rope_keys = kept[:, : spec.kv_rank], kept[:, spec.kv_rank : spec.key_width]
         sparse_mla(*parts, latents, rope_keys, chosen, self.shape.softmax_scale, out=out)
 
-    def _choose(self, queries: LatentQueries, keys: Tensor, seen: SeenRows) -> None:
+    def _choose(self, queries: Queries, keys: Tensor, seen: SeenRows) -> None:
         """Score the index keys and choose the best. keys: [num_places, 1, index_head_dim]; every key is a page."""
         assert queries.index_q is not None and queries.index_weights is not None and self._top_k is not None
         pages = KeyPages(keys, self._scale.expand(len(keys), 1))

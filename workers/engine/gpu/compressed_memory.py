@@ -12,7 +12,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.lightning import CompressedState
-from csattn.models.spec import CompressedSpec
+from csattn.models.latent_spec import CompressedSpec
 from csattn.models.weights import CompressedStepWeights
 from offload.staging import copy_to_device
 from workers.engine.gpu.shape import EngineShape

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from csattn.models.compressed import (
-    CompressedQueries,
     compressed_queries,
     compressed_rows,
     own_rows,
     pending_of,
     unrotated,
 )
+from csattn.models.query import Queries
 from csattn.models.weights import CompressedStepWeights
 from workers.engine.gpu.compressed_memory import LayerMemory, SeenCompressed
 
@@ -51,11 +51,11 @@ class CompressedOps:
         weights: CompressedStepWeights,
         seen: SeenCompressed,
         layer: LayerMemory,
-    ) -> CompressedQueries:
+    ) -> Queries:
         """Return the queries, in the dtype of the layer's rows; weights of index heads stay float32."""
         queries, dtype = compressed_queries(projected, inputs, weights, layer.spec, seen.positions), layer.rows.dtype
         index_q = None if queries.index_q is None else queries.index_q.to(dtype)
-        return CompressedQueries(queries.q.to(dtype), index_q, queries.index_weights)
+        return Queries(queries.q.to(dtype), index_q, queries.index_weights)
 
     def unrotate(
         self,

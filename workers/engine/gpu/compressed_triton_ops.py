@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csattn.models.compressed import CompressedQueries
-from csattn.models.spec import CompressedSpec
+from csattn.models.latent_spec import CompressedSpec
+from csattn.models.query import Queries
 from csattn.models.weights import CompressedStepWeights
 from workers.engine.gpu.compressed_memory import LayerMemory, SeenCompressed
 from workers.engine.gpu.compressed_ops import CompressedOps
@@ -64,7 +64,7 @@ class TritonCompressedOps(CompressedOps):
         weights: CompressedStepWeights,
         seen: SeenCompressed,
         layer: LayerMemory,
-    ) -> CompressedQueries:
+    ) -> Queries:
         num_rows, spec, of = len(projected), layer.spec, layer.spec.indexer
         num_index_heads, index_dim = (0, 2) if of is None else (of.num_heads, of.head_dim)
         q = layer.rows.new_empty(num_rows, spec.num_heads, spec.head_dim)
@@ -81,7 +81,7 @@ class TritonCompressedOps(CompressedOps):
             BLOCK_INDEX=_block(index_dim // 2),
             **_rope_constants(spec),
         )
-        return CompressedQueries(q, None if of is None else index_q, None if of is None else index_weights)
+        return Queries(q, None if of is None else index_q, None if of is None else index_weights)
 
     def unrotate(
         self,

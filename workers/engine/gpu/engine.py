@@ -38,12 +38,12 @@ from workers.engine.checks import (
     seen_lens,
 )
 from workers.engine.fidelity import Seen, fidelity
+from workers.engine.gpu.attend_chosen import AttendChosen
 from workers.engine.gpu.draws import DrawsOnDevice
 from workers.engine.gpu.far_rows import CachedRows
 from workers.engine.gpu.latent_memory import CachedLatents
 from workers.engine.gpu.memory import Placement, placement_named, require_heads
-from workers.engine.gpu.on_device import SearchOnDevice
-from workers.engine.gpu.on_host import SearchOnHost, StepSearcher
+from workers.engine.gpu.on_host import StepSearcher
 from workers.engine.gpu.own_on_device import LAYERS_AT_ONCE, join_on_device, place_segment
 from workers.engine.gpu.placed_model import Progress
 from workers.engine.gpu.placing import Placing
@@ -236,6 +236,7 @@ class GpuEngine(StepEngine):
 
     def write_rows(self, request_slot: int, rows: Tensor) -> None:
         request = self._request(request_slot)
+        assert request.config.search_period == 1, "the choice that the next rows would reuse is not among the rows"
         self._require_room(request_slot, rows.shape[2])
         self._placing.ready().own_rows.write(request_slot, request.tail_len, rows)
         request.tail_len += rows.shape[2]
@@ -243,6 +244,7 @@ class GpuEngine(StepEngine):
 
     def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
         assert 0 <= start < stop <= self._request(request_slot).tail_len, f"rows {start} to {stop} are not all there"
+        self._settle_rows(request_slot)
         return self._placing.ready().own_rows.read(request_slot, start, stop)
 
     def close_request(self, request_slot: int) -> None:
@@ -310,8 +312,7 @@ class GpuEngine(StepEngine):
             else:
                 output, seen = self._watched_step(batch_size, rows[watch[0]].request_slot, lens[watch[0]], *watch)
         except BaseException:
-            if isinstance(attention := self._placing.ready().attention, SearchOnHost):
-                attention.abandon()  # or its searches wait for queries for ever, and the next context's load for them
+            self._placing.ready().attention.abandon()
             raise
         self._draws.enqueue(rows, output)
         # a copy that waits for the GPU keeps other threads out of the driver
@@ -407,7 +408,7 @@ class GpuEngine(StepEngine):
             """Copy what later layers overwrite. Whatever may fail is done after the step."""
             if layer_idx == self.model.spec.indexed_layers[number]:
                 queries.append(q[row].float().clone())
-                if isinstance(placed.attention, SearchOnDevice | SearchOnHost):
+                if isinstance(placed.attention, AttendChosen):
                     both = [of for of in (placed.attention, placed.own) if of is not None]
                     choices.extend(_of_row(of.chosen(number, placed.runner.rows(batch_size)), row) for of in both)
 

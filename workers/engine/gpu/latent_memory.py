@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.cuda import cuda_kernel
-from csattn.models.spec import LatentSpec
+from csattn.models.latent_spec import LatentSpec
 from offload.pinned import PinnedRows
 from offload.slot_cache import SlotCache
 from offload.staging import copy_to_device

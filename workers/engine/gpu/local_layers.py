@@ -9,7 +9,8 @@ from torch import Tensor
 
 from csattn.attention.device import DeviceAttention, RowSource, row_sources
 from csattn.batch import StepRows, make_device_selection
-from csattn.models.spec import ModelSpec, RecurrentSpec
+from csattn.models.recurrent_spec import RecurrentSpec
+from csattn.models.spec import ModelSpec
 from csattn.reach import Reach
 from offload.staging import copy_to_device
 from workers.engine.gpu.shape import EngineShape

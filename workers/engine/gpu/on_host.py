@@ -144,7 +144,7 @@ class SearchOnHost(AttendChosen):
                 mail.release(since + self.shape.num_layers)  # or the device waits for ever
 
     def abandon(self) -> None:
-        """End the searches of a step that has failed, if it has any: its queries will not arrive."""
+        """End the searches of a step that has failed: its queries will not arrive, and the next load would wait."""
         if self._searching is not None:
             self._give_up[0] = 1
             self._searching.exception()

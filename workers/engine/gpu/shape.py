@@ -9,7 +9,7 @@ from torch import Tensor
 
 from csattn.attention.device import RowCoding
 from csattn.config import RestKind, SearchConfig
-from csattn.models.spec import CompressedSpec, LatentSpec
+from csattn.models.latent_spec import CompressedSpec, LatentSpec
 from csattn.reach import Reach
 from csattn.rest.device import moments_shape
 from csattn.search.device import RowsShape

@@ -13,16 +13,18 @@ from torch import Tensor
 from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
-from csattn.models.latent import LatentQueries
+from csattn.models.latent_spec import CompressedSpec
 from csattn.models.module_weights import weights_of
-from csattn.models.spec import CompressedSpec, HeadsSpec, RecurrentSpec, Temper
+from csattn.models.query import Rotation
+from csattn.models.recurrent_spec import RecurrentSpec
+from csattn.models.spec import HeadsSpec, Temper
 from csattn.models.weights import CompressedStepWeights, Frequencies
 from offload.host_memory import sparse_zeros
 from workers.model.attention import StepAttention
 from workers.model.cpu.stage_recorder import RowTape
 from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
-from workers.model.ops import CompressedBuffers, LatentBuffers, RecurrentState, Rotation
+from workers.model.ops import CompressedBuffers, LatentBuffers, RecurrentState
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -65,7 +67,7 @@ class CpuModel:
         # tails of the layers that attend to all rows: a request can continue from these alone
         self.whole_tails = self.indexed_tails if indexed else other_tails
         self.sinks = [layer.sinks for layer in self._weights.layers]
-        self._ops = TapeOps(self.dtype_name, self.num_rows, num_threads)
+        self._ops = TapeOps(self.dtype_name, self.num_rows, spec.norm_eps, num_threads)
         # for each request, the version of its recurrent states that a step reads
         self._versions = np.zeros(num_tails, np.int64)
         self.states = [None if x.recurrent is None else _make_state(x.recurrent, self._versions) for x in spec.layers]
@@ -190,14 +192,7 @@ class _TapeCutter(StepAttention):
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         pass
 
-    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+    def _cut(self, *args: Any, **kwargs: Any) -> None:
         self.tapes.append(self._ops.cut())
 
-    def attend_latents(self, layer_idx: int, queries: LatentQueries, rows: StepRows, out: Tensor) -> None:
-        self.tapes.append(self._ops.cut())
-
-    def attend_compressed(self, layer_idx: int, buffers: CompressedBuffers, rows: StepRows) -> None:
-        self.tapes.append(self._ops.cut())
-
-    def end_step(self, rows: StepRows) -> None:
-        self.tapes.append(self._ops.cut())
+    attend = attend_latents = attend_compressed = end_step = _cut

@@ -12,6 +12,7 @@ from csattn.cpu.arguments import bytes_of, floats_of, number_at, word_of, words_
 from csattn.cpu.floats import load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.simd import LANES
+from csattn.models.quantized_weight import QuantizedWeight
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights
 from workers.model.cpu.linear import TILE
@@ -40,19 +41,24 @@ CHOOSE = (
     "shares",  # [num_rows, num_chosen], written
 )
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "root_softplus")
-EXPERTS = (
-    "x",  # [num_rows, num_in]
+_OF_EXPERTS = (
+    "x",  # [num_rows, num_in], or [num_rows, num_chosen, num_in]
     "num_in",
     "chosen",  # [num_rows, num_chosen] int32
-    "shares",  # [num_rows, num_chosen]: factors of x; or 0
+    "shares",  # [num_rows, num_chosen]: factors of x or of outputs; or 0
     "num_chosen",
-    "format",  # of gates and ups, an index of FORMATS
+    "format",  # of weights, an index of FORMATS
     "group_size",  # of quantized weights
+    "num_weights",  # outputs of all experts' weights together
+    "num_out",
+    "out",  # written
+)
+EXPERTS = (
+    *_OF_EXPERTS,  # shares are factors of x; out: [num_rows, num_chosen, num_out]
     "gates",  # the first expert's, of the model's dtype, or a `QuantizedWeight`'s words
     "ups",
     "gate_scales",  # of quantized weights, or 0
     "up_scales",
-    "num_weights",  # outputs of all experts' gates and ups together
     "expert_bytes",  # from an expert's weights to the next one's; 0 if quantized
     "expert_outputs",  # outputs from an expert to the next if quantized, else 0
     "row_stride",  # elements
@@ -61,23 +67,12 @@ EXPERTS = (
     "bias_stride",
     "bias_step",
     "activation",  # an index of ACTIVATIONS
-    "num_out",
-    "out",  # [num_rows, num_chosen, num_out], written
 )
 ADD_EXPERTS = (
-    "x",  # [num_rows, num_chosen, num_in]
-    "num_in",
-    "chosen",  # [num_rows, num_chosen] int32
-    "shares",  # [num_rows, num_chosen]: factors of outputs; or 0
-    "num_chosen",
-    "format",  # of weights, an index of FORMATS
-    "group_size",  # of quantized weights
+    *_OF_EXPERTS,  # x: a row for each expert; shares are factors of outputs; out: [num_rows, num_out]
     "down",  # [num_experts, num_out, num_in] of the model's dtype, or a `QuantizedWeight`'s words
     "scales",  # of quantized weights, or 0
-    "num_weights",  # outputs of all experts together
     "bias",  # [num_experts, num_out] of the model's dtype, or 0
-    "num_out",
-    "out",  # [num_rows, num_out], written
     "multiplier",  # address of a float64: a factor of the sum over experts
     "adds",  # 1: the sum is added to out; 0: it replaces out
 )
@@ -92,7 +87,6 @@ class TapeExpertOps(StageRecorder):
         self._record(
             choose_stage,
             CHOOSE,
-            reads=[buffers.logits],
             writes=[buffers.chosen, buffers.shares],
             logits=buffers.logits,
             bias=weights.choice_bias,
@@ -116,7 +110,6 @@ class TapeExpertOps(StageRecorder):
         self._record(
             KindStage(experts_stage, self._kind),
             EXPERTS,
-            reads=[x.x, buffers.chosen, buffers.shares],
             writes=[buffers.gated],
             per_row=spec.num_chosen * num_groups(spec.intermediate_size),
             x=x.x,
@@ -164,7 +157,6 @@ class TapeExpertOps(StageRecorder):
         self._record(
             KindStage(add_experts_stage, self._kind),
             ADD_EXPERTS,
-            reads=[buffers.gated, buffers.chosen, buffers.shares, *([out] if multiplier is not None else [])],
             writes=[out],
             per_row=num_groups(hidden_size),
             x=buffers.gated,
@@ -172,8 +164,7 @@ class TapeExpertOps(StageRecorder):
             chosen=buffers.chosen,
             shares=None if spec.on_input else buffers.shares,
             num_chosen=spec.num_chosen,
-            format=FLOATS if quantized is None else FORMATS.index(quantized.format),
-            group_size=0 if quantized is None else quantized.group_size,
+            **_format_of(quantized),
             down=weights.down if quantized is None else quantized.words,
             scales=None if quantized is None else quantized.scales.contiguous(),
             num_weights=spec.num_experts * hidden_size,
@@ -187,36 +178,37 @@ class TapeExpertOps(StageRecorder):
 
 def _gates_and_ups(weights: ExpertWeights, spec: ExpertsSpec) -> dict[str, Any]:
     """Return the arguments of `EXPERTS` that say where gates and ups lie."""
-    num_weights = (1 + spec.gated) * spec.num_experts * spec.intermediate_size
-    if weights.quantized is None:
+    of_expert = (1 + spec.gated) * spec.intermediate_size
+    quantized = None if weights.quantized is None else weights.quantized.gate_up
+    common = {**_format_of(quantized), "num_weights": spec.num_experts * of_expert}
+    if quantized is None:
         gates, ups = weights.gates, weights.ups
         assert (ups is None or gates.stride() == ups.stride()) and gates.stride(2) == 1
-        return {
-            "format": FLOATS,
-            "group_size": 0,
+        return common | {
             "gates": gates.data_ptr(),
             "ups": 0 if ups is None else ups.data_ptr(),
             "gate_scales": None,
             "up_scales": None,
-            "num_weights": num_weights,
             "expert_bytes": gates.stride(0) * gates.itemsize,
             "expert_outputs": 0,
             "row_stride": gates.stride(1),
         }
-    quantized = weights.quantized.gate_up
     scales = quantized.scales.contiguous()
-    return {
-        "format": FORMATS.index(quantized.format),
-        "group_size": quantized.group_size,
+    return common | {
         "gates": quantized.words,
         "ups": quantized.words[spec.intermediate_size :].data_ptr() if spec.gated else 0,
         "gate_scales": scales,
         "up_scales": scales[:, spec.intermediate_size :].data_ptr(),
-        "num_weights": num_weights,
         "expert_bytes": 0,
-        "expert_outputs": (1 + spec.gated) * spec.intermediate_size,
+        "expert_outputs": of_expert,
         "row_stride": 0,
     }
+
+
+def _format_of(quantized: QuantizedWeight | None) -> dict[str, Any]:
+    if quantized is None:
+        return {"format": FLOATS, "group_size": 0}
+    return {"format": FORMATS.index(quantized.format), "group_size": quantized.group_size}
 
 
 def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:

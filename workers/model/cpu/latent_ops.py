@@ -10,14 +10,21 @@ from csattn.cpu.addresses import KindStage, array_at
 from csattn.cpu.arguments import bytes_of, floats_of, number_at, word_of, words_at
 from csattn.cpu.floats import store_float
 from csattn.cpu.simd import LANES
-from csattn.models.spec import LatentSpec
+from csattn.models.latent_spec import LatentSpec
+from csattn.models.query import Rotation
 from csattn.models.weights import LatentWeights
 from workers.model.cpu.linear import TILE, add_up_rows, products
 from workers.model.cpu.row_stages import inverse_rms, rotate_pairs
 from workers.model.cpu.stage_recorder import StageRecorder
-from workers.model.ops import LatentBuffers, Rotation
+from workers.model.ops import LatentBuffers
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise.
+_ROPE = (
+    "cos",  # [num_rows, half]
+    "sin",
+    "half",  # the number of pairs that RoPE rotates
+    "interleaved",
+)
 APPEND = (
     "inputs",  # [num_rows, in_width]
     "in_width",
@@ -30,10 +37,7 @@ APPEND = (
     "q_norm",  # [q_rank]
     "kv_norm",  # [kv_rank]
     "index_norm",  # [2, index_dim]: weights and biases
-    "cos",  # [num_rows, half]
-    "sin",
-    "half",  # the number of pairs that RoPE rotates
-    "interleaved",
+    *_ROPE,
     "tails",  # of the layer, [num_tails, tail_capacity, width], of the model's dtype
     "tail_capacity",
     "width",
@@ -51,11 +55,8 @@ QUERIES = (
     "kv_rank",
     "up_k",  # of the model's dtype; heads of [nope_dim, kv_rank], head_stride apart
     "head_stride",  # elements
-    "cos",
-    "sin",
+    *_ROPE,
     "q_scale",  # [num_rows]: a factor of the queries, not of index heads'
-    "half",
-    "interleaved",
     "num_index_heads",
     "index_dim",
     "index_interleaved",
@@ -94,7 +95,6 @@ class TapeLatentOps(StageRecorder):
         self._record(
             KindStage(append_stage, self._kind),
             APPEND,
-            reads=[buffers.inputs],
             writes=[tail, buffers.q_latents],
             inputs=buffers.inputs,
             in_width=buffers.inputs.shape[1],
@@ -121,14 +121,11 @@ class TapeLatentOps(StageRecorder):
     ) -> None:
         indexer, queries = spec.indexer, buffers.queries
         num_index_heads, index_dim = (0, 0) if indexer is None else (indexer.num_heads, indexer.head_dim)
-        index = (
-            [] if queries.index_q is None or queries.index_weights is None else [queries.index_q, queries.index_weights]
-        )
+        index = [of for of in (queries.index_q, queries.index_weights) if of is not None]
         assert weights.up_k.stride()[1:] == (spec.kv_rank, 1)
         self._record(
             KindStage(queries_stage, self._kind),
             QUERIES,
-            reads=[buffers.inputs, buffers.projected],
             writes=[queries.q, *index],
             per_row=spec.num_heads + num_index_heads,
             inputs=buffers.inputs,
@@ -156,7 +153,6 @@ class TapeLatentOps(StageRecorder):
         self._record(
             KindStage(values_stage, self._kind),
             VALUES,
-            reads=[buffers.attended],
             writes=[buffers.values],
             per_row=spec.num_heads,
             attended=buffers.attended,

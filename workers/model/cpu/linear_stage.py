@@ -1,6 +1,6 @@
 """A linear layer as a stage of a tape: a piece is one or more groups of 16 outputs, for all rows."""
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from csattn.cpu.floats import exp_lanes, load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
+from csattn.models.spec import Activation
 from workers.model.cpu.linear import TILE
 from workers.model.cpu.quantized_products import multiply
 
@@ -35,7 +36,7 @@ LINEAR = (
     "multiplier",  # address of a float64: out += multiplier * product; 0: out = product
 )
 _linear_at = words_at(LINEAR)
-ACTIVATIONS = ("none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited")
+ACTIVATIONS: tuple[Activation | None, ...] = (None, *get_args(Activation))
 MAX_GROUPS, PIECES_OF_THREAD = 16, 4
 NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED, LIMITED = range(8)
 

@@ -12,15 +12,15 @@ from csattn.batch import StepRows
 from csattn.cpu.addresses import array_at
 from csattn.cpu.arguments import floats_of, number_at, word_of, words_at
 from csattn.cpu.jit import exact_kernel
-from csattn.models.spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
-from csattn.models.weights import DeltaWeights, RecurrentWeights, ScanWeights
+from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
+from csattn.models.weights import RecurrentWeights
 from workers.model.cpu.scalars import sigmoid, softplus
 from workers.model.cpu.stage_recorder import StageRecorder
 from workers.model.ops import RecurrentBuffers, RecurrentState
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise. A state has two versions: a
 # step reads the one that the request's version selects and writes the other.
-MIX = (
+_COMMON = (
     "num_rows",  # address of the number of rows
     "tail_ids",  # [num_rows] int64
     "tail_lens",  # [num_rows] int64: a request's rows are processed in this order, whatever their order in the step
@@ -28,42 +28,31 @@ MIX = (
     "inputs",  # [num_rows, in_width]: the channels come first
     "in_width",
     "num_channels",
+    "mixed",  # [num_rows, num_channels]
+)
+MIX = (
+    *_COMMON,  # mixed is written
     "is_gated",  # 1: channels are multiplied by the next inputs before the convolution, and by those after them behind
     "conv",  # [num_channels, conv_len]
     "conv_bias",  # [num_channels] or 0
     "conv_len",
     "conv_state",  # [num_tails, 2, num_channels, conv_len - 1]
-    "mixed",  # [num_rows, num_channels], written
 )
 DELTA_RULE = (
-    "num_rows",
-    "tail_ids",
-    "tail_lens",
-    "versions",
-    "inputs",  # [num_rows, in_width]: after the channels come the gates, then how much is written and forgotten
-    "in_width",
-    "num_channels",
-    "mixed",  # [num_rows, num_channels]
+    *_COMMON,  # inputs: after the channels come the gates, then how much is written and forgotten
     "num_k_heads",
     "num_v_heads",
     "k_dim",
     "v_dim",
     "decay",  # [num_v_heads]
-    "decay_bias",
+    "step_bias",
     "norm",  # [v_dim]
     "eps",  # address of a float64
     "memory",  # [num_tails, 2, num_v_heads, k_dim, v_dim]
     "out",  # [num_rows, num_v_heads * v_dim], written
 )
 SCAN = (
-    "num_rows",
-    "tail_ids",
-    "tail_lens",
-    "versions",
-    "inputs",  # [num_rows, in_width]: after the channels come the gates, then steps
-    "in_width",
-    "num_channels",
-    "mixed",  # [num_rows, num_channels]: values, then where each group writes and where it reads
+    *_COMMON,  # inputs: after the channels come the gates, then steps; mixed: values, where each group writes and reads
     "num_heads",
     "num_groups",
     "head_dim",
@@ -76,7 +65,6 @@ SCAN = (
     "out",  # [num_rows, num_heads * head_dim], written: before gates and norm
 )
 GATED_NORM = (
-    "num_rows",
     "inputs",
     "in_width",
     "gates_at",  # the first gate's place among a row's inputs
@@ -97,7 +85,6 @@ class TapeRecurrentOps(StageRecorder):
         self,
         weights: RecurrentWeights,
         spec: RecurrentSpec,
-        eps: float,
         rows: StepRows,
         state: RecurrentState,
         buffers: RecurrentBuffers,
@@ -113,11 +100,10 @@ class TapeRecurrentOps(StageRecorder):
             "num_channels": spec.num_channels,
         }
         is_gated = isinstance(spec, ConvSpec)
-        mixed = buffers.out if is_gated else buffers.mixed
+        common["mixed"] = mixed = buffers.out if is_gated else buffers.mixed
         self._record(
             mix_stage,
             MIX,
-            reads=[buffers.inputs],
             writes=[mixed],
             per_row=mix_pieces(spec.num_channels),
             is_gated=is_gated,
@@ -125,70 +111,53 @@ class TapeRecurrentOps(StageRecorder):
             conv_bias=weights.conv_bias,
             conv_len=spec.conv_len,
             conv_state=state.conv,
-            mixed=mixed,
             **common,
         )
-        common |= {"mixed": mixed, "memory": state.memory, "out": buffers.out}
-        if isinstance(weights, DeltaWeights) and isinstance(spec, DeltaSpec):
-            self._delta_rule(weights, spec, eps, buffers, common)
-        elif isinstance(weights, ScanWeights) and isinstance(spec, ScanSpec):
-            self._scan(weights, spec, eps, buffers, common)
-
-    def _delta_rule(
-        self, weights: DeltaWeights, spec: DeltaSpec, eps: float, buffers: RecurrentBuffers, common: dict[str, Any]
-    ) -> None:
-        self._record(
-            delta_rule_stage,
-            DELTA_RULE,
-            reads=[buffers.inputs, buffers.mixed],
-            writes=[buffers.out],
-            per_row=spec.num_v_heads,
-            num_k_heads=spec.num_k_heads,
-            num_v_heads=spec.num_v_heads,
-            k_dim=spec.k_dim,
-            v_dim=spec.v_dim,
-            decay=weights.decay,
-            decay_bias=weights.decay_bias,
-            norm=weights.norm,
-            eps=self._number(eps),
-            **common,
-        )
-
-    def _scan(
-        self, weights: ScanWeights, spec: ScanSpec, eps: float, buffers: RecurrentBuffers, common: dict[str, Any]
-    ) -> None:
-        self._record(
-            scan_stage,
-            SCAN,
-            reads=[buffers.inputs, buffers.mixed],
-            writes=[buffers.out],
-            per_row=spec.num_heads,
-            num_heads=spec.num_heads,
-            num_groups=spec.num_groups,
-            head_dim=spec.head_dim,
-            state_dim=spec.state_dim,
-            decay=weights.decay,
-            step_bias=weights.step_bias,
-            skip=weights.skip,
-            least_step=self._number(spec.least_step),
-            **common,
-        )
-        self._record(
-            gated_norm_stage,
-            GATED_NORM,
-            reads=[buffers.inputs, buffers.out],
-            writes=[buffers.out],
-            per_row=spec.num_groups,
-            num_rows=self._num_rows,
-            inputs=buffers.inputs,
-            in_width=spec.in_width,
-            gates_at=spec.num_channels,
-            norm=weights.norm,
-            eps=self._number(eps),
-            num_groups=spec.num_groups,
-            group_width=spec.out_width // spec.num_groups,
-            out=buffers.out,
-        )
+        if (memory := weights.memory) is None:
+            return
+        common |= {"decay": memory.decay, "step_bias": memory.step_bias, "memory": state.memory, "out": buffers.out}
+        if isinstance(spec, DeltaSpec):
+            self._record(
+                delta_rule_stage,
+                DELTA_RULE,
+                writes=[buffers.out],
+                per_row=spec.num_v_heads,
+                num_k_heads=spec.num_k_heads,
+                num_v_heads=spec.num_v_heads,
+                k_dim=spec.k_dim,
+                v_dim=spec.v_dim,
+                norm=memory.norm,
+                eps=self._eps,
+                **common,
+            )
+        elif isinstance(spec, ScanSpec):
+            self._record(
+                scan_stage,
+                SCAN,
+                writes=[buffers.out],
+                per_row=spec.num_heads,
+                num_heads=spec.num_heads,
+                num_groups=spec.num_groups,
+                head_dim=spec.head_dim,
+                state_dim=spec.state_dim,
+                skip=memory.skip,
+                least_step=self._number(spec.least_step),
+                **common,
+            )
+            self._record(
+                gated_norm_stage,
+                GATED_NORM,
+                writes=[buffers.out],
+                per_row=spec.num_groups,
+                inputs=buffers.inputs,
+                in_width=spec.in_width,
+                gates_at=spec.num_channels,
+                norm=memory.norm,
+                eps=self._eps,
+                num_groups=spec.num_groups,
+                group_width=spec.out_width // spec.num_groups,
+                out=buffers.out,
+            )
 
 
 def mix_pieces(num_channels: int) -> int:
@@ -245,7 +214,7 @@ def delta_rule_stage(arguments: int, piece: int, thread: int, unused: int) -> in
     tail = word_of(args.tail_ids, row)
     version, size = word_of(args.versions, tail), k_dim * v_dim
     decay = array_at(args.decay, num_v_heads, np.float32(0))[head]
-    decay_bias = array_at(args.decay_bias, num_v_heads, np.float32(0))[head]
+    step_bias = array_at(args.step_bias, num_v_heads, np.float32(0))[head]
     norm, eps = array_at(args.norm, v_dim, np.float32(0)), number_at(args.eps)
     before = floats_of(args.memory, (2 * tail + version) * num_v_heads + head, size)
     memory = floats_of(args.memory, (2 * tail + 1 - version) * num_v_heads + head, size)
@@ -261,7 +230,7 @@ def delta_rule_stage(arguments: int, piece: int, thread: int, unused: int) -> in
         v_at, z_at = 2 * k_width + head * v_dim, num_channels + head * v_dim
         numbers_at = num_channels + num_v_heads * v_dim
         write = sigmoid(inputs[numbers_at + head])
-        decay_factor = np.exp(-decay * softplus(inputs[numbers_at + num_v_heads + head] + decay_bias))
+        decay_factor = np.exp(-decay * softplus(inputs[numbers_at + num_v_heads + head] + step_bias))
         change[:], read[:] = 0.0, 0.0
         for i in range(k_dim):
             for j in range(v_dim):

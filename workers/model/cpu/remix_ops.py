@@ -2,7 +2,6 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from csattn.cpu.arguments import floats_of, number_at, words_at
 from csattn.cpu.jit import exact_kernel
@@ -61,7 +60,6 @@ class TapeRemixOps(StageRecorder):
         self._record(
             add_stage,
             ADD,
-            reads=[stream.hidden, buffers.streams, buffers.post, buffers.comb],
             writes=[buffers.streams],
             streams=buffers.streams,
             num=num,
@@ -74,7 +72,6 @@ class TapeRemixOps(StageRecorder):
         self._record(
             read_stage,
             READ,
-            reads=[buffers.streams, buffers.products],
             writes=[buffers.post, buffers.comb, stream.hidden, stream.scaled],
             streams=buffers.streams,
             num=num,
@@ -90,12 +87,8 @@ class TapeRemixOps(StageRecorder):
             hidden=stream.hidden,
             norm=readers.norm,
             out=stream.scaled,
-            eps=self._number(readers.eps),
+            eps=self._eps,
         )
-
-    def _linear(self, x: Tensor, linear: Linear, out: Tensor) -> None:
-        """Implemented by `TapeOps`."""
-        raise NotImplementedError
 
 
 def add_stage(arguments: int, row: int, thread: int, unused: int) -> int:

@@ -12,7 +12,7 @@ from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
 from workers.model.cpu.linear import add_up_rows
-from workers.model.cpu.linear_stage import activate
+from workers.model.cpu.linear_stage import NONE, activate
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise. eps, multiplier, scale and
 # cap are addresses of a float64.
@@ -38,14 +38,10 @@ PREPARE = (
     "eps",
     "centred",  # 1: the mean is subtracted from hidden before the norms
 )
-ROTATE = (
-    "qkv",  # [num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim], normed in place
+_OF_HEADS = (
     "num_q_heads",
-    "num_kv_heads",
     "head_dim",
     "q_norm",  # [head_dim], or 0
-    "k_norm",
-    "v_norm",  # [head_dim], or 0
     "together",  # 1: q_norm and k_norm apply to all heads together, [num_heads * head_dim]
     "after_rope",  # 1: the weights of q_norm and k_norm multiply after RoPE
     "eps",
@@ -54,29 +50,24 @@ ROTATE = (
     "q_scale",  # [num_rows], or 0
     "half",  # the number of pairs that RoPE rotates: the first 2 * half dimensions
     "interleaved",  # 1: dimensions 2i and 2i + 1 are a pair; 0: i and i + half
+    "q",  # [num_rows, num_q_heads, head_dim], written
+)
+ROTATE = (
+    *_OF_HEADS,
+    "qkv",  # [num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim], normed in place
+    "num_kv_heads",
+    "k_norm",  # as q_norm
+    "v_norm",  # [head_dim], or 0
     "tails",  # of the layer, [num_tails, num_kv_heads, tail_capacity, 2, head_dim], of the model's dtype
     "tail_capacity",
     "tail_ids",  # [num_rows] int64
     "tail_lens",  # [num_rows] int64
-    "q",  # [num_rows, num_q_heads, head_dim], written
 )
 PREDICT = (
+    *_OF_HEADS,
     "early",  # [num_rows, num_q_heads * head_dim]
-    "num_q_heads",
-    "head_dim",
-    "q_norm",
-    "together",
-    "after_rope",
-    "eps",
-    "cos",
-    "sin",
-    "q_scale",
-    "half",
-    "interleaved",
     "maps",  # [num_rows] addresses of [num_q_heads, head_dim + 1, head_dim]; 0: no prediction for the row
-    "q",  # [num_rows, num_q_heads, head_dim], written
 )
-ADD_NORMS = ("x", "norm", "other", "other_norm", "width", "eps")  # x = norm(x) + other_norm(other), rows of width
 COPY_ROWS = (
     "source",  # one layer's tails, [num_tails, num_kv_heads, tail_capacity, 2, head_dim], of the model's dtype
     "tails",  # another layer's tails, of the same shape, written
@@ -100,12 +91,10 @@ MAKE_INPUTS = (
     "out",  # [num_layers, max_rows, width], written
     "max_rows",
 )
-GATE_INPUT = ("gates", "activation", "layer_input", "width")  # gates = activation(gates) * layer_input, rows of width
-GATE = ("x", "gates", "width")  # [num_rows, width] both; x *= sigmoid(gates)
+GATE = ("x", "gates", "activation", "width")  # [num_rows, width] both; x *= activation(gates), for NONE sigmoid(gates)
 FINISH_LOGITS = ("logits", "vocab_size", "multiplier", "cap")  # logits: [num_rows, vocab_size], written; cap 0: none
 _embed_at, _prepare_at, _rotate_at = words_at(EMBED), words_at(PREPARE), words_at(ROTATE)
-_add_norms_at, _copy_rows_at = words_at(ADD_NORMS), words_at(COPY_ROWS)
-_make_inputs_at, _gate_input_at = words_at(MAKE_INPUTS), words_at(GATE_INPUT)
+_copy_rows_at, _make_inputs_at = words_at(COPY_ROWS), words_at(MAKE_INPUTS)
 _predict_at, _gate_at, _finish_logits_at = words_at(PREDICT), words_at(GATE), words_at(FINISH_LOGITS)
 
 
@@ -227,17 +216,6 @@ def predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     return 0
 
 
-def add_norms_stage(arguments: int, row: int, thread: int, unused: int) -> int:
-    args = _add_norms_at(arguments)
-    width, eps = args.width, number_at(args.eps)
-    x, other = floats_of(args.x, row, width), floats_of(args.other, row, width)
-    norm, other_norm = floats_of(args.norm, 0, width), floats_of(args.other_norm, 0, width)
-    scale, other_scale = inverse_rms(x, 0, width, eps), inverse_rms(other, 0, width, eps)
-    for i in range(width):
-        x[i] = x[i] * scale * norm[i] + other[i] * other_scale * other_norm[i]
-    return 0
-
-
 def copy_rows_stage(arguments: int, row: int, thread: int, like: Any) -> int:
     args, itemsize = _copy_rows_at(arguments), bytes_of(like)
     tail_id, place, width = word_of(args.tail_ids, row), word_of(args.tail_lens, row) - 1, args.row_width
@@ -268,25 +246,21 @@ def make_inputs_stage(arguments: int, row: int, thread: int, like: Any) -> int:
     return 0
 
 
-def gate_input_stage(arguments: int, row: int, thread: int, unused: int) -> int:
-    args = _gate_input_at(arguments)
-    gates, layer_input = floats_of(args.gates, row, args.width), floats_of(args.layer_input, row, args.width)
-    x, factors = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-    for first in range(0, args.width, LANES):
-        count = min(LANES, args.width - first)
-        for i in range(count):
-            x[i], factors[i] = gates[first + i], layer_input[first + i]
-        activate(args.activation, x, factors, 0, count)
-        for i in range(count):
-            gates[first + i] = x[i]
-    return 0
-
-
 def gate_stage(arguments: int, row: int, thread: int, unused: int) -> int:
     args = _gate_at(arguments)
     x, gates = floats_of(args.x, row, args.width), floats_of(args.gates, row, args.width)
-    for i in range(args.width):
-        x[i] /= np.float32(1.0) + np.exp(-gates[i])
+    if args.activation == NONE:
+        for i in range(args.width):
+            x[i] /= np.float32(1.0) + np.exp(-gates[i])
+        return 0
+    activated, factors = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    for first in range(0, args.width, LANES):
+        count = min(LANES, args.width - first)
+        for i in range(count):
+            activated[i], factors[i] = gates[first + i], x[first + i]
+        activate(args.activation, activated, factors, 0, count)
+        for i in range(count):
+            x[first + i] = activated[i]
     return 0
 
 

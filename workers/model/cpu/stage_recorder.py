@@ -8,9 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.cpu.addresses import Stage
+from csattn.cpu.addresses import KindStage, Stage
 from csattn.cpu.arguments import words_of
 from csattn.cpu.tape import Tape
+from csattn.models.spec import Activation
+from csattn.models.weights import Linear
+from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, groups_of_piece, linear_stage, num_groups
+from workers.model.cpu.quantized_products import FLOATS, FORMATS
 from workers.model.cpu.row_stages import PREPARE, prepare_stage
 from workers.model.ops import Readers, Stream
 
@@ -22,9 +26,10 @@ class StageRecorder:
     of one level are independent and run concurrently.
     """
 
-    def __init__(self, kind: str, num_rows: NDArray[np.int64], num_threads: int = 1) -> None:
-        """kind: the dtype of the model's weights. num_rows: [1], the rows of the next run. num_threads: of the team."""
-        self._kind, self._num_rows, self._num_threads = kind, num_rows, num_threads
+    def __init__(self, kind: str, num_rows: NDArray[np.int64], eps: float, num_threads: int = 1) -> None:
+        """kind: the dtype of the model's weights. num_rows: [1], the rows of the next run. eps: of all norms.
+        num_threads: of the team."""
+        self._kind, self._num_rows, self._num_threads, self._eps = kind, num_rows, num_threads, np.array([eps])
         self._recorded: list[_Stage] = []
         self._numbers: dict[float, NDArray[np.float64]] = {}
         self._levels = _Levels()
@@ -39,15 +44,54 @@ class StageRecorder:
         stage: Stage,
         names: tuple[str, ...],  # of its arguments, in order
         *,
-        reads: Sequence[Tensor],  # tensors that other stages write and this one reads
-        writes: Sequence[Tensor],
+        writes: Sequence[Tensor],  # it reads all tensors among its arguments
+        reads: Sequence[Tensor] = (),  # others, of which the arguments have the address
         fixed: int = 0,  # pieces, for any number of rows; 0: per_row pieces for each row
         per_row: int = 1,
         **values: Any,  # the arguments: numbers, arrays and tensors
     ) -> None:
         arguments = words_of(names, values)
-        level, held = self._levels.of(reads, writes), (*reads, *writes, *values.values())
+        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        level, held = self._levels.of([*reads, *tensors], writes), (*reads, *writes, *values.values())
         self._recorded.append(_Stage(stage, arguments, fixed, 0 if fixed else per_row, level, held))
+
+    def _linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        out: Tensor,  # its row stride may exceed its width
+        activation: Activation | None = None,
+        up: Linear | None = None,
+        multiplier: float | None = None,
+    ) -> None:
+        num_out, num_in = linear.weight.shape
+        both = (linear,) if up is None else (linear, up)
+        weights, scales, format, group_size = weights_of_product(both)
+        groups = groups_of_piece(num_out, self._num_threads)
+        self._record(
+            KindStage(linear_stage, str(linear.weight.dtype).removeprefix("torch.")),  # may not be the model's dtype
+            LINEAR,
+            reads=[] if multiplier is None else [out],
+            writes=[out],
+            fixed=-(-num_groups(num_out) // groups),
+            num_rows=self._num_rows,
+            x=x,
+            num_in=num_in,
+            format=format,
+            group_size=group_size,
+            weight=weights[0],
+            scales=scales[0],
+            bias=linear.bias,
+            activation=ACTIVATIONS.index(activation),
+            up_weight=None if up is None else weights[1],
+            up_scales=None if up is None else scales[1],
+            up_bias=None if up is None else up.bias,
+            num_out=num_out,
+            groups=groups,
+            out=out.data_ptr(),
+            out_width=out.stride(0),
+            multiplier=None if multiplier is None else self._number(multiplier),
+        )
 
     def _prepare(
         self,
@@ -59,15 +103,11 @@ class StageRecorder:
         scale: float = 1.0,
     ) -> None:
         """Record the stage that adds norm(added) to the stream, if given, and norms it for its next readers."""
+        changed = [stream.hidden] if stream.centred or added is not None else []
         self._record(
             prepare_stage,
             PREPARE,
-            reads=[stream.hidden] if added is None else [stream.hidden, added],
-            writes=[
-                stream.scaled,
-                stream.scaled_ahead,
-                *([stream.hidden] if stream.centred or added is not None else []),
-            ],
+            writes=[stream.scaled, stream.scaled_ahead, *changed],
             hidden=stream.hidden,
             width=stream.hidden.shape[1],
             added=added,
@@ -78,13 +118,28 @@ class StageRecorder:
             out=stream.scaled,
             norm_ahead=readers.ahead,
             out_ahead=stream.scaled_ahead,
-            eps=self._number(readers.eps),
+            eps=self._eps,
             centred=stream.centred,
         )
 
     def _number(self, value: float) -> NDArray[np.float64]:
         """Return an array that holds the number, for stages to read by its address."""
         return self._numbers.setdefault(value, np.array([value]))
+
+
+def weights_of_product(linears: Sequence[Linear]) -> tuple[list[Tensor], list[Tensor | None], int, int]:
+    """Return the weights and scales of linear layers that one stage multiplies, their format's number and group size.
+
+    They are quantized weights if all layers have them in the same format, with the same group size and their inputs in
+    the original order; else floats.
+    """
+    quantized = [x.quantized for x in linears if x.quantized is not None]
+    quantized = [x for x in quantized if x.format in FORMATS and x.order is None]
+    kinds = {(x.format, x.group_size) for x in quantized}
+    if len(quantized) < len(linears) or len(kinds) > 1:
+        return [x.weight for x in linears], [None for _ in linears], FLOATS, 0
+    [(format, group_size)] = kinds
+    return [x.words for x in quantized], [x.scales.contiguous() for x in quantized], FORMATS.index(format), group_size
 
 
 class RowTape:

@@ -10,35 +10,31 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.cpu.addresses import KindStage
+from csattn.models.query import Rotation
 from csattn.models.spec import Activation, Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights, Linear
 from workers.model.cpu.expert_ops import TapeExpertOps
 from workers.model.cpu.latent_ops import TapeLatentOps
-from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, groups_of_piece, linear_stage, num_groups
-from workers.model.cpu.quantized_products import FLOATS, FORMATS
+from workers.model.cpu.linear_stage import ACTIVATIONS
 from workers.model.cpu.recurrent_ops import TapeRecurrentOps
 from workers.model.cpu.remix_ops import TapeRemixOps
 from workers.model.cpu.row_stages import (
-    ADD_NORMS,
     COPY_ROWS,
     EMBED,
     FINISH_LOGITS,
     GATE,
-    GATE_INPUT,
     MAKE_INPUTS,
     PREDICT,
     ROTATE,
-    add_norms_stage,
     copy_rows_stage,
     embed_stage,
     finish_logits_stage,
-    gate_input_stage,
     gate_stage,
     make_inputs_stage,
     predict_stage,
     rotate_stage,
 )
-from workers.model.ops import Normed, Readers, Rotation, Stream
+from workers.model.ops import Normed, Readers, Stream
 
 
 class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
@@ -63,7 +59,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self._record(
             KindStage(embed_stage, self._kind),
             EMBED,
-            reads=[],
             writes=[stream.hidden],
             token_ids=rows.token_ids,
             embedding=embedding,
@@ -79,19 +74,21 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
     ) -> None:
         pass
 
-    def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
+    def linear(
+        self,
+        x: Normed,
+        linears: Sequence[Linear],
+        out: Tensor,
+        activation: Activation | None = None,
+        gated: bool = False,
+    ) -> None:
+        if gated:
+            gate, up = linears
+            return self._linear(x.x, gate, out, activation, up)
         column = 0
         for linear in linears:
-            self._linear(x.x, linear, out[:, column:])
+            self._linear(x.x, linear, out[:, column:], activation)
             column += len(linear.weight)
-
-    def mlp(self, x: Normed, gate_up: Sequence[Linear], gated: bool, activation: Activation, out: Tensor) -> None:
-        *gate, up = gate_up
-        assert len(gate) == gated
-        if gated:
-            self._linear(x.x, gate[0], out, activation, up)
-        else:
-            self._linear(x.x, up, out, activation)
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         self._linear(x, linear, stream.hidden, multiplier=multiplier)
@@ -101,7 +98,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self,
         x: Tensor,
         norm: Tensor | None,
-        eps: float,
         multiplier: float,
         scale: float,
         stream: Stream,
@@ -114,7 +110,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self,
         qkv: Tensor,
         norms: HeadNorms | None,
-        eps: float,
         rotation: Rotation | None,
         rows: StepRows,
         tail: Tensor | None,
@@ -124,7 +119,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self._record(
             KindStage(rotate_stage, self._kind),
             ROTATE,
-            reads=[qkv],
             writes=[qkv, q, *([] if tail is None else [tail])],
             qkv=qkv,
             num_kv_heads=num_kv_heads,
@@ -134,15 +128,18 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             tail_capacity=tail_capacity,
             tail_ids=rows.tail_ids,
             tail_lens=rows.tail_lens,
-            **self._of_heads(norms, eps, rotation, q),
+            **self._of_heads(norms, rotation, q),
         )
 
-    def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
-        self._prepare(replace(stream, scaled=out, scaled_ahead=out, centred=False), Readers(norm, None, eps))
+    def read_normed(self, stream: Stream, norm: Tensor, out: Tensor) -> Normed:
+        self._prepare(replace(stream, scaled=out, scaled_ahead=out, centred=False), Readers(norm))
         return Normed(out)
 
-    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor) -> None:
-        self._prepare(Stream(x, out, out, out), Readers(norm, None, eps))
+    def norm(self, x: Tensor, norm: Tensor, out: Tensor, adds: bool = False) -> None:
+        if adds:
+            self._prepare(Stream(out, out, out, out), Readers(None), x, norm)
+        else:
+            self._prepare(Stream(x, out, out, out), Readers(norm))
 
     def grouped(self, x: Tensor, linear: Linear, out: Tensor) -> None:
         num_out = out.shape[1] // len(x)
@@ -150,26 +147,11 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             start = group * num_out
             self._linear(of_group, linear.outputs(start, start + num_out), out[:, start:])
 
-    def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
-        self._record(
-            add_norms_stage,
-            ADD_NORMS,
-            reads=[x, other],
-            writes=[x],
-            x=x,
-            norm=norm,
-            other=other,
-            other_norm=other_norm,
-            width=x.shape[1],
-            eps=self._number(eps),
-        )
-
     def copy_rows(self, source: Tensor, tail: Tensor, rows: StepRows) -> None:
         _, num_kv_heads, tail_capacity, _, head_dim = tail.shape
         self._record(
             KindStage(copy_rows_stage, self._kind),
             COPY_ROWS,
-            reads=[source],
             writes=[tail],
             source=source,
             tails=tail,
@@ -180,12 +162,11 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             tail_lens=rows.tail_lens,
         )
 
-    def make_inputs(self, projected: Tensor, weights: InputWeights, eps: float, rows: StepRows, out: Tensor) -> None:
+    def make_inputs(self, projected: Tensor, weights: InputWeights, rows: StepRows, out: Tensor) -> None:
         num_layers, max_rows, width = out.shape
         self._record(
             KindStage(make_inputs_stage, self._kind),
             MAKE_INPUTS,
-            reads=[projected],
             writes=[projected, out],
             projected=projected,
             num_layers=num_layers,
@@ -196,32 +177,19 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             vocab_size=len(weights.table),
             scale=self._number(weights.scale),
             table_scale=self._number(weights.table_scale),
-            eps=self._number(eps),
+            eps=self._eps,
             out=out,
             max_rows=max_rows,
         )
 
-    def gate_input(self, gates: Tensor, activation: Activation, layer_input: Tensor) -> None:
-        self._record(
-            gate_input_stage,
-            GATE_INPUT,
-            reads=[gates, layer_input],
-            writes=[gates],
-            gates=gates,
-            activation=ACTIVATIONS.index(activation),
-            layer_input=layer_input,
-            width=gates.shape[1],
-        )
-
-    def gate(self, x: Tensor, gates: Tensor) -> None:
-        width = x.shape[1]
-        self._record(gate_stage, GATE, reads=[x, gates], writes=[x], x=x, gates=gates, width=width)
+    def gate(self, x: Tensor, gates: Tensor, activation: Activation | None = None) -> None:
+        kind, width = ACTIVATIONS.index(activation), x.shape[1]
+        self._record(gate_stage, GATE, writes=[x], x=x, gates=gates, activation=kind, width=width)
 
     def predict_query(
         self,
         early: Tensor,
         norms: HeadNorms | None,
-        eps: float,
         maps: NDArray[np.int64],
         rotation: Rotation | None,
         rows: StepRows,
@@ -230,19 +198,17 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
         self._record(
             predict_stage,
             PREDICT,
-            reads=[early],
             writes=[q],
             per_row=q.shape[1],
             early=early,
             maps=maps,
-            **self._of_heads(norms, eps, rotation, q),
+            **self._of_heads(norms, rotation, q),
         )
 
     def finish_logits(self, logits: Tensor, multiplier: float, cap: float | None) -> None:
         self._record(
             finish_logits_stage,
             FINISH_LOGITS,
-            reads=[logits],
             writes=[logits],
             logits=logits,
             vocab_size=logits.shape[1],
@@ -253,45 +219,7 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
     def argmax(self, logits: Tensor, next_ids: Tensor) -> None:
         pass
 
-    def _linear(
-        self,
-        x: Tensor,
-        linear: Linear,
-        out: Tensor,  # its row stride may exceed its width
-        activation: str = "none",
-        up: Linear | None = None,
-        multiplier: float | None = None,
-    ) -> None:
-        num_out, num_in = linear.weight.shape
-        both = (linear,) if up is None else (linear, up)
-        weights, scales, format, group_size = weights_of_product(both)
-        groups = groups_of_piece(num_out, self._num_threads)
-        self._record(
-            KindStage(linear_stage, str(linear.weight.dtype).removeprefix("torch.")),  # may not be the model's dtype
-            LINEAR,
-            reads=[x] if multiplier is None else [x, out],
-            writes=[out],
-            fixed=-(-num_groups(num_out) // groups),
-            num_rows=self._num_rows,
-            x=x,
-            num_in=num_in,
-            format=format,
-            group_size=group_size,
-            weight=weights[0],
-            scales=scales[0],
-            bias=linear.bias,
-            activation=ACTIVATIONS.index(activation),
-            up_weight=None if up is None else weights[1],
-            up_scales=None if up is None else scales[1],
-            up_bias=None if up is None else up.bias,
-            num_out=num_out,
-            groups=groups,
-            out=out.data_ptr(),
-            out_width=out.stride(0),
-            multiplier=None if multiplier is None else self._number(multiplier),
-        )
-
-    def _of_heads(self, norms: HeadNorms | None, eps: float, rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
+    def _of_heads(self, norms: HeadNorms | None, rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
         _, num_q_heads, head_dim = q.shape
         return {
             "num_q_heads": num_q_heads,
@@ -299,7 +227,7 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             "q_norm": None if norms is None else norms.q,
             "together": norms is not None and len(norms.q) > head_dim,
             "after_rope": norms is not None and norms.after_rope,
-            "eps": self._number(eps),
+            "eps": self._eps,
             "cos": None if rotation is None else rotation.cos,
             "sin": None if rotation is None else rotation.sin,
             "q_scale": None if rotation is None else rotation.q_scale,
@@ -307,18 +235,3 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             "interleaved": rotation is not None and rotation.interleaved,
             "q": q,
         }
-
-
-def weights_of_product(linears: Sequence[Linear]) -> tuple[list[Tensor], list[Tensor | None], int, int]:
-    """Return the weights and scales of linear layers that one stage multiplies, their format's number and group size.
-
-    They are quantized weights if all layers have them in the same format, with the same group size and their inputs in
-    the original order; else floats.
-    """
-    quantized = [x.quantized for x in linears if x.quantized is not None]
-    quantized = [x for x in quantized if x.format in FORMATS and x.order is None]
-    kinds = {(x.format, x.group_size) for x in quantized}
-    if len(quantized) < len(linears) or len(kinds) > 1:
-        return [x.weight for x in linears], [None for _ in linears], FLOATS, 0
-    [(format, group_size)] = kinds
-    return [x.words for x in quantized], [x.scales.contiguous() for x in quantized], FORMATS.index(format), group_size

@@ -134,20 +134,21 @@ def sum_parts_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def experts_kernel(
-    x,  # [num_rows, num_k]; NORMED: hidden * norm weight, not yet divided by the row's root mean square
+    x,  # [num_rows, num_k], or [num_rows, NUM_CHOSEN, num_k] when BY_PAIR; NORMED: as in `linear_kernel`
     squares,  # as in `linear_kernel`
-    w,  # [num_experts, 2 * num_out, num_k]: gates, then ups; gates alone, [num_experts, num_out, num_k], if not GATED
-    bias,  # [num_experts, 2 * num_out], or w when not HAS_BIAS; only for GATED
+    w,  # [num_experts, num_out, num_k]; when GATED [num_experts, 2 * num_out, num_k]: gates, then ups
+    bias,  # [num_experts, num_out (* 2 when GATED)], or w when not HAS_BIAS
     chosen,  # [num_rows, NUM_CHOSEN] int32
-    shares,  # [num_rows, NUM_CHOSEN] float32: factors of x when ON_INPUT
-    out,  # [num_rows, NUM_CHOSEN, num_out] <- activation(gate) * up, or activation(gate)
+    shares,  # [num_rows, NUM_CHOSEN] float32: factors, by SHARES
+    out,  # [num_rows, NUM_CHOSEN, num_out] <- activation(gate) * up, or activation(product)
     num_rows,
     num_out,
     num_k,
     num_squares,
     eps,
     NORMED: tl.constexpr,
-    ON_INPUT: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    SHARES: tl.constexpr,  # "none", or of what the shares are factors: "input" or "output"
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -173,15 +174,16 @@ def experts_kernel(
     for first in range(0, count, BLOCK_M):
         pair, there = _some_pairs(is_chosen, rank, count, first, BLOCK_PAIRS, BLOCK_M)
         row = pair // NUM_CHOSEN
-        w_at, x_at = w + weight_row[:, None] * num_k, x + row[None, :] * num_k
+        w_at, x_at = w + weight_row[:, None] * num_k, x + (pair if BY_PAIR else row)[None, :] * num_k
         acc = _product(w_at, x_at, there, num_k, BLOCK_M, BLOCK_N, BLOCK_K, DOT_PRECISION)
         if NORMED:
             s = tl.arange(0, BLOCK_SQUARES)
             seen = (s < num_squares)[:, None] & there[None, :]
             parts = tl.load(squares + s[:, None] * num_rows + row[None, :], mask=seen, other=0.0)
             acc = acc * tl.math.rsqrt(tl.sum(parts, axis=0) / num_k + eps)[None, :]
-        if ON_INPUT:
-            acc = acc * tl.load(shares + pair, mask=there, other=0.0)[None, :]
+        share = tl.load(shares + pair, mask=there, other=0.0)[None, :] if SHARES != "none" else 1.0
+        if SHARES == "input":
+            acc = acc * share
         if HAS_BIAS:
             acc += biases[:, None]
         if GATED:
@@ -189,48 +191,10 @@ def experts_kernel(
             value = gated_by(gate, up, ACTIVATION)
         else:
             value = activated(acc, ACTIVATION)
+        if SHARES == "output":
+            value = value * share
         inside = (n < num_out)[:, None] & there[None, :]
         tl.store(out + pair[None, :] * num_out + n[:, None], value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def experts_down_kernel(
-    x,  # [num_rows, NUM_CHOSEN, num_k]
-    w,  # [num_experts, num_out, num_k]
-    bias,  # [num_experts, num_out], or w when not HAS_BIAS
-    chosen,  # [num_rows, NUM_CHOSEN] int32
-    shares,  # [num_rows, NUM_CHOSEN] float32: factors of the product unless ON_INPUT
-    out,  # [num_rows, NUM_CHOSEN, num_out] <-
-    num_rows,
-    num_out,
-    num_k,
-    ON_INPUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-    DOT_PRECISION: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    expert = tl.program_id(1)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight_row = expert.to(tl.int64) * num_out + tl.minimum(n, num_out - 1)
-    biases = tl.load(bias + weight_row).to(tl.float32) if HAS_BIAS else 0.0
-    wait_for_earlier(PDL)
-    is_chosen, rank, count = _pairs_of(chosen, expert, num_rows * NUM_CHOSEN, BLOCK_PAIRS)
-    for first in range(0, count, BLOCK_M):
-        pair, there = _some_pairs(is_chosen, rank, count, first, BLOCK_PAIRS, BLOCK_M)
-        w_at, x_at = w + weight_row[:, None] * num_k, x + pair[None, :] * num_k
-        acc = _product(w_at, x_at, there, num_k, BLOCK_M, BLOCK_N, BLOCK_K, DOT_PRECISION)
-        if HAS_BIAS:
-            acc += biases[:, None]
-        if not ON_INPUT:
-            acc = acc * tl.load(shares + pair, mask=there, other=0.0)[None, :]
-        inside = (n < num_out)[:, None] & there[None, :]
-        tl.store(out + pair[None, :] * num_out + n[:, None], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

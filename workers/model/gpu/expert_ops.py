@@ -1,15 +1,14 @@
 """Launches of the operations of MoE layers: in Triton, and in CUDA C for weights of 8 or 4 bits."""
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.models.spec import ExpertsSpec
+from csattn.models.quantized_weight import QuantizedWeight
+from csattn.models.spec import Activation, ExpertsSpec
 from csattn.models.weights import ExpertWeights
-from workers.model.gpu.expert_kernels import choose_kernel, experts_down_kernel, experts_kernel, sum_parts_kernel
+from workers.model.gpu.expert_kernels import choose_kernel, experts_kernel, sum_parts_kernel
 from workers.model.gpu.quantized_ops import QuantizedOps
 from workers.model.gpu.stream_ops import TritonStreamOps
 from workers.model.gpu.tiles import BLOCK_N
@@ -48,47 +47,12 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
 
     def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers) -> None:
         """Gates and ups, if there are any, must be parts of one matrix, as `take_weights` joins them."""
-        width, squares, bias = spec.intermediate_size, x.squares, weights.gate_bias
-        if (quantized := weights.quantized) is not None:
-            shares = buffers.shares if spec.on_input else None
-            self._multiply_experts(
-                x,
-                quantized.gate_up,
-                bias,
-                buffers.chosen,
-                False,
-                shares,
-                None,
-                buffers.gated,
-                spec.gated,
-                spec.activation,
-            )
-            return
-        num_squares = 1 if squares is None else len(squares)
-        if weights.ups is not None:
+        if weights.quantized is None and weights.ups is not None:
             assert weights.ups.data_ptr() - weights.gates.data_ptr() == weights.gates[0].nbytes
-        experts_kernel[(triton.cdiv((1 + spec.gated) * width, BLOCK_N), spec.num_experts)](
-            x.x,
-            x.x if squares is None else squares,
-            weights.gates,
-            weights.gates if bias is None else bias,
-            buffers.chosen,
-            buffers.shares,
-            buffers.gated,
-            len(x.x),
-            width,
-            x.x.shape[1],
-            num_squares,
-            x.eps,
-            NORMED=squares is not None,
-            ON_INPUT=spec.on_input,
-            ACTIVATION=spec.activation,
-            GATED=spec.gated,
-            HAS_BIAS=bias is not None,
-            BLOCK_SQUARES=triton.next_power_of_2(num_squares),
-            **_expert_constants(weights.gates, spec, len(x.x)),
-            **self._launch(),
-        )
+        quantized = None if weights.quantized is None else weights.quantized.gate_up
+        shares = "input" if spec.on_input else "none"
+        matrices = weights.gates, quantized, weights.gate_bias
+        self._experts(x, *matrices, spec, buffers, shares, buffers.gated, spec.activation, spec.gated)
 
     def experts_add(
         self,
@@ -100,7 +64,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
         readers: Readers,
     ) -> None:
         self._write_parts(weights, spec, buffers)
-        self._add_parts(buffers.parts, spec.num_chosen, None, 0.0, multiplier, 1.0, stream, readers)
+        self._add_parts(buffers.parts, spec.num_chosen, None, multiplier, 1.0, stream, readers)
 
     def experts_out(
         self, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers, out: Tensor, adds: bool = False
@@ -120,39 +84,58 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
 
     def _write_parts(self, weights: ExpertWeights, spec: ExpertsSpec, buffers: ExpertBuffers) -> None:
         """Write the output of each of a row's experts to `buffers.parts`."""
-        hidden_size, bias = buffers.parts.shape[2], weights.down_bias
-        if (quantized := weights.quantized) is not None:
-            gated = Normed(buffers.gated.flatten(0, 1))
-            shares = None if spec.on_input else buffers.shares
-            self._multiply_experts(
-                gated, quantized.down, bias, buffers.chosen, True, None, shares, buffers.parts, False, "none"
+        quantized = None if weights.quantized is None else weights.quantized.down
+        gated, shares = Normed(buffers.gated.flatten(0, 1)), "none" if spec.on_input else "output"
+        self._experts(gated, weights.down, quantized, weights.down_bias, spec, buffers, shares, buffers.parts)
+
+    def _experts(
+        self,
+        x: Normed,  # [batch_size, num_in], or [batch_size * num_chosen, num_in]
+        weight: Tensor,  # [num_experts, outputs of one, num_in]
+        quantized: QuantizedWeight | None,  # of all experts, one below the other: read instead
+        bias: Tensor | None,  # [num_experts, outputs of one], contiguous
+        spec: ExpertsSpec,
+        buffers: ExpertBuffers,  # `chosen` and `shares` are read
+        shares: str,  # "none", or of what the shares are factors: "input" or "output"
+        out: Tensor,  # [batch_size, num_chosen, outputs, or half as many if gated] <-
+        activation: Activation | None = None,
+        gated: bool = False,
+    ) -> None:
+        if quantized is not None:
+            in_shares, out_shares = (buffers.shares if shares == of else None for of in ("input", "output"))
+            chosen_early = out is buffers.parts  # products with gates have waited for the kernel that wrote it
+            return self._multiply_experts(
+                x, quantized, bias, buffers.chosen, chosen_early, in_shares, out_shares, out, activation, gated
             )
-            return
-        experts_down_kernel[(triton.cdiv(hidden_size, BLOCK_N), spec.num_experts)](
-            buffers.gated,
-            weights.down,
-            weights.down if bias is None else bias,
+        squares, (batch_size, num_chosen, num_out) = x.squares, out.shape
+        num_squares = 1 if squares is None else len(squares)
+        experts_kernel[(triton.cdiv((1 + gated) * num_out, BLOCK_N), spec.num_experts)](
+            x.x,
+            x.x if squares is None else squares,
+            weight,
+            weight if bias is None else bias,
             buffers.chosen,
             buffers.shares,
-            buffers.parts,
-            len(buffers.gated),
-            hidden_size,
-            spec.intermediate_size,
-            ON_INPUT=spec.on_input,
+            out,
+            batch_size,
+            num_out,
+            x.x.shape[1],
+            num_squares,
+            self._eps,
+            NORMED=squares is not None,
+            BY_PAIR=out is buffers.parts,
+            SHARES=shares,
+            ACTIVATION=activation or "none",
+            GATED=gated,
             HAS_BIAS=bias is not None,
-            **_expert_constants(weights.down, spec, len(buffers.gated)),
+            NUM_CHOSEN=num_chosen,
+            BLOCK_PAIRS=triton.next_power_of_2(batch_size * num_chosen),
+            BLOCK_SQUARES=triton.next_power_of_2(num_squares),
+            BLOCK_M=16,
+            BLOCK_N=BLOCK_N,
+            BLOCK_K=256 // weight.element_size(),
+            DOT_PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
+            num_warps=4,
+            num_stages=4,
             **self._launch(),
         )
-
-
-def _expert_constants(weight: Tensor, spec: ExpertsSpec, batch_size: int) -> dict[str, Any]:
-    return {
-        "NUM_CHOSEN": spec.num_chosen,
-        "BLOCK_PAIRS": triton.next_power_of_2(batch_size * spec.num_chosen),
-        "BLOCK_M": 16,
-        "BLOCK_N": BLOCK_N,
-        "BLOCK_K": 256 // weight.element_size(),
-        "DOT_PRECISION": "ieee" if weight.dtype == torch.float32 else "tf32",
-        "num_warps": 4,
-        "num_stages": 4,
-    }

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from csattn.cuda.triton_start import wait_for_earlier
+from workers.model.gpu.linear_kernels import activated
 
 
 @triton.jit
@@ -234,10 +235,11 @@ def _weighted(first, second, weights, first_at, second_at, inside):
 
 
 @triton.jit
-def gate_kernel(x, gates, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """x *= sigmoid(gates), both of `num` elements."""
+def gate_kernel(x, gates, num, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """x *= activation(gates), both of `num` elements."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait_for_earlier(PDL)
     value = tl.load(x + i, mask=i < num, other=0.0).to(tl.float32)
     gate = tl.load(gates + i, mask=i < num, other=0.0).to(tl.float32)
-    tl.store(x + i, (value * tl.sigmoid(gate)).to(x.dtype.element_ty), mask=i < num)
+    factor = tl.sigmoid(gate) if ACTIVATION == "sigmoid" else activated(gate, ACTIVATION)
+    tl.store(x + i, (value * factor).to(x.dtype.element_ty), mask=i < num)

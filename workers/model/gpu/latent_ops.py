@@ -8,12 +8,13 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.latent import EPS
-from csattn.models.spec import LatentSpec
+from csattn.models.latent_spec import LatentSpec
+from csattn.models.query import Rotation
 from csattn.models.weights import LatentWeights
 from workers.model.gpu.latent_kernels import append_latents_kernel, heads_product_kernel, make_latent_queries_kernel
 from workers.model.gpu.stream_ops import Launches
 from workers.model.gpu.tiles import BLOCK_N
-from workers.model.ops import LatentBuffers, Rotation
+from workers.model.ops import LatentBuffers
 
 
 class TritonLatentOps(Launches):

@@ -22,8 +22,7 @@ _MAX_MULTIPLIERS, _FINISHERS = 8, 2  # warps of a block
 _MAX_STAGES, _BARRIER_BYTES = 3, 1 << 10
 _ROWS = 1, 2, 4, QUANTIZED_ROWS  # numbers of rows of a block for which kernels are compiled
 _FORMATS = get_args(WeightFormat)
-_ACTIVATIONS = "none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped", "limited"
-assert set(_ACTIVATIONS) == {"none", *get_args(Activation)}
+_ACTIVATIONS: tuple[Activation | None, ...] = (None, *get_args(Activation))  # in the order of `quantized.cuh`
 _MAX_PAIRS = 1024  # of a row of a step and one of its experts
 
 
@@ -34,7 +33,13 @@ class QuantizedOps(Launches):
     """
 
     def _multiply(
-        self, x: Normed, linear: Linear, weight: QuantizedWeight, out: Tensor, gated: bool, activation: str
+        self,
+        x: Normed,
+        linear: Linear,
+        weight: QuantizedWeight,
+        out: Tensor,
+        activation: Activation | None,
+        gated: bool,
     ) -> None:
         num_squares = 0 if x.squares is None else len(x.squares)
         self._run(
@@ -49,7 +54,7 @@ class QuantizedOps(Launches):
             *out.shape,
             weight.num_in,
             num_squares,
-            x.eps,
+            self._eps,
             int(gated),
             _ACTIVATIONS.index(activation),
         )
@@ -85,8 +90,8 @@ class QuantizedOps(Launches):
         in_shares: Tensor | None,  # [batch_size, num_chosen] float32: factors of inputs
         out_shares: Tensor | None,  # [batch_size, num_chosen] float32: factors of outputs
         out: Tensor,  # [batch_size, num_chosen, outputs] <-
-        gated: bool,
-        activation: str,
+        activation: Activation | None = None,
+        gated: bool = False,
     ) -> None:
         num_pairs, num_out, rows = chosen.numel(), out.shape[2], min(QUANTIZED_ROWS, len(chosen))
         assert num_pairs <= _MAX_PAIRS, f"{num_pairs} pairs of a row and an expert, a kernel sorts {_MAX_PAIRS}"
@@ -110,7 +115,7 @@ class QuantizedOps(Launches):
             num_out,
             weight.num_in,
             0 if x.squares is None else len(x.squares),
-            x.eps,
+            self._eps,
             int(gated),
             _ACTIVATIONS.index(activation),
         )

@@ -84,7 +84,7 @@ def delta_rule_kernel(
     inputs,  # [num_rows, in_width]: after the channels come the gates, then how much is written and forgotten
     mixed,  # [num_rows, num_channels]: queries, keys, values
     decay,  # [NUM_V_HEADS] float32
-    decay_bias,
+    step_bias,
     norm,  # [V_DIM] float32
     tail_lens,
     tail_ids,
@@ -112,7 +112,7 @@ def delta_rule_kernel(
     j = tl.arange(0, BLOCK_V)
     is_k, is_v = i < K_DIM, j < V_DIM
     weights = tl.load(norm + j, mask=is_v, other=0.0)
-    head_decay, head_bias = tl.load(decay + head), tl.load(decay_bias + head)
+    head_decay, head_bias = tl.load(decay + head), tl.load(step_bias + head)
     wait_for_earlier(PDL)
     if is_first:
         version = tl.load(versions + tail)

@@ -62,7 +62,7 @@ class TritonRemixOps(Launches):
                 hidden,
                 *prepared,
             ),
-            *(len(stream.squares), num_parts, num_out, hidden_size, readers.eps, spec.eps, spec.iterations),
+            *(len(stream.squares), num_parts, num_out, hidden_size, self._eps, spec.eps, spec.iterations),
             JOINS=weights.joins,
             NUM=num,
             BLOCK_NUM=block_num,

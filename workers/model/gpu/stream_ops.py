@@ -10,7 +10,6 @@ from csattn.batch import StepRows
 from csattn.cuda import limits
 from workers.model.gpu.token_kernels import (
     add_normed_kernel,
-    add_norms_kernel,
     begin_kernel,
     norm_kernel,
 )
@@ -26,7 +25,9 @@ class Launches:
     reads what that one writes, and lets the next one start only after it has waited itself.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, eps: float) -> None:
+        """eps: of all norms of the model."""
+        self._eps = eps
         self._on_gpu = device.type == "cuda"  # else Triton's interpreter runs the kernels
         self._starts_early = self._on_gpu and limits().is_hopper
         self._chained = False
@@ -48,8 +49,8 @@ class Launches:
 class TritonStreamOps(Launches):
     """The part of `TritonOps` for the residual stream."""
 
-    def norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor) -> None:
-        self._norm(x, norm, eps, out, is_whole=True)
+    def norm(self, x: Tensor, norm: Tensor, out: Tensor, adds: bool = False) -> None:
+        self._norm(x, norm, out, adds=adds)
 
     def begin(
         self,
@@ -75,43 +76,29 @@ class TritonStreamOps(Launches):
         self,
         x: Tensor,
         norm: Tensor | None,
-        eps: float,
         multiplier: float,
         scale: float,
         stream: Stream,
         readers: Readers,
     ) -> None:
-        self._add_parts(x, 1, norm, eps, multiplier, scale, stream, readers)
+        self._add_parts(x, 1, norm, multiplier, scale, stream, readers)
 
-    def read_normed(self, stream: Stream, norm: Tensor, eps: float, out: Tensor) -> Normed:
-        self._norm(stream.hidden, norm, eps, out, is_whole=False)
-        return Normed(out, stream.squares, eps)
+    def read_normed(self, stream: Stream, norm: Tensor, out: Tensor) -> Normed:
+        self._norm(stream.hidden, norm, out, is_whole=False)
+        return Normed(out, stream.squares)
 
-    def add_norms(self, x: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor, eps: float) -> None:
-        batch_size, hidden_size = x.shape
-        add_norms_kernel[(batch_size,)](
-            x,
-            norm,
-            other,
-            other_norm,
-            hidden_size,
-            eps,
-            BLOCK=triton.next_power_of_2(hidden_size),
-            num_warps=8,
-            **self._launch(),
-        )
-
-    def _norm(self, x: Tensor, norm: Tensor, eps: float, out: Tensor, is_whole: bool) -> None:
+    def _norm(self, x: Tensor, norm: Tensor, out: Tensor, is_whole: bool = True, adds: bool = False) -> None:
         num_rows, width = out.shape
         block = triton.next_power_of_2(width)
-        norm_kernel[(num_rows,)](x, norm, out, width, eps, is_whole, BLOCK=block, num_warps=8, **self._launch())
+        norm_kernel[(num_rows,)](
+            x, norm, out, width, self._eps, is_whole, adds, BLOCK=block, num_warps=8, **self._launch()
+        )
 
     def _add_parts(
         self,
         x: Tensor,  # [batch_size, num_parts, hidden_size]; [batch_size, hidden_size] for one part
         num_parts: int,
         norm: Tensor | None,
-        eps: float,
         multiplier: float,
         scale: float,
         stream: Stream,
@@ -128,7 +115,7 @@ class TritonStreamOps(Launches):
             *stream_arguments(stream, readers),
             stream.squares.shape[0],
             hidden_size,
-            eps,
+            self._eps,
             multiplier,
             scale,
             *memory,

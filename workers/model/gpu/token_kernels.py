@@ -50,6 +50,37 @@ def begin_kernel(
 
 
 @triton.jit
+def make_inputs_kernel(
+    projected,  # [num_rows, num_layers, width]
+    norm,  # [width] float32
+    token_ids,  # [num_rows] int64
+    table,  # [vocab_size, num_layers, width]
+    out,  # [num_layers, num_rows, width] <-
+    width,
+    eps,
+    scale,
+    table_scale,
+    BLOCK: tl.constexpr,  # at least width
+    PDL: tl.constexpr,
+):
+    """The layers' own inputs of each token, besides the stream: see `csattn.models.weights.InputWeights`."""
+    row = tl.program_id(0)
+    layer = tl.program_id(1)
+    num_layers = tl.num_programs(1)
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    weight = tl.load(norm + i, mask=inside, other=0.0)
+    wait_for_earlier(PDL)
+    token_id = tl.load(token_ids + row)
+    own = tl.load(table + (token_id * num_layers + layer) * width + i, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(projected + (row * num_layers + layer) * width + i, mask=inside, other=0.0).to(tl.float32) * scale
+    value = value * tl.math.rsqrt(tl.sum(value * value, axis=0) / width + eps) * weight
+    value = 0.7071067811865476 * (value + own * table_scale)
+    at = out + (layer * tl.num_programs(0) + row) * width + i
+    tl.store(at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def compute_rotation_kernel(
     positions,  # [num_rows] int64
     frequencies,  # [half] float32: RoPE's angle per position
@@ -128,10 +159,11 @@ def add_normed_kernel(
 def norm_kernel(
     x,  # [num_rows, width]
     norm,  # [width] float32
-    out,  # [num_rows, width] <- x * norm, divided by the root mean square of x when IS_WHOLE
+    out,  # [num_rows, width] <- x * norm, divided by the root mean square of x when IS_WHOLE; added to it when ADDS
     width,
     eps,
     IS_WHOLE: tl.constexpr,
+    ADDS: tl.constexpr,
     BLOCK: tl.constexpr,  # at least width
     PDL: tl.constexpr,
 ):
@@ -143,32 +175,10 @@ def norm_kernel(
     value = tl.load(x + row * width + i, mask=inside, other=0.0).to(tl.float32)
     if IS_WHOLE:
         value *= tl.math.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-    tl.store(out + row * width + i, (value * weight).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def add_norms_kernel(
-    x,  # [num_rows, hidden_size] <- norm(x) + other_norm(other)
-    norm,  # [hidden_size] float32
-    other,
-    other_norm,
-    hidden_size,
-    eps,
-    BLOCK: tl.constexpr,  # at least hidden_size
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0)
-    i = tl.arange(0, BLOCK)
-    inside = i < hidden_size
-    at = row * hidden_size + i
-    weight = tl.load(norm + i, mask=inside, other=0.0)
-    other_weight = tl.load(other_norm + i, mask=inside, other=0.0)
-    wait_for_earlier(PDL)
-    first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
-    first = first * tl.math.rsqrt(tl.sum(first * first, axis=0) / hidden_size + eps) * weight
-    second = second * tl.math.rsqrt(tl.sum(second * second, axis=0) / hidden_size + eps) * other_weight
-    tl.store(x + at, (first + second).to(x.dtype.element_ty), mask=inside)
+    value *= weight
+    if ADDS:
+        value += tl.load(out + row * width + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + i, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

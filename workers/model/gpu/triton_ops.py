@@ -8,11 +8,11 @@ import triton
 from torch import Tensor
 
 from csattn.batch import StepRows
+from csattn.models.query import Rotation
 from csattn.models.spec import Activation, Temper
 from csattn.models.weights import Frequencies, HeadNorms, InputWeights, Linear
 from workers.model.gpu.expert_ops import TritonExpertOps
 from workers.model.gpu.head_kernels import copy_rows_kernel, gate_kernel, predict_query_kernel, rotate_append_kernel
-from workers.model.gpu.input_kernels import gate_input_kernel, make_inputs_kernel
 from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
 from workers.model.gpu.recurrent_ops import TritonRecurrentOps
@@ -24,8 +24,9 @@ from workers.model.gpu.token_kernels import (
     argmax_of_part_kernel,
     compute_rotation_kernel,
     finish_logits_kernel,
+    make_inputs_kernel,
 )
-from workers.model.ops import QUANTIZED_ROWS, SQUARES_BLOCK, Normed, Readers, Rotation, Stream
+from workers.model.ops import QUANTIZED_ROWS, SQUARES_BLOCK, Normed, Readers, Stream
 
 _GATE_BLOCK = 1024
 # Pairs of a predicted query that a program computes: all, or some of a wide head, whose matrix does not fit registers.
@@ -42,8 +43,8 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
     In larger steps the last bits may differ; with weights of 8 or 4 bits, in steps of more than 8 rows.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, eps: float) -> None:
+        super().__init__(device, eps)
         sums = MAX_SPLIT_PROGRAMS * BLOCK_N * MAX_BATCH_SIZE
         self._partials = torch.empty(sums, dtype=torch.float32, device=device)
         self._counters = torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device)
@@ -78,8 +79,41 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
         block = triton.next_power_of_2(num_parts)
         argmax_kernel[(batch_size,)](best, best_ids, next_ids, num_parts, BLOCK=block, num_warps=1, **self._launch())
 
-    def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
-        self._linear(x, linears, out, gated=False, activation="none")
+    def linear(
+        self,
+        x: Normed,
+        linears: Sequence[Linear],
+        out: Tensor,
+        activation: Activation | None = None,
+        gated: bool = False,
+    ) -> None:
+        (linear,) = linears  # as `take_weights` joins them
+        if linear.quantized is not None and len(x.x) <= QUANTIZED_ROWS:
+            return self._multiply(x, linear, linear.quantized, out, activation, gated)
+        squares, (programs, constants) = x.squares, tiles(linear, x.x)
+        num_squares = 1 if squares is None else len(squares)
+        inputs = self._in_order(x.x, linear.quantized)
+        linear_kernel[programs](
+            inputs,
+            inputs if squares is None else squares,
+            *_weights(linear),
+            out,
+            self._partials,
+            self._counters,
+            len(x.x),
+            out.shape[1],
+            linear.num_in,
+            *_strides(linear),
+            num_squares,
+            self._eps,
+            NORMED=squares is not None,
+            GATED=gated,
+            ACTIVATION=activation or "none",
+            HAS_BIAS=linear.bias is not None,
+            BLOCK_SQUARES=triton.next_power_of_2(num_squares),
+            **constants,
+            **self._launch(),
+        )
 
     def grouped(self, x: Tensor, linear: Linear, out: Tensor) -> None:
         num_groups, batch_size, num_in = x.shape
@@ -90,59 +124,23 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             parts = out.new_empty(num_groups, batch_size, num_out)
             for group, of_group in enumerate(x):
                 start = group * num_out
-                self._linear(Normed(of_group), [linear.outputs(start, start + num_out)], parts[group], False, "none")
+                self.linear(Normed(of_group), [linear.outputs(start, start + num_out)], parts[group])
         out.view(batch_size, num_groups, num_out).copy_(parts.transpose(0, 1))
         self.break_chain()
-
-    def mlp(self, x: Normed, gate_up: Sequence[Linear], gated: bool, activation: Activation, out: Tensor) -> None:
-        self._linear(x, gate_up, out, gated, activation)
-
-    def _linear(self, x: Normed, linears: Sequence[Linear], out: Tensor, gated: bool, activation: str) -> None:
-        (linear,) = linears  # as `take_weights` joins them
-        if linear.quantized is not None and len(x.x) <= QUANTIZED_ROWS:
-            return self._multiply(x, linear, linear.quantized, out, gated, activation)
-        weight, squares, (programs, constants) = linear.weight, x.squares, tiles(linear, x.x)
-        num_squares = 1 if squares is None else len(squares)
-        inputs = self._in_order(x.x, linear.quantized)
-        linear_kernel[programs](
-            inputs,
-            inputs if squares is None else squares,
-            weight,
-            weight if linear.quantized is None else linear.quantized.scales,
-            weight if linear.bias is None else linear.bias,
-            out,
-            self._partials,
-            self._counters,
-            len(x.x),
-            out.shape[1],
-            linear.num_in,
-            *_strides(linear),
-            num_squares,
-            x.eps,
-            NORMED=squares is not None,
-            GATED=gated,
-            ACTIVATION=activation,
-            HAS_BIAS=linear.bias is not None,
-            BLOCK_SQUARES=triton.next_power_of_2(num_squares),
-            **constants,
-            **self._launch(),
-        )
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         if linear.quantized is not None and len(x) <= QUANTIZED_ROWS:
             return self._multiply_and_add(x, linear, linear.quantized, multiplier, stream, readers)
-        weight, (programs, constants) = linear.weight, tiles(linear, x)
+        programs, constants = tiles(linear, x)
         memory, exchange_constants = exchange_arguments(stream.tile_sums, x)
         linear_add_kernel[programs](
             self._in_order(x, linear.quantized),
-            weight,
-            weight if linear.quantized is None else linear.quantized.scales,
-            weight if linear.bias is None else linear.bias,
+            *_weights(linear),
             *stream_arguments(stream, readers),
             self._partials,
             self._counters,
             len(x),
-            len(weight),
+            len(linear.weight),
             linear.num_in,
             *_strides(linear),
             multiplier,
@@ -172,7 +170,6 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
         self,
         qkv: Tensor,
         norms: HeadNorms | None,
-        eps: float,
         rotation: Rotation | None,
         rows: StepRows,
         tail: Tensor | None,
@@ -194,7 +191,7 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             q if tail is None else tail,
             q,
             tail_capacity,
-            eps,
+            self._eps,
             V_NORMED=norms is not None and norms.v is not None,
             NUM_KV_HEADS=num_kv_heads,
             **_head_constants(norms, rotation, q),
@@ -217,7 +214,7 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             **self._launch(),
         )
 
-    def make_inputs(self, projected: Tensor, weights: InputWeights, eps: float, rows: StepRows, out: Tensor) -> None:
+    def make_inputs(self, projected: Tensor, weights: InputWeights, rows: StepRows, out: Tensor) -> None:
         num_layers, batch_size, width = out.shape
         make_inputs_kernel[(batch_size, num_layers)](
             projected,
@@ -226,7 +223,7 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             weights.table,
             out,
             width,
-            eps,
+            self._eps,
             weights.scale,
             weights.table_scale,
             BLOCK=triton.next_power_of_2(width),
@@ -234,20 +231,14 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             **self._launch(),
         )
 
-    def gate_input(self, gates: Tensor, activation: Activation, layer_input: Tensor) -> None:
-        gate_input_kernel[(triton.cdiv(gates.numel(), _GATE_BLOCK),)](
-            gates, layer_input, gates.numel(), ACTIVATION=activation, BLOCK=_GATE_BLOCK, num_warps=4, **self._launch()
-        )
-
-    def gate(self, x: Tensor, gates: Tensor) -> None:
-        programs = triton.cdiv(x.numel(), _GATE_BLOCK)
-        gate_kernel[(programs,)](x, gates, x.numel(), BLOCK=_GATE_BLOCK, num_warps=4, **self._launch())
+    def gate(self, x: Tensor, gates: Tensor, activation: Activation | None = None) -> None:
+        constants = {"ACTIVATION": activation or "sigmoid", "BLOCK": _GATE_BLOCK, "num_warps": 4}
+        gate_kernel[(triton.cdiv(x.numel(), _GATE_BLOCK),)](x, gates, x.numel(), **constants, **self._launch())
 
     def predict_query(
         self,
         early: Tensor,
         norms: HeadNorms | None,
-        eps: float,
         maps: Tensor,
         rotation: Rotation | None,
         rows: StepRows,
@@ -266,12 +257,18 @@ class TritonOps(TritonExpertOps, TritonRecurrentOps, TritonLatentOps, TritonRemi
             rows.context_ids,
             q,
             maps.stride(0),
-            eps,
+            self._eps,
             BLOCK_OUT=of_program,
             **_head_constants(norms, rotation, q),
             num_warps=8,
             **self._launch(),
         )
+
+
+def _weights(linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a kernel's weights, scales and bias; in place of those that there are not, any tensor."""
+    scales = linear.weight if linear.quantized is None else linear.quantized.scales
+    return linear.weight, scales, linear.weight if linear.bias is None else linear.bias
 
 
 def _strides(linear: Linear) -> tuple[int, int]:

@@ -705,6 +705,7 @@ def test_an_artifact_in_place_of_a_store_is_refused_before_a_model_is_loaded(cap
         (["ls", "--store", ""], 2, "Invalid value for '--store': the path is empty; give one"),
         (["frobnicate"], 2, "No such command 'frobnicate'; `csattn --help` shows what to give"),
         (["generate", "{artifact}"], 2, "Missing option '--prompt'; `csattn generate --help` shows what to give"),
+        (["ls", "handbooks"], 2, "unexpected extra argument(s) (handbooks); did you mean --store handbooks?"),
         (["verify", "{artifact}", "--json=3"], 2, "Option '--json' does not take a value; `--help` shows what to give"),
         (["generate", "{artifact}", "--prompt", "x", "--max-new-tokens", "0"], 2, " 1; `csattn generate --help` shows"),
         (["generate", "{artifact}", "--prompt", "x", "--max-new-tokens", "many"], 2, "'many'"),

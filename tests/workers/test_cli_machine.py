@@ -14,9 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+import numba
 import numpy as np
 import pytest
 import torch
+from numba.core.event import install_listener
 from rich.console import Console
 
 from csattn import __version__
@@ -183,6 +185,14 @@ def test_an_answers_whitespace_and_brackets_are_printed_unchanged(monkeypatch, c
     monkeypatch.setattr(generating, "answer", answer)
     generating.speak(*[cast(Any, None)] * 7, "csattn")
     assert capsys.readouterr().out == f"csattn: {said}\n"
+
+
+def test_the_wait_for_kernels_is_announced_once(capsys) -> None:
+    with install_listener("numba:compile", generating.CompileTimer()) as compiling:
+        assert not capsys.readouterr().err
+        for kernel in (numba.njit(lambda value: value + 1), numba.njit(lambda value: value + 2)):
+            kernel(1)
+    assert capsys.readouterr().err == "compiling kernels, once for this machine\n" and compiling.duration > 0
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from numba.core.event import TimingListener, install_listener
+from numba.core.event import Event, TimingListener, install_listener
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.artifact.manifest import NOT_ROUNDED
@@ -85,7 +85,7 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
         elif options.placement != "cpu" and options.num_devices == 1:
             require_weights(name, dtype, weights, options.placement)
         loaded = show_loading(name, dtype, weights=weights)
-        with install_listener("numba:compile", TimingListener()) as compiling:
+        with install_listener("numba:compile", CompileTimer()) as compiling:
             sparse = _answer(loaded, artifact, config, options.selector, prompt, options)
         compile_s = compiling.duration if compiling.done else 0.0
         result = {**sparse.to_json(), **_requested(config, sparse, artifact), "compile_s": compile_s}
@@ -100,6 +100,15 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
             out.print(comparison(f"keep {100 * config.keep:g} %, rest {result['rest']}", sparse, full))
             result["full"] = full.to_json()
     return result
+
+
+class CompileTimer(TimingListener):  # type: ignore[misc]  # numba has no types
+    """Times how long kernels are compiled, and says so when it begins: nothing else is shown meanwhile."""
+
+    def on_start(self, event: Event) -> None:
+        if self._depth == 0 and not self.done:
+            err.print("compiling kernels, once for this machine")
+        super().on_start(event)
 
 
 def _placed(options: AskOptions, name: str, weights: str | None, artifact: Artifact) -> AskOptions:

@@ -11,7 +11,6 @@ short build and one layer of each length run first, so no compilation or plannin
 page-locked in the build that writes nothing. Files go to the temporary directory (TMPDIR).
 """
 
-import argparse
 import resource
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 
 from bench import build_parts
 from bench.shapes import config_named
-from bench.timing import finish, gate
+from bench.timing import finish, gate, options_parser
 from csattn.artifact import open_artifact, verify_artifact
 from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
@@ -51,6 +50,11 @@ def peak_bytes() -> int:
 
 def text_ids(loaded: LoadedModel, context_len: int) -> NDArray[np.int32]:
     return np.resize(np.asarray(loaded.tokenizer(TEXT.read_text()).input_ids, dtype=np.int32), context_len)
+
+
+def byte_ids(context_len: int) -> NDArray[np.int32]:
+    """Return the novel's bytes, which begin again at its end, as tokens of a `random_model`: [context_len]."""
+    return np.resize(np.frombuffer(TEXT.read_bytes(), np.uint8), context_len).astype(np.int32)
 
 
 def random_model(shape_name: str, num_layers: int | None, device: str) -> LoadedModel:
@@ -125,7 +129,7 @@ def run(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--contexts", nargs="+", type=int, default=[8191], help="lengths of contexts, in tokens")
     parser.add_argument("--preset", default="default")
     parser.add_argument("--model", help="model directory, .gguf file or hub id [default: the installed SmolLM2-135M]")
@@ -137,7 +141,6 @@ def main() -> None:
     parser.add_argument(
         "--prefill", action="store_true", help="build an artifact with a model of the shape and random weights"
     )
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.shape and not given.prefill:
         device = torch.device(given.device)

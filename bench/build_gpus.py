@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.build import random_model
-from bench.timing import end_as_interrupted, finish, gate
+from bench.timing import end_as_interrupted, finish, gate, options_parser
 from csattn.artifact import verify_artifact
 from csattn.build_options import BuildOptions
 from index_build.job_list import Job, read_jobs
@@ -71,12 +71,11 @@ def run(jobs: list[Job], store: Path, num_gpus: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="layers of the shape to use [default: all]")
     parser.add_argument("--contexts", type=int, default=16)
     parser.add_argument("--context-len", type=int, default=65536)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     end_as_interrupted()
     num_gpus = torch.cuda.device_count()

@@ -19,10 +19,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from bench.build import TEXT, random_model
+from bench.build import byte_ids, random_model
 from bench.timing import finish, gate, machine
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
@@ -78,10 +77,8 @@ def main() -> None:
 
 
 def build_context(loaded: LoadedModel, context_len: int, preset_name: str, store: Path) -> None:
-    text = np.frombuffer(TEXT.read_bytes(), np.uint8)
     config = make_config(preset_name, {}, loaded.device.type)
-    ids = np.resize(text, context_len).astype(np.int32)
-    report = build_artifact(loaded, ids, config, store, notes={"wrapping": "none"})
+    report = build_artifact(loaded, byte_ids(context_len), config, store, notes={"wrapping": "none"})
     name_artifact(store, NAME, report.artifact_id, "bfloat16")
 
 

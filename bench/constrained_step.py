@@ -8,7 +8,6 @@ of the batch have begun: engine, masks, sampling and text. A model given by its 
 model's tokenizer. Gate: every request of every round gets all of its tokens, and answers with a schema begin a list.
 """
 
-import argparse
 import asyncio
 import tempfile
 import time
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from bench.served_model import saved_model
-from bench.timing import finish, gate
+from bench.timing import finish, gate, options_parser
 from csattn.config import preset
 from csattn.models import load_model
 from csattn.models.prompt import context_ids
@@ -41,13 +40,12 @@ LIST_BEGINS = {f"[{character}" for character in '"-0123456789'}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--model", default="demo", help="demo, or a model shape with random weights")
     parser.add_argument("--placement", default="cpu")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         settings = _settings(args.model, args.placement, args.batch, Path(directory))

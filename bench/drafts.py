@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from bench.accuracy.texts import find_text, named_texts, sha256_of
-from bench.build import TEXT, random_model
+from bench.build import byte_ids, random_model
 from bench.records import called
-from bench.timing import finish, gate, numbers
+from bench.timing import finish, gate, numbers, options_parser
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.cpus import available_cpus
@@ -120,7 +120,7 @@ def main() -> None:
 def _engine_of_shape(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[StepEngine]:
     """Open an engine of the shape's model, with random weights, over a context of that length."""
     model = random_model(args.shape, args.layers, "cpu" if args.placement == "cpu" else "cuda")
-    ids = np.resize(np.frombuffer(TEXT.read_bytes(), np.uint8), args.context_len).astype(np.int32)
+    ids = byte_ids(args.context_len)
     where = {"placement": args.placement, "tail_capacity": 4096}
     with (
         tempfile.TemporaryDirectory() as store,
@@ -155,7 +155,7 @@ def _answers(
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--texts", type=named_texts, default=named_texts("speech,dialogue,code"))
     parser.add_argument("--chars", type=int, default=12000, help="of a text that are its context")
     parser.add_argument("--tokens", type=int, default=160, help="most tokens of an answer")
@@ -169,7 +169,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--context-len", type=int, default=32768, help="tokens of the shape's context")
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--store", type=Path, default=Path("~/.cache/csattn/bench").expanduser())
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 

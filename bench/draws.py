@@ -8,16 +8,14 @@ rows as a GPU's engine draws them, from the host's call to tokens on the host. G
 definition.
 """
 
-import argparse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.timing import finish, gate, measure
+from bench.timing import finish, gate, measure, options_parser
 from csattn.cpus import available_cpus
 from workers.engine.gpu.draws import DrawsOnDevice
 from workers.model.runner import StepOutput
@@ -96,11 +94,10 @@ def time_on_device(logits: np.ndarray, sampling: Sampling, mask: np.ndarray | No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--vocab-size", type=int, default=128256)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     logits = (3 * rng.standard_normal((options.rows, options.vocab_size))).astype(np.float32)

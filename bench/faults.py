@@ -8,7 +8,6 @@ Gate: every stream ends with the right tokens, or with an error event after the 
 without an error event; then the service is ready again and answers as before.
 """
 
-import argparse
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ import numpy as np
 import openai
 import psutil
 
-from bench.timing import end_as_interrupted, finish, gate, machine
+from bench.timing import end_as_interrupted, finish, gate, machine, options_parser
 from tests.workers.service.serving import Service, serving
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
@@ -179,7 +178,7 @@ def require_sound(target: str, trial: Trial) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--kills", type=int, default=30, help="kills of each kind of process")
     parser.add_argument("--model", help="model directory, .gguf file or hub id, as csattn serve takes it")
     parser.add_argument("--store", type=Path, help="store that keeps the context [default: a temporary directory]")
@@ -187,7 +186,6 @@ def main() -> None:
     parser.add_argument("--num-tokens", type=int, default=48)
     parser.add_argument("--search-workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("serve", nargs="*", help="options of `csattn serve`, after --")
     options = parser.parse_args()
     end_as_interrupted()

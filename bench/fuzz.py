@@ -7,7 +7,6 @@ verifying finds the damage, or the answer is unchanged. There is no other except
 a number: `--seed 0 --only 4711` repeats one.
 """
 
-import argparse
 import json
 import os
 import random
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 from bench.fuzz_kinds import damage
-from bench.timing import finish, gate
+from bench.timing import finish, gate, options_parser
 from csattn.artifact import open_artifact, verify_artifact
 from csattn.build_options import BuildOptions
 from csattn.config import SearchConfig
@@ -128,11 +127,10 @@ def watch(child: int, lines: int, until: float) -> Iterator[tuple[int, list[str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="repeat only the try with this number")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)  # a forked child could not use more
     loaded = tiny.loaded()

@@ -29,8 +29,8 @@ from torch import Tensor
 from bench.accuracy.attending.context import Attend, RealContext, Step, read_context
 from bench.accuracy.long import read_text, token_count
 from bench.accuracy.texts import TEXTS
-from bench.build import TEXT, random_model
-from bench.timing import finish, gate, machine
+from bench.build import byte_ids, random_model
+from bench.timing import finish, gate, machine, options_parser
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.models import LoadedModel, load_model
@@ -53,7 +53,7 @@ def main() -> None:
     config = SearchConfig(keep=arguments.keep, lookahead=int(arguments.lookahead))
     if arguments.shape:  # only timed
         loaded = random_model(arguments.shape, arguments.layers, arguments.device)
-        ids, sha256 = np.resize(np.frombuffer(TEXT.read_bytes(), np.uint8), num_ids).astype(np.int32), ""
+        ids, sha256 = byte_ids(num_ids), ""
     else:
         loaded = load_model(arguments.model, "float32", device=arguments.device, stretch=arguments.stretch)
         ids, sha256 = read_text(arguments.text, loaded.tokenizer, arguments.context_len, arguments.own_len)
@@ -200,7 +200,7 @@ def _far(context_len: int, num_left: int, num_rows: int, config: SearchConfig) -
 
 
 def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--text", default="novel", help=f"text: {', '.join(TEXTS)}, or a file")
     parser.add_argument("--context-len", type=token_count, default="6000")
     parser.add_argument("--own-len", type=token_count, default="2150", help="tokens of question and answer together")
@@ -226,7 +226,6 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="device for full attention and exact Top-K",
     )
     parser.add_argument("--model")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from bench.accuracy.long import token_count
-from bench.build import TEXT, random_model
-from bench.timing import finish, gate, machine
+from bench.build import byte_ids, random_model, text_ids
+from bench.timing import finish, gate, machine, options_parser
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.models import load_model
@@ -38,13 +38,13 @@ def main() -> None:
     on_gpu, config = arguments.placement != "cpu", SearchConfig(keep=arguments.keep)
     if arguments.shape:
         loaded = random_model(arguments.shape, arguments.layers, "cuda" if on_gpu else "cpu")
-        ids = np.resize(np.frombuffer(TEXT.read_bytes(), np.uint8), arguments.context_len).astype(np.int32)
+        ids = byte_ids(arguments.context_len)
     else:
         loaded = load_model(arguments.model, "float32", device="cuda" if on_gpu else "cpu")
-        ids = np.array(loaded.tokenizer(TEXT.read_text()).input_ids[: arguments.context_len], np.int32)
+        ids = text_ids(loaded, arguments.context_len)
     growth = Growth() if on_gpu else GROWTH
     near = growth.num_near(config.window_len)
-    gate(len(ids) == arguments.context_len >= growth.segment_len, "the context has too few tokens")
+    gate(arguments.context_len >= growth.segment_len, "the context has too few tokens")
     options = {"batch_sizes": (1, arguments.requests)} if on_gpu else {"max_rows": arguments.requests}
     times_ms = []
     with tempfile.TemporaryDirectory() as store:
@@ -83,7 +83,7 @@ def _summary(times_ms: list[float]) -> dict[str, float]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--context-len", type=token_count, default="2048")
     parser.add_argument("--keep", type=float, default=SearchConfig().keep)
@@ -91,7 +91,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="layers of the shape to use [default: all]")
     parser.add_argument("--placement", default="cpu", choices=("cpu", *PLACEMENTS))
     parser.add_argument("--model")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 

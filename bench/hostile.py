@@ -9,7 +9,6 @@ Gate: every client that waits for a reply gets a whole one; no 5xx except 503 wi
 off. "left": the client did not wait for a reply.
 """
 
-import argparse
 import asyncio
 import multiprocessing
 import os
@@ -29,7 +28,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bench.hostile_requests import KINDS, Pieces, Target
-from bench.timing import end_as_interrupted, finish
+from bench.timing import end_as_interrupted, finish, options_parser
 from bench.turns.service import MODEL, serving
 
 MAX_REFUSAL_BYTES = 4096
@@ -275,7 +274,7 @@ def _p99(ascending: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--url")
     parser.add_argument("--key", default="")
     parser.add_argument("--model", default=MODEL, help="id of a model that is ready")
@@ -284,7 +283,6 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--slow", type=int, default=8, help="clients that are slow throughout")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     end_as_interrupted()
     with ExitStack() as stack:

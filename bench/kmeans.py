@@ -26,7 +26,7 @@ from torch import Tensor
 from bench.decode.recording import default_path, load_recording
 from bench.decode.widened import Heads, tile_rows, wide_context_queries
 from bench.shapes import shape_named
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate, machine, options_parser
 from csattn.config import ListConfig, preset
 from csattn.cpus import available_cpus
 from index_build.codebooks import make_codebooks
@@ -79,14 +79,13 @@ def measure(queries: Tensor, config: ListConfig, threads: Executor) -> list[dict
 
 
 def parser() -> argparse.ArgumentParser:
-    parsed = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parsed = options_parser(__doc__)
     parsed.add_argument("--recording", type=Path, default=default_path())
     parsed.add_argument("--layers", type=int, default=2, help="recorded layers to use, from the first")
     parsed.add_argument("--points", type=int, default=131072, help="points of each problem")
     parsed.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the batched program"
     )
-    parsed.add_argument("--json", type=Path)
     return parsed
 
 

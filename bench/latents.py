@@ -11,9 +11,7 @@ timed twice: `fed` with the token of the last step, and `again`, the same step r
 slots. A real model's time lies between the two; `hit_rate` shows where. Gate: both placements give the same tokens.
 """
 
-import argparse
 import gc
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +24,8 @@ from bench.decode.gpu_timing import device_machine
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.steps import greedy_step
 from bench.random_weights import random_weights
-from bench.shapes import shape_named
-from bench.timing import finish, gate, numbers
+from bench.shapes import config_named
+from bench.timing import finish, gate, numbers, options_parser
 from csattn.config import SearchConfig, SketchConfig
 from csattn.models.identity import geometry_of
 from csattn.models.spec import ModelSpec
@@ -100,28 +98,27 @@ class InMemoryCompressed(InMemoryContext):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--contexts", default="131072")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     gate(torch.cuda.is_available(), "this benchmark needs a CUDA device, and torch finds none")
     changes = shrink(arguments.layers, arguments.experts)
     few = {name: changes[name] for name in ("num_hidden_layers", "n_routed_experts")}
-    shapes = {
-        "chosen": shape_named("deepseek-v3.2", **changes),
-        "all": shape_named("deepseek-v3.2", model_type="deepseek_v3", **changes),
-        "compressed": shape_named("deepseek-v4-flash", **few),
+    configs = {
+        "chosen": config_named("deepseek-v3.2", **changes),
+        "all": config_named("deepseek-v3.2", model_type="deepseek_v3", **changes),
+        "compressed": config_named("deepseek-v4-flash", **few),
     }
     report: dict[str, Any] = {"bench": "latents", "machine": device_machine(), "layers": arguments.layers, "cases": []}
     with torch.no_grad():
         for kind in arguments.kinds.split(","):
-            spec, make = shapes[kind], InMemoryCompressed if kind == "compressed" else InMemoryContext
-            weights = random_weights(spec, "cuda", DTYPE)
+            weights = random_weights(configs[kind], "cuda", DTYPE)
+            spec, make = weights.spec, InMemoryCompressed if kind == "compressed" else InMemoryContext
             for context_len in numbers(arguments.contexts):
                 most = max(numbers(arguments.batches))
                 contexts = [make(spec, context_len, seed, weights.embedding) for seed in range(most)]

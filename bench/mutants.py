@@ -24,7 +24,7 @@ from queue import Queue
 from threading import Lock
 from typing import Any
 
-from bench.timing import finish, gate, write_json
+from bench.timing import finish, gate, options_parser, write_json
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("csattn", "offload", "index_build", "workers")
@@ -148,13 +148,12 @@ def failure(checkout: Path, tests: str) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--number", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="change only files whose path begins with this")
     parser.add_argument("--whole", action="store_true", help="run all tests if those of the package do not fail")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     files = subprocess.check_output(["git", "ls-files", *PACKAGES], cwd=ROOT, text=True).split()
     files = [name for name in files if name.endswith((".py", ".cu", ".cuh")) and name.startswith(options.only)]

@@ -1,4 +1,4 @@
-"""How does a service behave under ten times the load it can serve? `python -m bench.overload [--on-ray]`.
+"""How does a service behave under ten times the load it can serve? `python -m bench.overload [--model M]`.
 
 First a closed loop: as many clients as requests run at once, each of which asks again when it has its answer. This
 gives the service's rate, and the time of an admitted request. Then an open loop: requests arrive at random times, at
@@ -22,11 +22,13 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from bench.timing import end_as_interrupted, finish, gate, percentiles_ms
+from bench.timing import end_as_interrupted, finish, gate, options_parser, percentiles_ms
 from tests.workers.service.serving import Service, serving
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
 FACTOR = 10
+RUNNING = 4  # requests that are decoded at the same time; none may wait
+NUM_TOKENS, CONTEXT_CHARS = 32, 8000
 PATIENCE_S = 120.0
 CONTENT = re.compile(r'"content":"((?:[^"\\]|\\.)*)"')  # of a chunk
 
@@ -70,10 +72,10 @@ class Client:
 
 
 async def measure(service: Service, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    client = Client(service.url, model, options.num_tokens)
+    client = Client(service.url, model, NUM_TOKENS)
     alone = [await client.ask() for _ in range(3)]
     since = time.perf_counter()
-    full = await closed_loop(client, options.running, options.seconds)
+    full = await closed_loop(client, RUNNING, options.seconds)
     rate = len(full) / (time.perf_counter() - since)  # the last answers come after options.seconds
     over = await open_loop(client, FACTOR * rate, options.seconds, random.Random(options.seed))
     wanted = alone[0].text
@@ -125,28 +127,19 @@ async def open_loop(client: Client, rate: float, seconds: float, rng: random.Ran
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on-ray", action="store_true", help="run the service on Ray [default: in one process]")
+    parser = options_parser(__doc__)
     parser.add_argument("--model", help="model directory, .gguf file or hub id, as csattn serve takes it")
-    parser.add_argument("--store", type=Path, help="store that keeps the context [default: a temporary directory]")
-    parser.add_argument("--running", type=int, default=4, help="requests that are decoded at the same time")
-    parser.add_argument("--queued", type=int, default=0, help="requests that may wait")
     parser.add_argument("--seconds", type=float, default=30.0, help="duration of each part")
-    parser.add_argument("--context-chars", type=int, default=8000)
-    parser.add_argument("--num-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     end_as_interrupted()
-    with tempfile.TemporaryDirectory() as scratch:
-        given = ["--store", str(options.store or scratch), *(["--model", options.model] if options.model else [])]
-        given += ["--set", f"limits.max_concurrent_requests={options.running}"]
-        given += ["--set", f"limits.max_queued_requests={options.queued}", *([] if options.on_ray else ["--local"])]
+    with tempfile.TemporaryDirectory() as store:
+        given = ["--local", "--store", store, *(["--model", options.model] if options.model else [])]
+        given += ["--set", f"limits.max_concurrent_requests={RUNNING}", "--set", "limits.max_queued_requests=0"]
         with serving(*given) as service:
-            model = service.register("overload", TEXT.read_text()[: options.context_chars])["model"]
+            model = service.register("overload", TEXT.read_text()[:CONTEXT_CHARS])["model"]
             result = asyncio.run(measure(service, model, options))
-    setup = {"model": model, "mode": "ray" if options.on_ray else "local", "running": options.running}
-    finish({"bench": "overload", **setup, "queued": options.queued, **result}, options.json)
+    finish({"bench": "overload", "model": model, "running": RUNNING, **result}, options.json)
 
 
 if __name__ == "__main__":

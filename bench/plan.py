@@ -7,14 +7,12 @@ Llama-3.1-8B's shape, `hybrid`, 2 %, bfloat16. A step of b requests is assumed t
 two measured batch sizes. For other lengths, own is interpolated between two measured lengths.
 """
 
-import argparse
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.step_figures import case
-from bench.timing import GateError, finish, gate
+from bench.timing import GateError, finish, gate, options_parser
 from csattn.artifact import ModelGeometry
 from offload.codecs.formats import KvFormat
 from workers.capacity import context_bytes, spec_of
@@ -120,7 +118,7 @@ def table() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     for name, kind, default in (
         ("contexts", int, 1000),
         ("tokens", int, LONG),
@@ -132,7 +130,6 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=kind, default=default)
     parser.add_argument("--kv", choices=KV_FORMATS, default="bfloat16")
-    parser.add_argument("--json", type=Path)
     options = vars(parser.parse_args())
     to = options.pop("json")
     try:

@@ -9,12 +9,9 @@ result is checked against a product with decoded weights. `share` is relative to
 memory.
 """
 
-import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import product as each_with_each
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +19,10 @@ from torch import Tensor
 
 from bench.decode.gpu_timing import ceilings, device_machine, num_input_sets, time_graph
 from bench.random_weights import FEW, random_weights
-from bench.shapes import shape_named
-from bench.timing import finish
+from bench.shapes import config_named
+from bench.timing import finish, options_parser
+from csattn.models.description import describe
 from csattn.models.quantized_weight import QuantizedWeight, WeightFormat
-from csattn.models.spec import ModelSpec
 from csattn.models.weights import Linear
 from workers.model.gpu.triton_ops import TritonOps
 from workers.model.layers import expert_buffers
@@ -48,12 +45,11 @@ CLOSE = 1e-2  # largest norm of the difference from the product with decoded wei
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--rows", default="1,4,16,32")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--seconds", type=float, default=0.1, help="time to measure each figure")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch finds none")
@@ -73,8 +69,8 @@ def main() -> None:
 
 
 def measured(shape: str, name: str, num_rows: int, read_gbps: float, seconds: float) -> list[dict[str, Any]]:
-    spec = shape_named(shape)
-    times = (time_experts if spec.layers[0].experts else time_products)(spec, name, num_rows, seconds)
+    config = config_named(shape, num_hidden_layers=1, vocab_size=8)
+    times = (time_experts if describe(config).layers[0].experts else time_products)(config, name, num_rows, seconds)
     return [
         {
             "shape": shape, "weights": name, "rows": num_rows, "product": name_of, "bytes": nbytes, "us": round(us, 2),
@@ -87,13 +83,13 @@ def measured(shape: str, name: str, num_rows: int, read_gbps: float, seconds: fl
 Time = tuple[str, int, float]  # product, bytes, microseconds
 
 
-def time_experts(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> list[Time]:
+def time_experts(config: Any, name: str, num_rows: int, seconds: float) -> list[Time]:
     """Time a layer's experts, from the layer's input to their sum; the bytes are the weights of the chosen experts."""
     few, ops = next((few for few in FEW if few == name), None), TritonOps(torch.device("cuda"), 1e-5)
     if few is None and name != "bfloat16":
         raise SystemExit(f"experts' weights are bfloat16, {', '.join(FEW)}, not {name!r}")
-    layer = random_weights(replace(spec, layers=spec.layers[:1], vocab_size=8), "cuda", few=few).layers[0]
-    of, weights = spec.layers[0].experts[0], layer.experts[0]
+    whole = random_weights(config, "cuda", few=few)
+    spec, of, weights = whole.spec, whole.spec.layers[0].experts[0], whole.layers[0].experts[0]
     x, stream, readers = step_of(num_rows, spec.hidden_size, spec.hidden_size)
     all_buffers = []
     for _ in range(MOST_SETS):
@@ -115,9 +111,10 @@ def time_experts(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> l
     return [("experts", nbytes, time_graph([partial(run, ops, buffers) for buffers in all_buffers], seconds).p50_us)]
 
 
-def time_products(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> list[Time]:
+def time_products(config: Any, name: str, num_rows: int, seconds: float) -> list[Time]:
     """Time each product of a layer, and all of them in sequence."""
-    mlp, ops = spec.layers[0].mlp, TritonOps(torch.device("cuda"), 1e-5)
+    spec, ops = describe(config), TritonOps(torch.device("cuda"), 1e-5)
+    mlp = spec.layers[0].mlp
     assert mlp is not None
     sizes = {
         "qkv": (spec.heads.qkv_width, spec.hidden_size),

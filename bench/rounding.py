@@ -6,15 +6,13 @@ python -m bench.rounding [--model M] [--texts speech,code] [--weights fp8,int4] 
 little context. Gate: there are such tokens.
 """
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.accuracy.texts import find_text, tokenize
-from bench.timing import finish, gate
+from bench.timing import finish, gate, options_parser
 from csattn.models import load_model
 from csattn.models.loader import DTYPES
 
@@ -22,12 +20,11 @@ SKIPPED = 512  # first tokens of a text, whose predictions do not count
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--model")
     parser.add_argument("--texts", default="speech,code")
     parser.add_argument("--weights", default="fp8,int4")
     parser.add_argument("--len", type=int, default=2048, help="tokens of each text")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     loaded, cases = load_model(arguments.model, "float32"), []
     texts = {name: tokenize(find_text(name), loaded.tokenizer)[: arguments.len] for name in arguments.texts.split(",")}

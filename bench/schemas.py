@@ -7,12 +7,10 @@ was cut off by max_tokens, and at most one in twenty schemas was refused. `logit
 strings, lists and objects, so that answers of models with random weights, the hardest case, come to an end.
 """
 
-import argparse
 import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -20,7 +18,7 @@ import openai
 from jsonschema import Draft202012Validator
 
 from bench.schema_cases import Schema, schema_cases
-from bench.timing import finish, gate
+from bench.timing import finish, gate, options_parser
 
 MAX_TOKENS = 4000
 BIAS = {'"': 6, "}": 4, "]": 4, "<think>": -100}  # used for those that are one token
@@ -36,13 +34,12 @@ class Report:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--num", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--key", default="none")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report = ask_all(args.url, args.model, args.num, args.seed, args.key)
     print(*report.refusals, sep="\n")

@@ -1,29 +1,28 @@
-"""How fast is the search on this machine's CPU? `python -m bench.search [--json FILE] [--quick] [--layer]`.
+"""How fast is the search on this machine's CPU? `python -m bench.search [--json FILE] [--quick]`.
 
 One step is the search of one layer: 8 KV heads, 4 query heads each, 2 % of the context chosen. At every size the
 kernels must agree with the reference before they are timed. Cold figures rotate over indexes that together exceed the
 last-level cache; hot ones search one head with one query repeatedly.
 """
 
-import argparse
 import itertools
 import os
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import search_layer
-from bench.random_sketch import random_sketch
-from bench.timing import finish, gate, measure, read_bandwidth_gbps
+from bench.timing import finish, gate, measure, options_parser, read_bandwidth_gbps
+from csattn.config import SketchConfig
 from csattn.index import ListIndex
 from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections, empty_selection, reference
 from csattn.search.workspace import empty_token_selections
 from csattn.sketch import SketchIndex
+from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords, pack_marks
+from csattn.sketch.index import MARKED_SHARE
 from csattn.sketch.rest import attend_rest
 from csattn.table.lists import ListTable, list_bytes, lists_of
 
@@ -31,8 +30,7 @@ NUM_HEADS, GROUP_SIZE, HEAD_DIM = 8, 4, 128
 SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, KEEP = 4, 64, HEAD_DIM**-0.5, 0.02
 TABLE_BYTES = 400 << 20  # about the size of the indexes: more than a last-level cache holds
 NUM_QUERIES = 16  # that the cold runs cycle through
-
-
+PATTERN_WORDS = 1_000_003  # a pattern of prime length saves minutes of random numbers
 NUM_SUBSPACES, LIST_LEN = 8, 0.25  # of lists; their length is a share of the context's
 LAYOUTS = "sketch", "lists"
 
@@ -45,6 +43,48 @@ def make_layer(layout: str, context_len: int) -> list[ListIndex | SketchIndex]:
     one = random_sketch(context_len, NUM_HEADS, HEAD_DIM, 0)
     num_layers = max(1, min(NUM_QUERIES, TABLE_BYTES // one.num_bytes))
     return [one, *(random_sketch(context_len, NUM_HEADS, HEAD_DIM, seed) for seed in range(1, num_layers))]
+
+
+def random_sketch(context_len: int, num_heads: int, head_dim: int, seed: int) -> SketchIndex:
+    """Make a sketch of the default configuration, with normally distributed codes.
+
+    The time of scores does not depend on the codes' values, and that of choices only by what it samples.
+    """
+    config, rng = SketchConfig(), np.random.default_rng(seed)
+    num_fine, num_coarse = config.words(head_dim)
+    starts = np.array(config.segment_starts(context_len), np.int32)
+    coords, shape = num_coords(num_fine, num_coarse), (num_heads, len(starts))
+    codes = np.empty((num_heads, num_blocks(context_len), num_fine + num_coarse, BLOCK_KEYS), np.uint32)
+    codes[:, :, :num_fine] = np.resize(_bell_shaped_words(rng, 4), codes[:, :, :num_fine].shape)
+    codes[:, :, num_fine:] = np.resize(_bell_shaped_words(rng, 2), codes[:, :, num_fine:].shape)
+    energy = 1 / (1 + np.arange(coords))
+    return SketchIndex(
+        codes=codes,
+        marks=pack_marks(_marks(num_heads, context_len, starts)),
+        num_fine=num_fine,
+        segment_starts=starts,
+        key_mean=rng.standard_normal((*shape, head_dim), dtype=np.float32),
+        query_transform=(0.2 * rng.standard_normal((*shape, head_dim, coords)) * np.sqrt(energy)).astype(np.float16),
+        value_mean=rng.standard_normal((*shape, head_dim), dtype=np.float32),
+        value_transform=(0.1 * rng.standard_normal((*shape, coords, head_dim))).astype(np.float16),
+        context_len=context_len,
+    )
+
+
+def _marks(num_heads: int, context_len: int, starts: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Mark as many rows of each segment as a build does, evenly spaced."""
+    marked = np.zeros((num_heads, context_len), np.bool_)
+    for start, end in zip(starts, [*starts[1:], context_len], strict=True):
+        marked[:, start + MARKED_SHARE - 1 : end : MARKED_SHARE] = True
+    return marked
+
+
+def _bell_shaped_words(rng: np.random.Generator, bits: int) -> NDArray[np.uint32]:
+    words = np.zeros(PATTERN_WORDS, np.uint32)
+    for shift in range(0, 32, bits):
+        codes = rng.normal(2 ** (bits - 1), 2 ** (bits - 2), PATTERN_WORDS).clip(0, 2**bits - 1)
+        words |= codes.astype(np.uint32) << np.uint32(shift)
+    return words
 
 
 def make_lists(context_len: int, num_heads: int) -> ListIndex:
@@ -216,21 +256,14 @@ def print_search(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser = options_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="measure two sizes, in short runs")
-    parser.add_argument(
-        "--layer", action="store_true", help="measure one layer of an 8B model on all cores (search_layer.py)"
-    )
     parser.add_argument("--threads", type=int, nargs="+", help="thread counts [default: powers of two, and all cores]")
     args = parser.parse_args()
     sizes = [8192, 131_072] if args.quick else [8192, 32_768, 131_072, 524_288, 1_048_576]
     seconds = 0.3 if args.quick else 1.0
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     thread_counts = args.threads or sorted({1, *(n for n in (2, 4, 8, 16, 32, 64) if n < cpus), cpus})
-    if args.layer:
-        search_layer.main(args.json, 131_072, thread_counts, seconds)
-        return
     peaks = {n: read_bandwidth_gbps(n) for n in thread_counts}
     print("read bandwidth:", ", ".join(f"{n} threads {gbps:.1f} GB/s" for n, gbps in peaks.items()))
     columns = (

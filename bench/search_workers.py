@@ -1,30 +1,25 @@
 """What do search workers add to a search? `python -m bench.search_workers [--json FILE] [--quick] [--workers N ...]`.
 
 One layer at a time, as the engine does: queries go to the workers, selections come back. A worker reports how long it
-has searched; the rest of the client's wait is the overhead. For comparison, in turns, a Ray actor for each worker does
-the same in one call a layer, with the same queries and selections. Then workers are killed during searches.
-Gate: all choose bit for bit what this process chooses.
+has searched; the rest of the client's wait is the overhead. Then workers are killed during searches.
+Gate: they choose bit for bit what this process chooses.
 """
 
-import argparse
-import contextlib
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.timing import end_as_interrupted, finish, gate
+from bench.timing import end_as_interrupted, finish, gate, options_parser
 from csattn.artifact import Artifact, open_artifact
-from csattn.artifact.share import index_of_heads
 from csattn.search import LayerSearch, SearchWorkspace, TokenSelections
 from tests.artifact.synthetic import build, make_spec
 from workers.engine.cpu.pool_searcher import RowSearch
-from workers.searchers.shares import shares_of
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
 
@@ -52,59 +47,6 @@ def by_workers(searcher: WorkerSearcher) -> Layer:
     return search
 
 
-class PlainActor:
-    """The same search behind a Ray call: a worker without shared memory."""
-
-    def __init__(self, path: str) -> None:
-        self._artifact, self._workspace = open_artifact(Path(path)), SearchWorkspace()
-
-    def search(
-        self, layer_idx: int, q: Any, first_head: int, num_heads: int, top_k: int, scale: float
-    ) -> tuple[Any, Any, int]:
-        since = time.perf_counter_ns()
-        index = index_of_heads(self._artifact.layer_index(layer_idx), slice(first_head, first_head + num_heads))
-        shape = len(q), num_heads
-        out = TokenSelections(np.empty((*shape, top_k), np.int32), np.empty(shape, np.int32))
-        LayerSearch(q, index, None, SINK_LEN, WINDOW_LEN, scale, out).run(self._workspace)
-        return out.kv_indices, out.valid_len, time.perf_counter_ns() - since
-
-
-def by_calls(ray: Any, actors: list[Any]) -> Layer:
-    def search(layer_idx: int, step: RowSearch) -> int:
-        num_rows, num_heads = step.out.valid_len.shape
-        group_size = step.q.shape[1] // num_heads
-        places, answers = [], []
-        for worker, actor in enumerate(actors):
-            for share in shares_of(worker, len(actors), num_rows, num_heads):
-                rows = slice(share.first_row, share.first_row + share.num_rows)
-                first, end = share.first_head, share.first_head + share.num_heads
-                q = np.ascontiguousarray(step.q[rows, first * group_size : end * group_size])
-                answers.append(
-                    actor.search.remote(layer_idx, q, first, share.num_heads, step.top_k, step.softmax_scale)
-                )
-                places.append((rows, slice(first, end)))
-        worked_ns = 0
-        for (rows, heads), (kv_indices, valid_len, ns) in zip(places, ray.get(answers), strict=True):
-            step.out.kv_indices[rows, heads], step.out.valid_len[rows, heads] = kv_indices, valid_len
-            worked_ns = max(worked_ns, ns)
-        return worked_ns
-
-    return search
-
-
-@contextlib.contextmanager
-def actors_of(path: Path, num_actors: int) -> Iterator[tuple[Any, list[Any]]]:
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    import ray
-
-    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
-    ray.init("local", num_cpus=num_actors, object_store_memory=200 << 20, **quiet)
-    try:
-        yield ray, [ray.remote(PlainActor).remote(str(path)) for _ in range(num_actors)]
-    finally:
-        ray.shutdown()
-
-
 def check(search: Layer, artifact: Artifact, step: RowSearch) -> None:
     """Raise GateError unless every layer's choice is the one made in this process."""
     for layer_idx in range(NUM_LAYERS):
@@ -116,22 +58,20 @@ def check(search: Layer, artifact: Artifact, step: RowSearch) -> None:
         gate(bool(same), f"layer {layer_idx} was searched otherwise than in one thread")
 
 
-def take_turns(searches: dict[str, Layer], step: RowSearch, seconds: float, between_us: float) -> dict[str, Any]:
-    """Measure each layer's round trip and its overhead over the search, in µs, with a step of each way in turns."""
-    total: dict[str, list[float]] = {name: [] for name in searches}
-    added: dict[str, list[float]] = {name: [] for name in searches}
+def time_layers(search: Layer, step: RowSearch, seconds: float, between_us: float) -> dict[str, Any]:
+    """Measure each layer's round trip and its overhead over the search, in µs."""
+    total, added = list[float](), list[float]()
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline:
-        for name, search in searches.items():
-            for layer_idx in range(NUM_LAYERS):
-                until = time.perf_counter() + between_us * 1e-6
-                while time.perf_counter() < until:
-                    pass
-                since = time.perf_counter_ns()
-                worked_ns = search(layer_idx, step)
-                total[name].append((time.perf_counter_ns() - since) / 1e3)
-                added[name].append(total[name][-1] - worked_ns / 1e3)
-    return {name: {"total_us": _spread(total[name]), "added_us": _spread(added[name])} for name in searches}
+        for layer_idx in range(NUM_LAYERS):
+            until = time.perf_counter() + between_us * 1e-6
+            while time.perf_counter() < until:
+                pass
+            since = time.perf_counter_ns()
+            worked_ns = search(layer_idx, step)
+            total.append((time.perf_counter_ns() - since) / 1e3)
+            added.append(total[-1] - worked_ns / 1e3)
+    return {"total_us": _spread(total), "added_us": _spread(added)}
 
 
 def _spread(times: list[float]) -> dict[str, float]:
@@ -164,23 +104,15 @@ def measure(artifact: Artifact, num_workers: int, num_rows: int, seconds: float,
         searcher.load(0, artifact)
         workers = by_workers(searcher)
         check(workers, artifact, step)
-        result["alone"] = take_turns({"workers": workers}, step, seconds, 0.0)["workers"]
-        result["alone_with_pauses"] = take_turns({"workers": workers}, step, seconds, BETWEEN_US)["workers"]
-        with actors_of(artifact.path, num_workers) as (ray, actors):
-            calls = by_calls(ray, actors)
-            check(calls, artifact, step)
-            result["in_turns"] = turns = take_turns({"workers": workers, "calls": calls}, step, seconds, 0.0)
-            for what in ("added_us", "total_us"):
-                ratio = turns["calls"][what]["p50"] / turns["workers"][what]["p50"]
-                result[f"{what.removesuffix('_us')}_ratio"] = round(ratio, 1)
+        result["alone"] = time_layers(workers, step, seconds, 0.0)
+        result["alone_with_pauses"] = time_layers(workers, step, seconds, BETWEEN_US)
         gate(searcher.health().num_losses == 0, "a worker was lost while it was measured")
         result["losses"] = measure_losses(searcher, artifact, step, num_kills)
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for the result")
+    parser = options_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="make a short run")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])

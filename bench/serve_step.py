@@ -8,7 +8,6 @@ tokens and logits are bit-identical among 16 rows and alone. All settings take t
 affects all of them. The calling thread's CPU time is also reported; with one thread, it is all CPU time.
 """
 
-import argparse
 import time
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from bench.records import called
-from bench.timing import finish, gate
+from bench.timing import finish, gate, options_parser
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.cpus import available_cpus
@@ -39,7 +38,7 @@ TAIL_CAPACITY = 256
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--rows", default="1,2,4,8,16")
     parser.add_argument(
         "--question",
@@ -53,7 +52,6 @@ def main() -> None:
     parser.add_argument("--weights", help="format that linear layers are rounded to: int4 or fp8")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--store", type=Path, default=Path("~/.cache/csattn/bench").expanduser())
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     loaded = load_model(args.model, dtype=args.dtype, weights=args.weights)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from bench.decode.end_to_end import WARM_UP_STEPS, make_runner, roofline, time_steps
-from bench.decode.gpu_timing import ceilings, device_machine
+from bench.decode.gpu_timing import capture, ceilings, device_machine
 from bench.decode.options import Options
 from bench.decode.placements import placed, schedules
 from bench.decode.prepared import TooLargeError, require_memory
@@ -41,11 +41,12 @@ from bench.decode.steps import RecordedQueries, greedy_step
 from bench.decode.widened import Heads, Which
 from bench.decode.workload import DTYPE, Workload
 from bench.random_weights import random_weights
-from bench.shapes import shape_named
-from bench.timing import end_as_interrupted, finish, gate, numbers
+from bench.shapes import config_named
+from bench.timing import end_as_interrupted, finish, gate, numbers, options_parser
 from csattn.config import IndexConfig, SearchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import DevicesError
+from csattn.models.description import describe
 from csattn.models.share import share_of_spec
 from csattn.share import Share
 from workers.model.devices import Devices
@@ -78,7 +79,7 @@ class ShareOfWorkload(Workload):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--devices", default="1,2")
     parser.add_argument("--contexts", default="131072")
     parser.add_argument("--batches", default="1")
@@ -87,7 +88,6 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--recording", type=Path, default=default_path())
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)  # the rank, and the rendezvous file
     arguments = parser.parse_args()
     counts = numbers(arguments.devices)
@@ -134,7 +134,8 @@ def _run_processes(num: int) -> None:
 
 class _Bench:
     def __init__(self, arguments: argparse.Namespace, devices: Devices) -> None:
-        self._arguments, self._devices, self._shape = arguments, devices, shape_named(arguments.shape)
+        self._arguments, self._devices, self._config = arguments, devices, config_named(arguments.shape)
+        self._shape = describe(self._config)
         is_searched = len(self._shape.indexed_layers) == self._shape.num_layers
         gate(is_searched, f"some layers of {arguments.shape} are not searched; choose a shape of which all are")
         with devices.all_or_none():
@@ -196,7 +197,7 @@ class _Bench:
         options = Options(shape=spec, search=search, ceilings=self.ceilings, seconds=0.3, num_threads=threads)
         with self._devices.all_or_none() if is_split else nullcontext():
             require_memory(weight_bytes(spec), what)
-            weights = random_weights(self._shape, device, DTYPE, share=share if is_split else None)
+            weights = random_weights(self._config, device, DTYPE, share=share if is_split else None)
             torch.cuda.empty_cache()  # frees the whole layers of which this is a share
             prepared = placed(work, options, self._arguments.variant, placement, search)
         try:
@@ -246,14 +247,7 @@ class _Bench:
 
 def _graph_us(run: Callable[[], None], times: int = 20) -> float:
     """Return the µs of a graph of `run`. All devices must replay it equally often, because they wait for each other."""
-    warm_up_stream = torch.cuda.Stream()
-    warm_up_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up_stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph = capture([run])
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
     begin.record()

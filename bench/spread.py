@@ -1,15 +1,15 @@
 """Several attention workers behind one address: where do requests go, and what is lost if a worker or node is lost?
 
-python -m bench.spread [--workers 2] [--nodes 1] [--every-s 15] [--model tiny|demo] [--budget-contexts N] ...
+python -m bench.spread [--workers 2] [--nodes 1] [--every-s 15] [--model tiny|demo] ...
 python -m bench.spread --workers 1 2 --every-s 0 --model llama-3.1-8b --set engine.placement=device ...
 
 Runs `csattn serve` on Ray, on a cluster of its own on this machine or, with --nodes, on one of that many nodes, and a
 trace of conversations (see `bench.load`) about contexts that were built before. Every --every-s seconds, the process of
 an attention worker gets SIGKILL, or a node is removed, and another one added a little later. Gate: every answer equals
 the one before any kill; streams end whole or with an error event; none hangs; no file of an artifact is written again;
-and workers that come back hold the same contexts again if they have room for all. If several numbers of workers are
-given, they run one after the other with the same trace and contexts, and must give the same answers; `gain` compares
-the last number with the first. A model given by its shape has random weights.
+and workers that come back hold the same contexts again. If several numbers of workers are given, they run one after the
+other with the same trace and contexts, and must give the same answers; `gain` compares the last number with the first.
+A model given by its shape has random weights.
 """
 
 import argparse
@@ -52,7 +52,6 @@ from csattn.models.prompt import choose_wrapping, context_ids
 from index_build.pipeline import build_artifact
 from tests.index_build.batches import finished_files
 from tests.workers.service.serving import Service, serving
-from workers.capacity import context_bytes
 from workers.serving.contexts import name_artifact
 
 HUNG_S = 240.0
@@ -62,26 +61,26 @@ RECOVERY_S = 60.0  # within which a worker that is back must hold its contexts a
 NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 
 
-def build(options: argparse.Namespace, place: Path) -> tuple[list[str], int]:
-    """Make a model and a store with all contexts; return a service's options, and the largest context's bytes."""
+def build(options: argparse.Namespace, place: Path) -> list[str]:
+    """Make a model and a store with all contexts; return a service's options."""
     path, dtype = saved_model(options.model, options.layers, place)
     loaded = load_model(None if path is None else str(path), dtype, device=options.device)
     store = place / "store"
-    sizes = [build_one(loaded, store, number, options.context_chars) for number in range(options.contexts)]
+    for number in range(options.contexts):
+        build_one(loaded, store, number, options.context_chars)
     del loaded
     torch.cuda.empty_cache()  # a worker needs the device next
     settings = ["build.dtype=" + dtype, *options.set]
     own = ["--store", str(store), *([] if path is None else ["--model", str(path)]), "--threads", "1"]
-    return [*own, *(word for setting in settings for word in ("--set", setting))], max(sizes)
+    return [*own, *(word for setting in settings for word in ("--set", setting))]
 
 
-def build_one(loaded: LoadedModel, store: Path, number: int, num_chars: int) -> int:
+def build_one(loaded: LoadedModel, store: Path, number: int, num_chars: int) -> None:
     wrapping = choose_wrapping(loaded.tokenizer)
     ids = context_ids(loaded.tokenizer, context_text(number, num_chars), wrapping)
     built = build_artifact(loaded, ids, preset("default"), store, notes={"wrapping": wrapping})
     with open_artifact(built.path) as artifact:
         name_artifact(store, context_name(number), built.artifact_id, artifact.spec.kv_dtype)
-        return sum(context_bytes(artifact.spec))
 
 
 @contextlib.contextmanager
@@ -133,7 +132,7 @@ class Chaos:
             for name in lost:
                 had = before[name]["held"]
                 again = had & await self.until_back(name, before[name])
-                gate(again == had or self._options.budget_contexts > 0, f"{name} does not hold again {had - again}")
+                gate(again == had, f"{name} does not hold again {had - again}")
                 self.num_held.append((len(had), len(again)))
             if lost:
                 self.back_s.append(time.monotonic() - started)
@@ -167,7 +166,7 @@ class Chaos:
         return []
 
     async def until_back(self, name: str, before: dict[str, Any]) -> set[str]:
-        """Wait until a worker is back and holds its contexts again, or AGAIN_S more; return what it holds."""
+        """Wait until a worker is back and holds its contexts again, or RECOVERY_S more; return what it holds."""
         until, since = time.monotonic() + HUNG_S, None
         while True:
             gate(time.monotonic() < until, f"{name} has not come back")
@@ -238,10 +237,8 @@ async def run(service: Service, cluster: Any, options: argparse.Namespace, answe
 
 
 def measure(options: argparse.Namespace, place: Path) -> dict[str, Any]:
-    own, largest = build(options, place)
+    own = build(options, place)
     files = finished_files(place / "store")
-    if options.budget_contexts:
-        own += ["--set", f"engine.context_bytes={options.budget_contexts * largest}"]
     answers, cases = Answers(), []
     for workers in options.workers:
         with service_of(workers, options, own) as (service, cluster):
@@ -274,7 +271,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, help="layers of the shape to use [default: all]")
     parser.add_argument("--device", default="cpu", help="device that builds the contexts")
     parser.add_argument("--set", action="append", default=[], help="setting of the service, KEY=VALUE; may be repeated")
-    parser.add_argument("--budget-contexts", type=int, default=0, help="contexts that a worker has room for; 0: all")
     parser.set_defaults(may_lose=True)
     return parser
 

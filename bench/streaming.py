@@ -13,10 +13,8 @@ rotated to their places in it. Gate: for tokens beyond the rows kept, perplexity
 Other figures in the JSON file are kept, each with the commit and the command of its run.
 """
 
-import argparse
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.timing import finish, gate, machine
+from bench.process_memory import resident_bytes
+from bench.timing import finish, gate, machine, options_parser
 from csattn.models import LoadedModel, load_model
 from csattn.models.attending_cache import CACHE
 from workers.streaming.config import StreamConfig
@@ -54,7 +53,7 @@ def memory(config: StreamConfig, num_tokens: int) -> dict[str, Any]:
         for count, _ in enumerate(islice(stream, num_tokens), start=1):
             if count % every == 0:
                 counts.append(count)
-                resident.append(resident_bytes())
+                resident.append(sum(resident_bytes().values()))
                 if len(counts) % 10 == 0:
                     print(f"{config.policy}: {count} tokens, {resident[-1] / 1e6:.2f} MB", flush=True)
         seconds = time.perf_counter() - started
@@ -79,11 +78,6 @@ def tiny_model() -> LoadedModel:
     from tests.tiny import byte_tokenizer, make_model
 
     return wrap_model(make_model(num_hidden_layers=1, max_position_embeddings=512), byte_tokenizer(), "tiny")
-
-
-def resident_bytes() -> int:
-    """Return this process's resident memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def perplexity(num_tokens: int) -> dict[str, Any]:
@@ -169,11 +163,10 @@ def definition(loaded: LoadedModel, ids: Tensor, config: StreamConfig) -> Tensor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--tokens", type=int, help="tokens of the memory test [200000] or of the novel [600]")
     parser.add_argument("--policy", choices=MEMORY_CONFIGS, help="policy of the memory test [both]")
     parser.add_argument("--perplexity", action="store_true")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     of_run = {name: machine()[name] for name in ("commit", "command")}

@@ -1,5 +1,6 @@
-"""Shared by benchmarks: a gate before any figure, percentiles, memory bandwidth, and a JSON object as the last line."""
+"""Shared by benchmarks: options, gates before any figure, times, memory bandwidth, a JSON object as the last line."""
 
+import argparse
 import json
 import os
 import platform
@@ -40,6 +41,13 @@ def gate(condition: bool, message: str) -> None:
 def end_as_interrupted() -> None:
     """Make SIGTERM end this process as Ctrl-C does, so that its children end and its scratch files are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def options_parser(docstring: str | None) -> argparse.ArgumentParser:
+    """Return a parser of a program's options with --json; its help is the program's docstring."""
+    parser = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file for the result")
+    return parser
 
 
 def numbers(text: str) -> list[int]:

@@ -10,7 +10,6 @@ import multiprocessing
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from bench import split
 from bench.decode import placements, workload
 from bench.decode.prepared import TooLargeError
-from bench.shapes import shape_named
+from bench.shapes import config_named
 from csattn.attention import device as attention
 from csattn.attention import every_row
 from csattn.search.device import compiling
@@ -88,13 +87,12 @@ def _emulate(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(split, "WARM_UP_STEPS", 1)
     patch.setattr(split, "time_steps", _time_steps)
     patch.setattr(split, "_graph_us", _graph_us)
-    patch.setattr(split, "shape_named", _few_heads)
+    patch.setattr(split, "config_named", _few_heads)
 
 
 def _few_heads(name: str) -> Any:
-    shape = shape_named(name)
-    layers = tuple(replace(x, mlp=replace(x.mlp, intermediate_size=48)) for x in shape.layers[:2] if x.mlp)
-    return replace(shape, layers=layers, num_q_heads=16, num_kv_heads=2, hidden_size=64, vocab_size=130)
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128}
+    return config_named(name, num_hidden_layers=2, hidden_size=64, intermediate_size=48, vocab_size=130, **heads)
 
 
 def _time_steps(step: Callable[[], None], num_steps: int) -> list[float]:

@@ -16,7 +16,7 @@ from bench.decode.kernel_times import Span, own_times
 from bench.decode.options import Options
 from bench.decode.other_layers import other_bytes, with_other_layers
 from bench.decode.recording import Recording, load_recording, save_recording
-from bench.decode.roofline import best_ratio, full_bytes, index_bytes, layer_bytes, row_bytes, weight_bytes
+from bench.decode.roofline import full_bytes, index_bytes, layer_bytes, row_bytes, weight_bytes
 from bench.decode.sparse_op import SparseOp
 from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries, merge_requests, split_requests
 from bench.decode.variants import INDEXES, of_variant, require_known
@@ -185,12 +185,6 @@ def test_the_roofline_of_an_8b_model_has_the_known_figures():
     assert full_bytes(SHAPE, 1) * SHAPE.num_layers == 131_072
     codes, marks, transforms = 131_072 * 8 * 32, 131_072 * 8 // 8, 16 * 8 * 128 * (8 + 4 * 96)
     assert index_bytes(SHAPE, config, 131_072) == codes + marks + transforms
-    ratios = {
-        (context_len, batch_size): round(best_ratio(SHAPE, config, context_len, batch_size, 0.02), 2)
-        for context_len in (32_768, 131_072)
-        for batch_size in (1, 4)
-    }
-    assert ratios == {(32_768, 1): 1.24, (32_768, 4): 1.88, (131_072, 1): 1.88, (131_072, 4): 3.76}
 
 
 def test_requests_that_share_a_context_read_its_sketch_once_and_rows_separately():
@@ -398,7 +392,7 @@ OTHER_KINDS = {
 def test_placements_agree_for_models_with_other_kinds_of_layers(kernels, recording, monkeypatch, kind):
     options = replace(whole_step_options(monkeypatch, None), shape=describe(OTHER_KINDS[kind]))
     work = Workload(recording, options.heads, 300, 2, DEVICE)
-    weights = random_weights(options.shape, DEVICE, workload.DTYPE)
+    weights = random_weights(OTHER_KINDS[kind], DEVICE, workload.DTYPE)
     logits = []
     for placement in ("device", "hybrid"):
         prepared = placements.placed(work, options, "default", placement, SearchConfig(keep=0.05, window_len=32))

@@ -9,7 +9,7 @@ import torch
 from bench import latents
 from bench.latents import InMemoryContext, measure, shrink
 from bench.random_weights import random_weights
-from bench.shapes import shape_named
+from bench.shapes import config_named
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.workers.engine.emulated_engine import emulate
 
@@ -31,9 +31,9 @@ def test_both_placements_generate_the_same_tokens(emulator: Emulator, monkeypatc
     monkeypatch.setattr(latents, "time_steps", timed)
     monkeypatch.setattr(latents, "kernel_times", lambda step, num: {"_score_kernel": 4.0, "norm": 2.0})
     monkeypatch.setattr(latents, "WARM_UP_STEPS", 2)
-    spec = shape_named("deepseek-v3.2", **TINY, **shrink(num_layers=2, num_experts=9))
-    weights = random_weights(spec, DEVICE, torch.float32)
-    contexts = [InMemoryContext(spec, 100, seed, weights.embedding) for seed in range(2)]
+    config = config_named("deepseek-v3.2", **TINY, **shrink(num_layers=2, num_experts=9))
+    weights = random_weights(config, DEVICE, torch.float32)
+    contexts = [InMemoryContext(weights.spec, 100, seed, weights.embedding) for seed in range(2)]
     found: dict[str, Any] = {placement: measure(weights, contexts, placement, 3) for placement in ("device", "hybrid")}
     assert found["device"][1] == found["hybrid"][1]
     case = found["hybrid"][0]

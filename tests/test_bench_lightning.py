@@ -13,7 +13,6 @@ from bench.lightning.cases import KEY, Case, cases_of
 from bench.lightning.inputs import Shape, make_fp8_operands, make_operands
 from bench.lightning.layer import VARIANTS, layer_table, run_layers
 from bench.lightning.measure import overlap, recall
-from bench.lightning.plots import _draw
 from bench.lightning.published import exact_choice, materialise, partition_merge
 from bench.lightning.run_case import run_case
 from csattn.lightning import Operands, score_keys
@@ -122,27 +121,6 @@ def test_tables_resume_where_they_stopped(tmp_path: Path, capsys: pytest.Capture
     text = (tmp_path / "figures.md").read_text()
     assert "| 2,048 | csattn, order as materialised | – | 512 |" in text
     assert f"commit {json.loads(out.read_text())['machine']['commit']}." in text, "it names the code that it tells of"
-
-
-def test_plots_show_measured_variants_only_and_distinguish_equal_lines(tmp_path: Path) -> None:
-    figures = {"ms": 5.0, "peak_gib": 0.4, "tflops": 600.0}
-    cases = [
-        {"table": 3, "kind": "time", "variant": variant, "num_tokens": tokens, "top_k": 512, **cut, **figures}
-        for cut in ({"query_chunk": 2048, "key_chunk": 8192},)
-        for variant in ("csattn", "csattn fp8", "published")
-        for tokens in (32768, 65536)
-    ]
-    (tmp_path / "f.json").write_text(json.dumps({"machine": {"gpu": "x"}, "cases": cases}))
-    main(["show", str(tmp_path / "f.json"), "--plots", str(tmp_path)])
-    assert (tmp_path / "lightning-table-3.png").stat().st_size > 10_000
-    times, memory = _draw(cases, "", 3).axes
-    assert "materialised" not in {text.get_text() for text in times.get_legend().get_texts()}, "it was not measured"
-    bf16, fp8 = (
-        next(one for one in memory.lines if one.get_label() == label) for label in ("csattn, bf16", "csattn, FP8")
-    )
-    assert (bf16.get_marker(), fp8.get_marker()) == ("D", "."), (
-        "as much memory: the upper one leaves the other to be seen"
-    )
 
 
 def test_the_gate_passes_correct_results_and_refuses_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:

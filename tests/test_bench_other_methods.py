@@ -9,14 +9,14 @@ import torch
 
 from bench.decode import other_methods, sampled, sampled_layer
 from bench.decode.baselines import relative_error
-from bench.decode.options import Options
+from bench.decode.options import KEY, Options
 from bench.decode.other_methods import pqcache_index
 from bench.decode.other_steps import by_other_method
-from bench.decode.results import Results
 from bench.decode.sampled import TABLES
 from bench.decode.sampled_kernels import STEPS
 from bench.decode.sampled_layer import SampledAttention, Tables, hash_layer, log_weights
 from bench.decode.workload import Workload
+from bench.records import Records
 from bench.timing import GateError
 from csattn.attention import reference
 from csattn.config import SearchConfig
@@ -186,7 +186,7 @@ def test_magicpigs_step_time_adds_waits_for_the_cpu_to_the_windows_step(recordin
         rows.append(of_step[0])
         met.append(of_step[1])
     assert found.rows.tolist() == rows and found.bucket_entries.tolist() == met
-    results = Results(None, {})
+    results = Records(None, {}, KEY)
     key = {"kind": "e2e", "context_len": 300, "batch_size": 2}
     with pytest.raises(GateError, match="ask for the variant window"):
         sampled.add_sampled(results, work, options, ["magicpig"], key)

@@ -10,7 +10,7 @@ import pytest
 from bench import overload
 from bench.timing import GateError
 
-ASKED = argparse.Namespace(num_tokens=1, running=2, seconds=0.15, seed=0)
+ASKED = argparse.Namespace(seconds=0.15, seed=0)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, text: str) -> dict[str, Any]:
@@ -22,6 +22,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, text: str) -> dict[str, Any]:
             return overload.Reply(200, 0.1, 0.1, None, text)
 
     monkeypatch.setattr(overload, "Client", Client)
+    monkeypatch.setattr(overload, "RUNNING", 2)
     return asyncio.run(overload.measure(SimpleNamespace(url=""), "m", ASKED))  # type: ignore[arg-type]
 
 

@@ -9,11 +9,7 @@ CARDS = {  # millions of parameters, embeddings included: used in one token's st
     "llama-3.1-8b": (8030, 8030),
     "llama-3.1-70b": (70554, 70554),
     "llama-3.2-1b": (1236, 1236),
-    "llama-3.2-3b": (3213, 3213),
     "qwen2.5-7b": (7616, 7616),
-    "qwen3-8b": (8191, 8191),
-    "mistral-7b-v0.3": (7248, 7248),
-    "smollm2-135m": (134.5, 134.5),
     "qwen3-30b-a3b": (3353, 30532),
     "gpt-oss-20b": (4186, 20908),
     "gemma-3-27b": (27008, 27008),  # without the vision encoder

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -15,23 +14,22 @@ from weakref import ref
 import pytest
 import torch
 
-from bench import random_weights as random_weights_module
 from bench import split
 from bench.decode.recording import save_recording
 from bench.decode.variants import INDEXES
 from bench.decode.widened import Heads
 from bench.decode.workload import Workload
 from bench.random_weights import random_weights
-from bench.shapes import shape_named
+from bench.shapes import config_named, shape_named
 from bench.split import CLOSE, ShareOfWorkload, compare, main
 from bench.timing import GateError, machine
 from csattn.errors import ConfigError
-from csattn.models.spec import ModelSpec
 from csattn.models.weights import LayerWeights
 from csattn.share import Share
 from tests.cuda_on_cpu.emulated import Emulator
 from tests.emulated_split import ADD_US, STEP_US
 from tests.test_bench_decode import built_once, recording  # noqa: F401 (fixtures)
+from workers.model import weights as model_weights
 
 CPU = torch.device("cpu")
 HEADS = Heads.of(shape_named("llama-3.1-8b"))
@@ -85,14 +83,14 @@ def test_shares_of_random_experts_have_the_memory_layout_of_steps() -> None:
 
 def test_only_the_share_of_a_model_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """During construction, at most one whole layer is held besides the share."""
-    wholes, share_of_layer = list[ref[torch.Tensor]](), random_weights_module.share_of_layer
+    wholes, share_of_layer = list[ref[torch.Tensor]](), model_weights.share_of_layer
 
     def watched(whole: LayerWeights, *others: Any) -> LayerWeights:
         assert not any(other() is not None for other in wholes)
         wholes.extend(ref(x) for x in (whole.down.weight, whole.qkv[0].weight, whole.gate_up[0].weight))
         return share_of_layer(whole, *others)
 
-    monkeypatch.setattr(random_weights_module, "share_of_layer", watched)
+    monkeypatch.setattr(model_weights, "share_of_layer", watched)
     weights, one = (random_weights(few_layers("llama-3.1-8b"), CPU, share=share) for share in (Share(1, 2), None))
     linears = [weights.head]
     for layer in weights.layers:
@@ -107,9 +105,8 @@ def test_a_number_of_devices_that_does_not_divide_the_kv_heads_is_refused() -> N
         random_weights(few_layers("llama-3.1-8b"), CPU, share=Share(0, 3))
 
 
-def few_layers(name: str) -> ModelSpec:
-    shape = shape_named(name)
-    return replace(shape, layers=shape.layers[:2], hidden_size=64, vocab_size=130)
+def few_layers(name: str) -> Any:
+    return config_named(name, num_hidden_layers=2, hidden_size=64, head_dim=64, vocab_size=130)
 
 
 def test_logits_that_differ_from_the_whole_models_are_refused() -> None:

@@ -2,7 +2,7 @@
 
     python -m bench.accuracy selectors [--texts ...] [--selectors all] [--keep 0.05,0.02] [--json FILE]
     python -m bench.accuracy long [--texts ...] [--context-len 32K] [--stretch 4] [--device cuda] [--json FILE]
-    python -m bench.accuracy tasks [--tasks ...] [--lengths ...] [--question sparse|dense] [--json FILE] [--plot FILE]
+    python -m bench.accuracy tasks [--tasks ...] [--lengths ...] [--question sparse|dense] [--json FILE]
     python -m bench.accuracy why [--texts ...] [--ways ...] [--seconds 280] [--json FILE] [--plot FILE]
     python -m bench.accuracy rest [--texts ...] [--json FILE]
     python -m bench.accuracy longbench FILE ... --prompts FILE [--question sparse|dense] [--json FILE]

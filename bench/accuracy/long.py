@@ -29,7 +29,6 @@ from torch import Tensor
 from bench.accuracy.attending.attend import Codes, Reading, attend
 from bench.accuracy.attending.context import RealContext, Step, read_context
 from bench.accuracy.attending.recording import record
-from bench.accuracy.attending.slot_cache import count_hits
 from bench.accuracy.contenders import shares
 from bench.accuracy.long_contenders import FULL_KV_BYTES, LongContender, contenders, find_contenders
 from bench.accuracy.long_gate import require_product
@@ -96,21 +95,17 @@ def keeps_of(contender: LongContender, keeps: Sequence[float]) -> Sequence[float
 def measure(
     context: RealContext, contender: LongContender, keep: float, codes: Sequence[Codes | None]
 ) -> dict[str, Any]:
-    """Measure a contender's predictions, its bytes, and the hit rates of caches of its rows."""
+    """Measure a contender's predictions and its bytes."""
     reading = contender.reading(keep, context.context_len)
-    chosen: list[list[Tensor]] = [[] for _ in context.layers]
 
     def attend_layer(layer_idx: int, step: Step) -> Tensor:
-        layer, of_layer = context.layers[layer_idx], chosen[layer_idx]
-        return attend(layer, step, codes[layer_idx], reading, lambda rows: of_layer.append(rows.int()))
+        return attend(context.layers[layer_idx], step, codes[layer_idx], reading)
 
     log_probs = context.predict(attend_layer, contender.ahead)
     kl = context.kl(log_probs)
     same = (context.log_probs.argmax(-1) == log_probs.argmax(-1)).float().mean()
     found: dict[str, Any] = {"kl": float(kl.mean()), "kl_p99": float(kl.quantile(0.99)), "top1_agreement": float(same)}
     found |= {"nll": context.nll(log_probs), **_bytes(context, contender, reading, codes)}
-    if reading.top_k and keep == ONE_KEEP and contender.group == "ours":
-        found |= count_hits(torch.cat([torch.cat(rows, dim=1) for rows in chosen]), context.context_len)
     return {name: round(value, 7) for name, value in found.items()}
 
 

@@ -44,28 +44,7 @@ def table(cases: list[Case]) -> str:
         "the device, with transforms and the rows that are always attended to, at the longest context. × exact: "
         "geometric mean of the ratios to exact selection at the same share."
     )
-    return "\n".join([*lines, "", notes, "", cache_table(cases)])
-
-
-def cache_table(cases: list[Case]) -> str:
-    """Return a Markdown table of the hit rates of slot caches."""
-    sizes = sorted({name for case in cases for name in case if name.startswith("hit_share_")})
-    names = "exact", "default", "default+ahead"
-    shown = [case for case in cases if sizes and sizes[0] in case and case["contender"] in names]
-    if not shown:
-        return ""
-    lines = [
-        "| | "
-        + " | ".join(f"cache of {size.removeprefix('hit_share_').upper()}" for size in sizes)
-        + " | as last step |",
-        "|---|" + "---:|" * (len(sizes) + 1),
-    ]
-    for case in shown:
-        cells = [f"{case[name]:.3f}" for name in (*sizes, "shared_with_last_step")]
-        lines.append(
-            f"| {case['contender']}, {100 * case['keep']:g} %, {setting_of(case)} | " + " | ".join(cells) + " |"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", notes])
 
 
 def by_setting(cases: list[Case]) -> dict[str, str]:

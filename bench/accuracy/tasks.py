@@ -18,8 +18,8 @@ from bench.accuracy.contenders import Contender, find_contenders, shares
 from bench.accuracy.contexts import Context
 from bench.accuracy.fitting import fit
 from bench.accuracy.ruler import TASKS, Haystack, Question, string_match
-from bench.accuracy.task_report import draw_depths, table
-from bench.records import Records, load_cases, require_one, tables
+from bench.accuracy.task_report import table
+from bench.records import Records, load_cases, tables
 from bench.timing import finish, gate, machine
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel, load_model
@@ -140,7 +140,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, help="file for the answers; questions whose answers are in it are not asked again"
     )
-    parser.add_argument("--plot", type=Path, help="directory for heat maps of depth and length")
     parser.add_argument("--show", action="store_true", help="only show what --json holds")
 
 
@@ -152,9 +151,6 @@ def run(arguments: argparse.Namespace) -> None:
         content = _ask_all(arguments)
     cases = [c for c in content["cases"] if c["version"] == VERSION and c["question"] == arguments.question]
     print(tables(cases, ("model",), table))
-    if arguments.plot:
-        require_one(cases, ("model",))
-        draw_depths(cases, arguments.plot)
     finish(content, None)
 
 

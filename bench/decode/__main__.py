@@ -4,7 +4,6 @@
     python -m bench.decode op  --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default] [--shared]
     python -m bench.decode e2e --out FILE [--placements device,host+2] [--contexts ...] [--batches ...] [--shared]
                                [--weights bf16,fp8,int4,mxfp4] [--schedules 'every step'] [--shape gpt-oss-20b]
-    python -m bench.decode show FILE ... [--out FILE] [--markdown FILE]
 
 `op` times one layer's attention, `e2e` the whole model (`host+2`: with two search workers). With `--shared`, all
 requests of a batch continue one context. Variant `full` is torch's fastest full attention, `all` the engine's own;
@@ -20,16 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.decode.options import SCHEDULES, SLOTS
+from bench.decode.options import KEY, SCHEDULES, SLOTS
 from bench.decode.recording import default_path, load_recording
-from bench.decode.report import tables
-from bench.decode.results import Results, merge_files
+from bench.records import Records
 from bench.timing import GateError, finish, gate, numbers
 from csattn.config import SearchConfig
 from csattn.errors import CsattnError
 
 CONTEXT_LENS = "8192,16384,32768,65536,131072,262144,524288,1048576"
-VARIANTS = "full,streamed,window,default,lists"
+VARIANTS = {"op": "full,default", "e2e": "full,streamed,window,default,lists"}
 
 
 def main() -> None:
@@ -38,14 +36,13 @@ def main() -> None:
     record = commands.add_parser("record", help="run the demo model and save the rows that the benchmarks need")
     op = commands.add_parser("op", help="measure one layer's attention")
     e2e = commands.add_parser("e2e", help="measure whole steps")
-    show = commands.add_parser("show", help="show tables of result files")
     for command in (record, op, e2e):
         command.add_argument("--recording", type=Path, default=default_path())
-    for command in (op, e2e):
+    for name, command in (("op", op), ("e2e", e2e)):
         command.add_argument("--out", type=Path)
         command.add_argument("--contexts", type=numbers, default=numbers(CONTEXT_LENS))
         command.add_argument("--batches", type=numbers, default=[1, 4, 8])
-        command.add_argument("--variants", type=_names, default=_names(VARIANTS))
+        command.add_argument("--variants", type=_names, default=_names(VARIANTS[name]))
         command.add_argument("--shape", default="llama-3.1-8b", help="model shape of bench.shapes; e2e takes several")
         command.add_argument("--keep", type=float, default=SearchConfig().keep)
         command.add_argument("--seconds", type=float, default=0.3, help="time to measure each figure")
@@ -70,16 +67,11 @@ def main() -> None:
         default=list(SCHEDULES),
         help="schedules of csattn's variants [default: %(default)s]",
     )
-    show.add_argument("files", type=Path, nargs="+")
-    show.add_argument("--out", type=Path)
-    show.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "record":
         from bench.decode.record import record_demo  # the other commands need no model
 
         record_demo(arguments.recording)
-    elif arguments.command == "show":
-        _show(arguments)
     else:
         try:
             _measure(arguments)
@@ -94,11 +86,11 @@ def _measure(arguments: argparse.Namespace) -> None:
     from bench.decode.gpu_timing import ceilings, device_machine
     from bench.decode.options import Options
     from bench.decode.variants import require_known
-    from bench.shapes import shape_named
+    from bench.shapes import config_named, shape_named
     from offload.codecs.formats import KvFormat
 
     if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device, and torch finds none; `record` and `show` work without")
+        raise SystemExit("this benchmark needs a CUDA device, and torch finds none; `record` works without")
     if as_ampere := getattr(arguments, "as_ampere", False):
         import pytest
 
@@ -133,26 +125,16 @@ def _measure(arguments: argparse.Namespace) -> None:
         as_ampere=as_ampere,
     )
     fixed = ["recording", *(["shape"] if len(names) == 1 else []), *(["keep"] if arguments.command == "op" else [])]
-    results = Results(arguments.out, header, tuple(fixed))
-    which = results, recording, options, arguments.contexts, arguments.batches
+    results = Records(arguments.out, {"bench": "decode", **header}, KEY, tuple(fixed))
+    sizes = arguments.contexts, arguments.batches, arguments.variants
     if arguments.command == "op":
-        op.run_op_cases(*which, arguments.variants)
+        op.run_op_cases(results, recording, options, *sizes)
     for name in names if arguments.command == "e2e" else ():
         if len(names) > 1:
             options = replace(options, shape=shape_named(name), shape_name=name)
-        which = results, recording, options, arguments.contexts, arguments.batches
-        end_to_end.run_end_to_end(*which, arguments.variants, arguments.placements, arguments.weights)
+        which = results, recording, config_named(name), options
+        end_to_end.run_end_to_end(*which, *sizes, arguments.placements, arguments.weights)
     finish(results.content, None)  # the file already has every case, and the header of its last run
-
-
-def _show(arguments: argparse.Namespace) -> None:
-    content = merge_files(arguments.files)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(content, indent=1) + "\n")
-    text = tables(content)
-    print(text)
-    if arguments.markdown:
-        arguments.markdown.write_text(text + "\n")
 
 
 def _names(text: str) -> list[str]:

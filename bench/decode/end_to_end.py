@@ -21,11 +21,10 @@ from bench.decode.other_steps import by_other_method
 from bench.decode.placements import all_rows, placed, schedules, streamed
 from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, window_only
 from bench.decode.recording import Recording
-from bench.decode.results import Results
 from bench.decode.steps import RecordedQueries, attention_only, greedy_step
 from bench.decode.workload import DTYPE, Workload
 from bench.random_weights import FEW, Few, random_weights
-from bench.records import Case
+from bench.records import Case, Records
 from csattn.errors import ConfigError, CsattnError
 from csattn.models.weights import ModelWeights
 from workers.model import ModelRunner, StepAttention
@@ -41,8 +40,9 @@ PROFILED_STEPS = 4
 
 
 def run_end_to_end(
-    results: Results,
+    results: Records,
     recording: Recording,
+    config: Any,  # of the model in transformers, whose shape the options have
     options: Options,
     context_lens: list[int],
     batch_sizes: list[int],
@@ -55,7 +55,7 @@ def run_end_to_end(
         if name not in ("bf16", *FEW):
             raise ConfigError(f"weights are bf16, {', '.join(FEW)}, not {name!r}")
         few = next((few for few in FEW if few == name), None)
-        weights = random_weights(options.shape, "cuda", few=few)
+        weights = random_weights(config, "cuda", few=few)
         _run_with(weights, few, results, recording, options, context_lens, batch_sizes, variants, placements)
         del weights
         torch.cuda.empty_cache()
@@ -64,7 +64,7 @@ def run_end_to_end(
 def _run_with(
     weights: ModelWeights,
     few: Few | None,
-    results: Results,
+    results: Records,
     recording: Recording,
     options: Options,
     context_lens: list[int],

@@ -1,31 +1,27 @@
-"""Time one layer's attention in one step by itself: the fastest full attention, the window alone, and csattn."""
+"""Time one layer's attention in one step by itself: the fastest full attention, and csattn."""
 
 from typing import Any
 
 import torch
 
-from bench.decode.baselines import TOLERANCE, fastest_full_attention, reference_attention, relative_error
-from bench.decode.gpu_timing import Timing, capture, num_input_sets, time_graph, time_replays
+from bench.decode.baselines import fastest_full_attention
+from bench.decode.gpu_timing import Timing, capture, num_input_sets, time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.options import Options
-from bench.decode.placements import streamed
-from bench.decode.prepared import window_only
 from bench.decode.recording import Recording
-from bench.decode.results import Results
 from bench.decode.roofline import full_bytes
-from bench.decode.sparse_op import MOST_SETS, SET_BYTES, RecordedCalls, SparseOp
-from bench.decode.steps import merge_requests, split_requests
+from bench.decode.sparse_op import SET_BYTES, SparseOp
+from bench.decode.steps import merge_requests
 from bench.decode.workload import Workload
-from bench.timing import gate
+from bench.records import Records
 from csattn.errors import CsattnError
 
-OTHERS = "full", "streamed", "window"  # variants that `of_variant` does not read
-STREAMED_LAYERS = 4
+OTHERS = ("full",)  # variants that `of_variant` does not read
 PROFILED_RUNS = 3
 
 
 def run_op_cases(
-    results: Results,
+    results: Records,
     recording: Recording,
     options: Options,
     context_lens: list[int],
@@ -42,7 +38,7 @@ def run_op_cases(
                     "context_len": context_len,
                     "batch_size": batch_size,
                     "variant": variant,
-                    "placement": "host" if variant == "streamed" else "device",
+                    "placement": "device",
                     "schedule": "none" if variant in OTHERS else "every step",
                 }
                 if results.has(**case):
@@ -57,10 +53,6 @@ def run_op_cases(
 def _measure(work: Workload, options: Options, variant: str) -> dict[str, Any]:
     if variant == "full":
         return full_attention_case(work, options)
-    if variant == "streamed":
-        return streamed_case(work, options)
-    if variant == "window":
-        return window_case(work, options)
     return sparse_case(SparseOp(work, options, variant), options)
 
 
@@ -77,44 +69,6 @@ def full_attention_case(work: Workload, options: Options) -> dict[str, Any]:
         "backend": full.name,
         "candidates_us": full.candidates,
         "hbm_bytes": moved,
-    }
-
-
-def streamed_case(work: Workload, options: Options) -> dict[str, Any]:
-    """Check and time full attention over KV in pinned host memory. A layer's KV is copied during the layer before."""
-    prepared = streamed(work, options.of_layers(STREAMED_LAYERS))
-    attention, rows = prepared.attention, work.step_rows(0)
-    kv = work.separate_kv(0)
-    q = work.queries(0)[0].contiguous()
-    out = torch.empty_like(q)
-
-    def step(num_layers: int = STREAMED_LAYERS) -> None:
-        attention.begin_step(rows)
-        for layer_idx in range(num_layers):
-            attention.attend(layer_idx, q, rows, out)
-
-    step(1)
-    error = relative_error(out, split_requests(reference_attention(merge_requests(q, kv[0]), *kv), len(q), kv[0]))
-    gate(error < TOLERANCE, f"streamed full attention is off by {error:.3f}")
-    timing = time_replays(step, STREAMED_LAYERS, options.seconds, least=3)
-    prepared.close()
-    moved = work.num_contexts * full_bytes(options.shape, work.context_len)
-    return {
-        **timing.to_json(),
-        **_against_roofline(timing, moved, options.ceilings["h2d_gbps"]),
-        "hbm_bytes": 2 * moved,
-    }
-
-
-def window_case(work: Workload, options: Options) -> dict[str, Any]:
-    """Time attention to the resident rows alone: sinks, window and tail."""
-    window = window_only(work, options.of_layers(MOST_SETS))
-    moved = window.step_bytes / MOST_SETS
-    timing = time_graph(RecordedCalls(window.attention, work).calls, options.seconds)
-    return {
-        **timing.to_json(),
-        **_against_roofline(timing, moved, options.ceilings["read_gbps"]),
-        "hbm_bytes": round(moved),
     }
 
 

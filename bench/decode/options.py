@@ -7,6 +7,11 @@ from csattn.config import SearchConfig
 from csattn.models.spec import ModelSpec
 from offload.codecs.formats import KvFormat
 
+# the fields that identify a case; all other fields are measurements
+KEY = (
+    *("kind", "shape", "context_len", "batch_size", "variant", "placement", "schedule"),
+    *("weights", "keep", "slots", "kv_codec", "as_ampere"),
+)
 SLOTS = 0.14  # share of a context's rows that a slot cache holds: the rows chosen in a step, with room to spare
 EVERY_STEP, AHEAD = SCHEDULES = "every step", "one layer ahead"
 

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from offload.pinned import PinnedRows
 from workers.engine.gpu.attend_all import AttendAll, StreamedRows, streamed_bytes
 from workers.engine.gpu.far_rows import CachedRows, DeviceRows, context_layers
 from workers.engine.gpu.memory import index_is_on_device
-from workers.engine.gpu.on_device import SearchOnDevice
+from workers.engine.gpu.on_device import SearchOnDevice, StepSearch
 from workers.engine.gpu.on_host import SearchOnHost, StepSearcher
 from workers.engine.gpu.shape import EngineShape
 from workers.searchers.step_searches import StepSearches
@@ -85,28 +85,53 @@ def all_rows(work: Workload, options: Options) -> Prepared:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSteps:
-    """Steps over contexts that lie on the device."""
+    """Steps that search on the device, and what the first context has, layer by layer; the others have copies of it."""
 
     steps: SearchOnDevice
-    kv: list[Tensor]  # of the first context, layer by layer; the others have equal rows
-    index: list[DeviceLayerIndex]  # of the first context, layer by layer; the others have equal ones
+    far: DeviceRows | CachedRows
+    kv: Sequence[Tensor]
+    index: Sequence[DeviceLayerIndex]
 
 
-def device_steps(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> DeviceSteps:
-    """Load every context to the device, each at addresses of its own."""
-    shape = options.shape
-    per_layer = full_bytes(shape, work.context_len) + index_bytes(shape, config, work.context_len)
-    require_memory(work.num_contexts * options.num_layers * per_layer, "context KV and index on the device")
-    engine = engine_shape(work, options, config, search)
-    far = DeviceRows(engine, work.device)
-    steps = SearchOnDevice(engine, _index_shape(config, shape), far, work.device, sinks=zero_sinks(engine, work.device))
-    kv = layers_of(lambda layer_idx: encode_rows(work.rows(layer_idx), engine), options.num_layers)
+def device_steps(
+    work: Workload, options: Options, config: IndexConfig, search: SearchConfig, slots: float | None = None
+) -> DeviceSteps:
+    """Load every context. slots: the share of its rows that a slot cache holds; None: all rows are on the device."""
+    shape, share = options.shape, 1 if slots is None else slots
+    per_layer = round(share * full_bytes(shape, work.context_len)) + index_bytes(shape, config, work.context_len)
+    require_memory(work.num_contexts * options.num_layers * per_layer, "KV or slot cache, and index, on the device")
     index = indexes_of(work, options.num_layers, config)
+    return load_steps(work, options, config, search, slots, index, clone_index)
+
+
+def load_steps(
+    work: Workload,
+    options: Options,
+    config: IndexConfig,
+    search: SearchConfig,
+    slots: float | None,  # as in `device_steps`
+    index: Sequence[Any],  # of the first context, layer by layer
+    clone: Callable[[Any], Any],  # copies a layer's index to other addresses
+    searches: Mapping[int, StepSearch] | None = None,  # see `SearchOnDevice`
+) -> DeviceSteps:
+    """Load every context, each with an index, and rows on the device, at addresses of its own."""
+    engine = engine_shape(work, options, config, search)
+    far: DeviceRows | CachedRows = DeviceRows(engine, work.device)
+    if slots is not None:
+        far = CachedRows(engine, round(slots * work.context_len), work.device)
+    sinks = zero_sinks(engine, work.device)
+    index_shape = _index_shape(config, options.shape)
+    steps = SearchOnDevice(engine, index_shape, far, work.device, sinks=sinks, searches=searches)
+    host = host_rows(work, engine) if isinstance(far, CachedRows) else None
+    kv = layers_of(lambda i: encode_rows(work.rows(i), engine), options.num_layers) if host is None else host.layers
     for context_id in range(work.num_contexts):
-        own_kv = [layer.clone() for layer in kv] if context_id else kv
-        far.load(context_id, own_kv)
-        steps.load(context_id, own_kv, [clone_index(layer) for layer in index] if context_id else index)
-    return DeviceSteps(steps, kv, index)
+        own_kv = [layer.clone() for layer in kv] if host is None and context_id else kv
+        if isinstance(far, DeviceRows):
+            far.load(context_id, own_kv)
+        elif host is not None:
+            far.load(context_id, host)
+        steps.load(context_id, own_kv, [clone(layer) for layer in index] if context_id else index)
+    return DeviceSteps(steps, far, kv, index)
 
 
 def _on_device(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> Prepared:
@@ -114,20 +139,16 @@ def _on_device(work: Workload, options: Options, config: IndexConfig, search: Se
 
 
 def _hybrid(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> Prepared:
-    shape = options.shape
-    share = slot_share(options, search)
-    per_layer = round(share * full_bytes(shape, work.context_len)) + index_bytes(shape, config, work.context_len)
-    require_memory(work.num_contexts * options.num_layers * per_layer, "slot cache and index on the device")
-    engine = engine_shape(work, options, config, search)
-    far = CachedRows(engine, round(share * work.context_len), work.device)
-    steps = SearchOnDevice(engine, _index_shape(config, shape), far, work.device, sinks=zero_sinks(engine, work.device))
-    kv, index = host_rows(work, engine), indexes_of(work, options.num_layers, config)
-    for context_id in range(work.num_contexts):
-        far.load(context_id, kv)
-        steps.load(context_id, kv.layers, [clone_index(layer) for layer in index] if context_id else index)
+    loaded = device_steps(work, options, config, search, slot_share(options, search))
+    return with_cache(loaded, _step_bytes(work, options, config, search), work, options)
 
-    least = _step_bytes(work, options, config, search)
-    return Prepared(steps, least, partial(cache_facts, far, work, options), far.cache.clear_statistics)
+
+def with_cache(loaded: DeviceSteps, step_bytes: float, work: Workload, options: Options) -> Prepared:
+    """Return steps with the figures of their slot cache, if they have one."""
+    if isinstance(loaded.far, DeviceRows):
+        return Prepared(loaded.steps, step_bytes)
+    facts = partial(cache_facts, loaded.far, work, options)
+    return Prepared(loaded.steps, step_bytes, facts, loaded.far.cache.clear_statistics)
 
 
 def _on_host(

@@ -1,4 +1,4 @@
-"""The fewest bytes that a step must read, and the best speedup over full attention that they allow."""
+"""The fewest bytes that a step must read."""
 
 from bench.decode.variants import num_segments
 from csattn.config import IndexConfig, ListConfig, SearchConfig, SketchConfig, num_index_heads
@@ -41,16 +41,14 @@ def index_bytes(shape: ModelSpec, config: IndexConfig, context_len: int) -> int:
     return heads * config.num_subspaces * config.num_centroids * _list_bytes(config, context_len)
 
 
-def search_bytes(
-    shape: ModelSpec, config: IndexConfig, context_len: int, batch_size: int, num_contexts: int = 0
-) -> int:
+def search_bytes(shape: ModelSpec, config: IndexConfig, context_len: int, batch_size: int, num_contexts: int) -> int:
     """Return the bytes that a search reads of the index in one layer. Requests on one context may read its sketch once.
 
     Of lists, these are the ones of each query's nearest centroids. Heads of a group with the same centroid may read its
-    list once, so the true number can be less. num_contexts: default: batch_size.
+    list once, so the true number can be less.
     """
     if isinstance(config, SketchConfig):
-        return (num_contexts or batch_size) * index_bytes(shape, config, context_len)
+        return num_contexts * index_bytes(shape, config, context_len)
     return batch_size * shape.num_q_heads * config.num_subspaces * _list_bytes(config, context_len)
 
 
@@ -84,14 +82,3 @@ def weight_bytes(shape: ModelSpec) -> int:
     """Return the bytes of the weights that a token needs (of experts, the chosen ones), with the input embedding."""
     embedding = 0 if shape.tied_embedding else shape.vocab_size * shape.hidden_size
     return (shape.streamed_params + embedding) * ITEM_BYTES
-
-
-def best_ratio(shape: ModelSpec, config: IndexConfig, context_len: int, batch_size: int, keep: float) -> float:
-    """Return how much faster than with full attention a whole step can be at best, if both read at the same rate.
-
-    Counted as is usual for a step: the weights once, and the context's KV, or its index and the kept share of its KV.
-    """
-    full = weight_bytes(shape) + batch_size * len(shape.indexed_layers) * full_bytes(shape, context_len)
-    selected = batch_size * selected_bytes(shape, context_len, keep)
-    per_layer = search_bytes(shape, config, context_len, batch_size) + selected
-    return full / (weight_bytes(shape) + len(shape.indexed_layers) * per_layer)

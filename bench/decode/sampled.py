@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.decode.options import Options
-from bench.decode.results import Results
 from bench.decode.roofline import row_bytes
 from bench.decode.sampled_layer import HashedLayer, OtherLayers, SampledAttention, Tables, hash_layer
 from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import Workload
-from bench.records import Case
+from bench.records import Case, Records
 from bench.timing import gate
 from csattn.attention import reference
 from csattn.cpu.team import Team
@@ -46,7 +45,7 @@ class Sampled:
     bucket_entries: NDArray[np.int64]  # entries in the buckets of all query heads, in all tables
 
 
-def add_sampled(results: Results, work: Workload, options: Options, variants: list[str], key: Case) -> None:
+def add_sampled(results: Records, work: Workload, options: Options, variants: list[str], key: Case) -> None:
     """Measure those of the variants that are MagicPIG's, for a batch.
 
     key: the fields that the batch's cases share. Raises GateError if the variant `window` has not been measured before.

@@ -1,9 +1,8 @@
 """Compares learned indexers with StreamIndex's published method, table by table.
 
     python -m bench.lightning check                                    the gate: exit status 1 if a choice is wrong
-    python -m bench.lightning tune   [--tokens 65536]                  rates of both ways to choose, GPU only
     python -m bench.lightning tables --out FILE [--tables 2,3] [--max-tokens 1048576] [--seconds 540]
-    python -m bench.lightning show   FILE [--markdown FILE] [--plots DIRECTORY]
+    python -m bench.lightning show   FILE [--markdown FILE]
     python -m bench.lightning topk|decode|hisa [--out FILE] [--seconds 150]
     python -m bench.lightning layer [--max-tokens 1048576] [--out FILE] [--seconds 150]
     python -m bench.lightning real [--texts novel,code] [--context-len 4096] [--out FILE] [--plot FILE] [--seconds 150]
@@ -26,7 +25,6 @@ from bench.lightning import decode_suite, hisa_suite, topk_suite
 from bench.lightning.cases import KEY, cases_of
 from bench.lightning.hisa_real import draw_real, real_tables, run_real
 from bench.lightning.inputs import Shape, forget_inputs
-from bench.lightning.plots import draw_all
 from bench.lightning.report import as_markdown
 from bench.lightning.suite import run_suite
 from bench.lightning.suite_report import suites_as_markdown
@@ -41,17 +39,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="check that choices are exact")
-    tune = commands.add_parser("tune", help="measure the rates of both ways to choose")
-    tune.add_argument("--tokens", type=int, default=1 << 16)
     tables = commands.add_parser("tables", help="measure StreamIndex's tables, row for row")
     tables.add_argument("--out", type=Path, required=True)
     tables.add_argument("--tables", type=lambda text: {int(name) for name in text.split(",")}, default=set(range(2, 8)))
     tables.add_argument("--max-tokens", type=int, default=1 << 20)
     tables.add_argument("--seconds", type=float, default=540)
-    show = commands.add_parser("show", help="show a result file as Markdown and pictures")
+    show = commands.add_parser("show", help="show a result file as Markdown")
     show.add_argument("file", type=Path)
     show.add_argument("--markdown", type=Path)
-    show.add_argument("--plots", type=Path)
     for name in SUITES:
         suite = commands.add_parser(name, help=f"the suite of bench/lightning/{name}_suite.py")
         suite.add_argument("--out", type=Path)
@@ -82,10 +77,6 @@ def main(arguments: list[str] | None = None) -> None:
         finish(records.content, None)
     elif chosen.command == "check":
         _check(device)
-    elif chosen.command == "tune":
-        from bench.lightning.tune import tune as print_rates
-
-        print_rates(chosen.tokens, Shape())
     elif chosen.command == "tables":
         run_tables(chosen.out, chosen.tables, chosen.max_tokens, chosen.seconds, device)
     else:
@@ -140,9 +131,6 @@ def _show(chosen: argparse.Namespace) -> None:
     print(text)
     if chosen.markdown:
         chosen.markdown.write_text(text + "\n")
-    if chosen.plots and not of_suites:
-        for path in draw_all(content, chosen.plots):
-            print(f"drawn: {path}")
 
 
 if __name__ == "__main__":

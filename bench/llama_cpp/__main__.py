@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from bench.accuracy.texts import find_text, tokenize
 from bench.records import called
-from bench.timing import finish, gate, numbers
+from bench.timing import finish, gate, numbers, options_parser
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.cpus import available_cpus
@@ -35,13 +35,12 @@ NUM_STEPS, WARM_UP = 48, 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--python", required=True, help="Python of the environment that has llama-cpp-python")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--contexts", default="4096,16384", help="lengths of contexts, in tokens")
     parser.add_argument("--weights", default="fp8,int4", help="formats that csattn rounds weights to, or as-they-are")
     parser.add_argument("--threads", type=int, default=available_cpus())
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     cases = []

@@ -29,7 +29,7 @@ import torch
 
 from bench.lm_eval.outcomes import FULL, TASKS, Outcome, Outcomes, Part, Variant, prefills, table
 from bench.records import called
-from bench.timing import finish, gate, machine
+from bench.timing import finish, gate, machine, options_parser
 from bench.turns.service import MODEL, serving
 
 NUM_CONCURRENT = 8  # concurrent requests, each with a context of its own
@@ -132,7 +132,7 @@ def shares_of_cpus(processes: int) -> "Queue[list[int]]":
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--lm-eval", required=True, help="Python of the environment that has lm-eval")
     parser.add_argument(
         "--lm-eval-path",
@@ -162,7 +162,6 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, help="time after which runs are stopped")
     parser.add_argument("--outcomes", type=Path)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.until = None if options.seconds is None else time.monotonic() + options.seconds
     from csattn.models import load_model

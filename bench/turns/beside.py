@@ -9,7 +9,6 @@ arrives and ends), and the longest such time; and the prompt's time to first tok
 all requests decode until they are stopped. A model given by its shape has random weights and tokens that are bytes.
 """
 
-import argparse
 import tempfile
 import threading
 import time
@@ -22,7 +21,7 @@ import torch
 
 from bench.accuracy.texts import find_text
 from bench.served_model import saved_model
-from bench.timing import end_as_interrupted, finish, gate
+from bench.timing import end_as_interrupted, finish, gate, options_parser
 from bench.turns.service import MODEL, NEVER_ENDS, Service, ask, serving, user
 from csattn.models import load_model
 from tests.tiny import byte_tokenizer
@@ -120,13 +119,12 @@ def run(service: Service, prompts: list[str], num_decoding: int) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--prompt-tokens", type=int, default=4096)
     parser.add_argument("--decoding", type=int, default=4)
     parser.add_argument("--model", default="demo", help="demo, tiny, or a model shape such as llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="layers of the shape to use [default: all]")
     parser.add_argument("--set", action="append", default=[], help="setting of the service, KEY=VALUE; may be repeated")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     end_as_interrupted()
     tokenizer = load_model().tokenizer if options.model == "demo" else byte_tokenizer()

@@ -9,7 +9,6 @@ the rows that they have in common; a second client with the same document has it
 client's time.
 """
 
-import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import openai
 
-from bench.timing import end_as_interrupted, finish, gate
+from bench.timing import end_as_interrupted, finish, gate, options_parser
 from bench.turns.service import TEXTS, Reply, ask, assistant, serving, user
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig
@@ -142,9 +141,8 @@ def require_cheap(turns: list[tuple[list[Any], Reply]], name: str) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     end_as_interrupted()
     with tempfile.TemporaryDirectory() as directory:

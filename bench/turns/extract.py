@@ -8,14 +8,13 @@ the machine affects both alike. Answers are greedy, from the model of the demo. 
 after the first piece of text come. Gate: the same answers.
 """
 
-import argparse
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.accuracy.texts import find_text, named_texts, sha256_of
-from bench.timing import finish, gate
+from bench.timing import finish, gate, options_parser
 from bench.turns.service import Service, ask, serving, user
 from workers.serving.drafts import MAX_DRAFT
 
@@ -51,14 +50,13 @@ QUESTIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--texts", type=named_texts, default=named_texts("speech,dialogue,novel"))
     parser.add_argument("--chars", type=int, default=8000, help="of a text that are a document")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
         "--set", action="append", default=[], help="setting of both services, KEY=VALUE; may be repeated"
     )
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     cases = list[dict[str, Any]]()
     with ExitStack() as stack:

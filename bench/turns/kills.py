@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.timing import end_as_interrupted, finish, gate
+from bench.timing import end_as_interrupted, finish, gate, options_parser
 from bench.turns.service import TEXTS
 from csattn.models import LoadedModel, load_model
 from offload.block_files import SUFFIX, fault_of
@@ -204,7 +204,7 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="model directory [default: the demo model]")
@@ -212,7 +212,6 @@ def main() -> None:
         "--longest-s", type=float, default=LONGEST_S, help="most seconds that a process lives once it has begun"
     )
     parser.add_argument("--lives", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     end_as_interrupted()
     if options.lives:

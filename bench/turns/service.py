@@ -1,37 +1,28 @@
-"""`csattn serve` as a process that can be killed, and the replies that its clients get."""
+"""A service of one process that can be killed, and the replies that its clients get."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
-import httpx2
 import openai
 
+from tests.workers.service import serving as any_service
+
 MODEL = "smollm2-135m"
-COMMAND = [sys.executable, "-c", "from workers.cli import main; main()", "serve", "--local", "--json"]
 TEXTS = Path(__file__).parents[1] / "texts"
 NEVER_ENDS = {"0": -100, "1": -100, "2": -100}  # logit bias against the demo model's end tokens
 
 
 @dataclass
-class Service:
+class Service(any_service.Service):
     """A service that is ready."""
 
-    process: "subprocess.Popen[str]"
-    url: str
     model: str = MODEL
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=1200)
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -39,7 +30,7 @@ class Service:
 
     def metric(self, name: str) -> float:
         """Return a metric's sum over all its labels, or the value for one: `name{label="value"}`."""
-        lines = httpx2.get(f"{self.url}/metrics", timeout=60).text.splitlines()
+        lines = self.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
     def wait_until_written(self) -> float:
@@ -52,38 +43,12 @@ class Service:
 
 @contextmanager
 def serving(store: Path, *settings: str, model: Path | None = None) -> Iterator[Service]:
-    """Run a service until the block ends or it is killed. model: a directory or a GGUF file; None: the demo model.
-
-    Raises RuntimeError with the last line that the service wrote if it ends before it is ready.
-    """
-    options = [part for setting in (*settings, "server.port=0") for part in ("--set", setting)]
+    """Run a service until the block ends or it is killed. model: a directory or a GGUF file; None: the demo model."""
+    options = [part for setting in settings for part in ("--set", setting)]
     if model is not None:
         options += ["--model", str(model)]
-    with TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [*COMMAND, "--store", str(store), *options],
-            stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
-        )  # fmt: skip
-        try:
-            assert process.stdout is not None
-            lines = (json.loads(line) for line in process.stdout if line.startswith("{"))
-            ready: dict[str, Any] = next(lines, {})
-            if "url" not in ready:
-                process.wait()
-                errors.seek(0)
-                said = [*errors.read().splitlines(), *([ready["error"]["message"]] if ready else [])]
-                raise RuntimeError(
-                    f"the service ended with {process.returncode} before it was ready: {''.join(said[-1:])}"
-                )
-            yield Service(process, ready["url"], MODEL if model is None else model.name)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(30)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    with any_service.serving("--local", "--store", str(store), *options) as service:
+        yield Service(service.process, service.url, MODEL if model is None else model.name)
 
 
 @dataclass(frozen=True, slots=True)

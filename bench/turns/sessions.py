@@ -9,12 +9,11 @@ part, which is from the second session on with instructions and from the third w
 own task and less than a step of contexts more; with instructions, its answer is that of a service without the others.
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.timing import end_as_interrupted, finish, gate
+from bench.timing import end_as_interrupted, finish, gate, options_parser
 from bench.turns.service import TEXTS, Reply, ask, serving, user
 from csattn.models import load_model
 from workers.serving.kept_rows import BLOCK_ROWS
@@ -63,9 +62,8 @@ def alone(place: str, number: int) -> Reply:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--sessions", type=int, default=4)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     end_as_interrupted()
     tokenizer = load_model().tokenizer

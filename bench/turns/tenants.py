@@ -9,7 +9,6 @@ waits for its first token as long as for a prompt that nobody has sent (medians 
 tenant itself waits less than half as long.
 """
 
-import argparse
 import random
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.timing import end_as_interrupted, finish, gate
+from bench.timing import end_as_interrupted, finish, gate, options_parser
 from bench.turns.service import TEXTS, Reply, Service, ask, serving, user
 
 TENANTS = ("heron", "walnut", "quartz", "bellows", "saffron", "granite", "juniper", "cobalt")
@@ -43,10 +42,9 @@ def ask_all(service: Service, num_requests: int, at_once: int, want: dict[str, s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=8)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     end_as_interrupted()
     with tempfile.TemporaryDirectory() as directory:

@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import json
-from collections import OrderedDict
 from itertools import product
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from bench.accuracy.attending.attend import Reading, attend
 from bench.accuracy.attending.context import ContextLayer, Step, read_context
 from bench.accuracy.attending.recording import record
 from bench.accuracy.attending.sketches import SketchCodes, integer_queries, normaliser
-from bench.accuracy.attending.slot_cache import SIZES, count_hits
 from bench.accuracy.long_contenders import contenders, find_contenders
 from bench.accuracy.long_gate import require_product
 from bench.accuracy.long_report import _BY_BYTES, _BY_SHARE, draw, hybrid_bytes, table
@@ -175,31 +173,6 @@ def test_every_contender_attends_and_codes_reduce_its_error(name, rng):
         assert codes.bytes_per_key > 0 and codes.fixed_bytes >= 0
 
 
-def test_counted_hits_are_those_of_an_lru_cache(rng):
-    num_rows, num_steps, top_k = 60, 24, 5
-    chosen = np.stack([rng.permutation(20)[:top_k] for _ in range(num_steps)])
-    found = count_hits(torch.from_numpy(chosen)[None], num_rows)
-    for size in SIZES:
-        # rows of one step are used at the same time, and any order among them is LRU: the mean over orders is wanted
-        hits = np.mean([lru_hits(chosen, size * top_k, order) for order in range(300)])
-        assert found[f"hit_share_{size}k"] == pytest.approx(hits, abs=0.02)
-    assert found["shared_with_last_step"] == found["hit_share_1k"]
-
-
-def lru_hits(chosen, capacity, seed):
-    """Return the share of the chosen rows, in the last three quarters of the steps, that are in the cache."""
-    order, cache = np.random.default_rng(seed), OrderedDict()
-    hits, first = 0, len(chosen) // 4
-    for step, rows in enumerate(chosen):
-        hits += sum(int(row) in cache for row in rows) if step >= first else 0
-        for row in order.permutation(rows):
-            cache.pop(int(row), None)
-            cache[int(row)] = None
-        while len(cache) > capacity:
-            cache.popitem(last=False)
-    return hits / (len(chosen) - first) / chosen.shape[1]
-
-
 def test_figures_of_contenders_agree_with_the_product():
     ids = tokenize(find_text("novel"), byte_tokenizer())
     compared = require_product(loaded(), ids[:500], ids[500:520])
@@ -240,7 +213,7 @@ def test_a_text_is_measured_once_and_reported(tmp_path, monkeypatch):
         long.compare(loaded(), "novel+code", (300, 8), 1.0, runs, [0.02, 0.1], records)
     assert before == len(records.cases) == 5
     by_name = {(case["contender"], case["keep"]): case for case in json.loads(path.read_text())["cases"]}
-    assert by_name["default", 0.02]["times_exact"] > 0 and by_name["default", 0.02]["shared_with_last_step"] > 0
+    assert by_name["default", 0.02]["times_exact"] > 0
     assert by_name["KIVI, 4 bits", 0.0]["code_bytes_per_key"] == 2 * 16 * 5 / 8
     assert "| default | 10 |" in table(records.cases)
     of_ours = by_name["default", 0.02]

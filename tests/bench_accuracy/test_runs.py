@@ -2,22 +2,17 @@
 
 import argparse
 import json
-import struct
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 
-from bench import pareto
 from bench.accuracy import selectors, tasks
 from bench.accuracy.answering import FULL
 from bench.accuracy.contenders import ALL, find_contenders
 from bench.accuracy.odd import ODD
-from bench.accuracy.task_report import draw_depths, kept, table
+from bench.accuracy.task_report import kept, table
 from bench.accuracy.texts import TEXTS, cut_text, find_text, named_texts
 from bench.records import RESULTS, Records, load_cases
 from bench.selector_cases import VERSION, selector_cases
@@ -179,43 +174,20 @@ def test_scores_of_several_models_in_one_file_are_not_averaged(tmp_path, capsys)
     answers = [{**of, "version": tasks.VERSION, "model": name} for name in ("a", "b") for of in make_answers()]
     worse = [{**of, "score": 0.0} if of["model"] == "b" else of for of in answers]
     (tmp_path / "answers.json").write_text(json.dumps({"cases": worse}))
-    tasks.run(SimpleNamespace(show=True, json=tmp_path / "answers.json", question="sparse", plot=None))
+    tasks.run(SimpleNamespace(show=True, json=tmp_path / "answers.json", question="sparse"))
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("| passkey")] == [
         "| passkey, 1024 | 50 | 50 (50 %) |",
         "| passkey, 1024 | 0 | 0 (×) |",
     ]
 
 
-def test_answers_that_full_attention_misses_do_not_count_against_a_selector(tmp_path):
+def test_answers_that_full_attention_misses_do_not_count_against_a_selector():
     answers = make_answers()
     shown = table(answers)
     assert "| passkey, 1024 | 50 | 50 (50 %) |" in shown
     nothing = [answer for answer in answers if answer["depth"] == 1.0]
     assert "| passkey, 1024 | 0 | 50 (×) |" in table(nothing)
     assert kept([], {}) is None
-    (picture,) = draw_depths(answers, tmp_path)
-    assert picture.name == "tasks-passkey-5.png" and picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_the_pareto_front_holds_the_points_that_none_dominates():
-    points = {"a": (1.0, 5.0), "b": (2.0, 3.0), "c": (3.0, 3.0), "d": (4.0, 1.0), "e": (2.0, 4.0), "f": (0.0, 9.0)}
-    assert pareto.front(points) == ["f", "a", "b", "d"]
-    assert pareto.front({"a": (1.0, 1.0), "b": (1.0, 1.0)}) == ["a", "b"]  # neither is better
-    assert pareto.front({}) == []
-
-
-def test_contenders_are_compared_over_the_same_texts_and_lengths():
-    costs = dict.fromkeys(("search_bytes_per_step", "rest_bytes_per_step", "moved_bytes_per_step"), 1e6)
-    measured = [("default", 4096, 0.1), ("default", 8192, 0.4), ("quest", 4096, 0.1), ("quest", 8192, 0.1)]
-    measured.append(("sparq", 4096, 0.01))
-    cases = [
-        {"contender": name, "text": "novel", "keep": 0.02, "context_len": length, "kl": kl, **costs}
-        for name, length, kl in measured
-    ]
-    assert pareto.points(cases, 0.02, "moved") == {
-        "default": (1.0, pytest.approx(0.2)),
-        "quest": (1.0, pytest.approx(0.1)),
-    }
 
 
 def test_figures_of_version_2_are_counted_as_those_of_version_3(tmp_path):
@@ -262,43 +234,3 @@ def test_stored_costs_of_selectors_are_counted_over_16_bit_kv():
     assert {round(cases[name]["moved_bytes_per_step"]) for name in ("exact", "default", "quest")} == {
         num_lists * 154 * 256
     }
-
-
-def test_labels_cover_no_point_and_no_other_label():
-    """For example `lists`, whose label would collide with its neighbour on the right."""
-    figure = Figure(figsize=(5, 4), dpi=pareto._DPI)
-    canvas, axes = FigureCanvasAgg(figure), figure.subplots()
-    costs = {"lists": (34.0, 0.022), "magicpig": (43.0, 0.0221), "default": (30.0, 0.001), "exact": (44.0, 0.021)}
-    places = pareto._draw_panel(axes, costs, "")
-    figure.draw_without_rendering()
-    pareto._label(axes, places)
-    canvas.draw()
-    names = {label.get_text(): Text.get_window_extent(label, canvas.get_renderer()) for label in axes.texts}
-    for name, extent in names.items():
-        for place in axes.transData.transform(list(places.values())):
-            assert not extent.contains(*place), f"{name} lies on a point"
-        meeting = [of for of, other in names.items() if of != name and extent.overlaps(other)]
-        assert not meeting, f"{name} lies on {meeting}"
-
-
-def test_the_pareto_command_writes_a_plot_and_prints_the_fronts(measured, tmp_path, capsys):
-    arguments = SimpleNamespace(files=[measured / "figures.json"], plot=tmp_path / "pareto.png", texts=None, json=None)
-    pareto.run(arguments)
-    assert arguments.plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert {line["axis"] for line in result["fronts"]} == set(pareto.AXES)
-    fronts = {line["axis"]: line["front"] for line in result["fronts"]}
-    assert fronts["moved"][0] == fronts["read"][0] == "window"  # it moves nothing
-    assert "exact" in fronts["index"] and "window" not in fronts["index"]  # both have none; exact is better
-
-
-def test_the_plot_of_costs_is_no_wider_than_a_page(tmp_path):
-    costs = ["search_bytes_per_step", "rest_bytes_per_step", "moved_bytes_per_step", "index_bytes_per_key"]
-    cases = [
-        {"contender": name, "text": "novel", "keep": keep, "context_len": 512, "kl": kl, "search_ms_per_step": 1.0}
-        | dict.fromkeys(costs, kl * 1e6)
-        for name, kl in (("default", 0.001), ("quest", 0.1))
-        for keep in (0.02, 0.05)
-    ]
-    pareto.draw(cases, tmp_path / "plot.png")
-    assert struct.unpack(">I", (tmp_path / "plot.png").read_bytes()[16:20])[0] < 1200

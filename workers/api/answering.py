@@ -66,25 +66,19 @@ class Answering:
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the answers as a stream's objects. A refusal of the request is raised before the first of them."""
         form, begun = self._form, set()
-        dones: dict[int, Done] = {}
         async with aclosing(self._all_events()) as events:
             async for index, event in events:
                 if index not in begun:
                     begun.add(index)
                     for chunk in form.first(index, event):
                         yield chunk
-                if isinstance(event, Done):
-                    dones[index] = event
-                    chunks = form.last(index, event)
-                else:
-                    chunks = form.piece(index, event)
-                for chunk in chunks:
+                for chunk in form.last(index, event) if isinstance(event, Done) else form.piece(index, event):
                     yield chunk
-        for chunk in form.end([dones[index] for index in range(len(self._parsed.asks))]):
-            yield chunk
 
-    def failed(self, told: dict[str, Any]) -> dict[str, Any]:
-        """Return the object that ends a stream by an error. told: what a reply would say."""
+    def failed(self, error: ServingError, path: str) -> dict[str, Any]:
+        """Return the object that ends a stream by an error, and count it. path: the request's."""
+        self._measures.stream_errors.labels(error.code).inc()
+        told = error_body(error, path)
         return self._form.failed(told) if isinstance(self._form, ResponseForm) else told
 
     async def _all_events(self) -> AsyncGenerator[tuple[int, Event], None]:
@@ -166,15 +160,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        answering: Answering,
-        measures: Measures,
-        end: bytes,  # sent after the last chunk
-    ) -> None:
+    def __init__(self, answering: Answering, end: bytes) -> None:
+        """end: sent after the last chunk."""
         self.status_code, self.background = 200, None
         self.init_headers(STREAM_HEADERS)
-        self._answering, self._measures, self._end = answering, measures, end
+        self._answering, self._end = answering, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await cancel_if_disconnected(self._send(scope, send), receive)
@@ -202,9 +192,9 @@ class EventStream(Response):
             while not first.done():
                 yield KEEP_ALIVE_COMMENT
                 await asyncio.wait({first}, timeout=QUIET_S)
-            yield _event(first.result())
+            yield event_of(first.result())
             async for chunk in chunks:
-                yield _event(chunk)
+                yield event_of(chunk)
         except ServingError as error:
             log_failure(scope, error)
             yield self._broken_off(scope, error)
@@ -216,8 +206,7 @@ class EventStream(Response):
 
     def _broken_off(self, scope: Scope, error: ServingError) -> bytes:
         scope["state"]["broken_off"] = error.code
-        self._measures.stream_errors.labels(error.code).inc()
-        return _event(self._answering.failed(error_body(error, own_path(scope))))
+        return event_of(self._answering.failed(error, own_path(scope)))
 
 
 async def cancel_if_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
@@ -248,6 +237,7 @@ async def _end(task: "asyncio.Future[Any]") -> None:
         task.exception()  # retrieved, so that asyncio does not report it
 
 
-def _event(data: dict[str, Any]) -> bytes:
+def event_of(data: dict[str, Any]) -> bytes:
+    """Return an object as a server-sent event."""
     name = f"event: {data['type']}\n".encode() if "type" in data else b""
     return name + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"

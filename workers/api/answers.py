@@ -21,6 +21,7 @@ class CompletionForm:
         self._has_logprobs = parsed.asks[0].sampling.top_logprobs is not None
         self._num_chars = [0] * len(parsed.asks)  # of each answer's tokens so far, without an incomplete one
         self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in parsed.asks]
+        self._dones: dict[int, Done] = {}  # of the answers of a stream that have ended
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{parsed.asks[0].request_id}",
             "created": int(time.time()),
@@ -51,14 +52,14 @@ class CompletionForm:
         return [self._chunk(index, delta, list(piece.scores), used=piece.usage)]
 
     def last(self, index: int, done: Done) -> list[dict[str, Any]]:
-        """Return the chunk that says why an answer ended."""
-        return [self._chunk(index, {} if self._is_chat else "", reason=done.reason, used=done)]
-
-    def end(self, dones: list[Done]) -> list[dict[str, Any]]:
-        """Return the chunk with the usage of all answers, if it was requested."""
-        if not self._parsed.include_usage:
-            return []
-        return [{**self._stream_head(), "choices": [], "usage": self._usage(dones)}]
+        """Return the chunk that says why an answer ended and, after the last answer's, one with the usage of all, if it
+        was requested."""
+        chunks = [self._chunk(index, {} if self._is_chat else "", reason=done.reason, used=done)]
+        self._dones[index] = done
+        if self._parsed.include_usage and len(self._dones) == len(self._parsed.asks):
+            dones = [self._dones[index] for index in range(len(self._dones))]
+            chunks.append({**self._stream_head(), "choices": [], "usage": self._usage(dones)})
+        return chunks
 
     def _choice(self, index: int, pieces: list[Piece], done: Done) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)

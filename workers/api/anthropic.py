@@ -7,18 +7,12 @@ from typing import Any
 
 from workers.api.answers import split_calls, used_by
 from workers.api.fields import Fields, shown_value
+from workers.api.foreign import check_foreign_fields
 from workers.api.names import context_or_own
-from workers.api.parsing import (
-    ParsedRequest,
-    ignore_neutral,
-    max_new_tokens,
-    read_extensions,
-    read_sampling,
-)
+from workers.api.parsing import ParsedRequest, max_new_tokens, read_ask, read_sampling
 from workers.api.tools import MAX_CALLS, MAX_NAME_CHARS, MAX_TOOLS, checked_name, names_of, read_format, read_tool
 from workers.api.turns import UNREAD, content_of, require_answerable, require_turns
 from workers.serving.messages import (
-    Ask,
     BadRequestError,
     CallPart,
     Done,
@@ -41,10 +35,8 @@ SIGNATURE = "unsigned"
 READ = ("text", "document", "search_result")  # blocks that anyone but the assistant may send
 
 
-class ThreadsError(BadRequestError):
+class ThreadsError(BadRequestError, code="thread_unsupported_request"):
     """Anthropic's client sends the whole conversation in answer to this code, and works on."""
-
-    code = "thread_unsupported_request"
 
 
 def read_message(body: object, request_id: str, model: str, limits: LimitSettings) -> ParsedRequest:
@@ -53,21 +45,16 @@ def read_message(body: object, request_id: str, model: str, limits: LimitSetting
     requested_model = fields.needed_text("model", 256)
     conversation, more = _conversation(fields, limits)
     stream = fields.flag("stream")
-    sampling = read_sampling(
+    most = max_new_tokens(fields, ("max_tokens",), limits)
+    ask = read_ask(
         fields,
-        max_new_tokens=max_new_tokens(fields, ("max_tokens",), limits),
-        stop_field="stop_sequences",
-    )
-    extensions = read_extensions(fields)
-    fields.finish()
-    ask = Ask(
+        requested_model,
+        model,
         request_id=request_id,
-        context=context_or_own(requested_model, model),
-        sampling=sampling,
+        sampling=read_sampling(fields, most, stop_field="stop_sequences"),
         reports_usage=stream,  # the first event has the prompt's
         **conversation,
         **more,
-        **extensions,
     )
     return ParsedRequest((ask,), 1, requested_model, "message", stream)
 
@@ -122,9 +109,6 @@ class MessageForm:
         """Return the events that end the stream."""
         ending = {"type": "message_delta", "delta": _ending(done), "usage": _usage(done)}
         return [*self._close(), ending, {"type": "message_stop"}]
-
-    def end(self, dones: list[Done]) -> list[dict[str, Any]]:
-        return []
 
     def _call(self, parts: Sequence[CallPart]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
@@ -412,7 +396,7 @@ def _effort(fields: Fields, effort: str | None) -> str | None:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    ignore_neutral(fields)
+    check_foreign_fields(fields)
     # context_management: nothing is cut or cleared here; what does not fit is refused
     fields.ignore("context_management", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
     fields.only("mcp_servers", [], why="the service runs no tools of its own")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from workers.api.status import status_object
 from workers.api.tools import read_tools
 from workers.api.turns import read_continues, read_speaks_next, read_template, read_turns
 from workers.serving.backend import Backend
-from workers.serving.messages import TokenizeAsk, Tokens
+from workers.serving.messages import ContextNotReadyError, TokenizeAsk
 from workers.settings import LimitSettings, Settings
 
 STATIC = Path(__file__).with_name("static")
@@ -50,6 +51,7 @@ PAGE_HEADERS = {
     "cache-control": "no-cache",
 }
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Reader = Callable[[object, str, str, LimitSettings], ParsedRequest]  # takes body, request id, model and limits
 
 
 def make_app(backend: Backend, settings: Settings) -> FastAPI:
@@ -77,10 +79,10 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
         ("GET", "/v1/status", routes.status),
         ("GET", "/v1/models", routes.models),
         ("GET", "/v1/models/{model:path}", routes.model),
-        ("POST", "/v1/chat/completions", routes.chat),
-        ("POST", "/v1/completions", routes.completion),
-        ("POST", "/v1/responses", routes.response),
-        ("POST", "/v1/messages", routes.message),
+        ("POST", "/v1/chat/completions", routes.answers(read_chat)),
+        ("POST", "/v1/completions", routes.answers(read_completion)),
+        ("POST", "/v1/responses", routes.answers(read_response)),
+        ("POST", "/v1/messages", routes.answers(read_message)),
         ("POST", "/v1/messages/count_tokens", routes.count_tokens),
         ("POST", "/tokenize", routes.tokenize),
         ("POST", "/detokenize", routes.detokenize),
@@ -138,32 +140,38 @@ class Routes:
         name = context_or_own(model, self._model)
         return _json(model_object(await self._backend.contexts(name), model, await self._served()))
 
-    async def chat(self, request: Request) -> Response:
-        body = await self._bodies.read_json(request)
-        return await self._answer(request, read_chat(body, _id(request), self._model, self._limits))
+    def answers(self, read: Reader) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler that answers what `read` reads."""
 
-    async def completion(self, request: Request) -> Response:
-        body = await self._bodies.read_json(request)
-        return await self._answer(request, read_completion(body, _id(request), self._model, self._limits))
+        async def answer(request: Request) -> Response:
+            body, state = await self._bodies.read_json(request), request.state
+            parsed = read(body, state.request_id, self._model, self._limits)
+            answering = Answering(
+                self._backend, parsed, self._measures, state.arrived_at, self._limits, is_logged=self._is_logged
+            )
+            state.used = answering.used
+            if parsed.stream:
+                return EventStream(answering, b"data: [DONE]\n\n" if parsed.kind in ("chat", "text") else b"")
+            return _json(await cancel_if_disconnected(answering.whole(), request.receive))
 
-    async def response(self, request: Request) -> Response:
-        body = await self._bodies.read_json(request)
-        return await self._answer(request, read_response(body, _id(request), self._model, self._limits))
-
-    async def message(self, request: Request) -> Response:
-        body = await self._bodies.read_json(request)
-        return await self._answer(request, read_message(body, _id(request), self._model, self._limits))
+        return answer
 
     async def count_tokens(self, request: Request) -> Response:
         context, ask = read_count(await self._bodies.read_json(request), self._model, self._limits)
-        num_tokens = 0
+        num_tokens = len((await self._backend.tokenize(ask)).ids)
         if context:
-            num_tokens = find_context(await self._backend.contexts(context), context).num_tokens or 0
-        return _json({"input_tokens": num_tokens + len((await self._backend.tokenize(ask)).ids)})
+            info = find_context(await self._backend.contexts(context), context)
+            if info.num_tokens is None:
+                raise ContextNotReadyError(f"the context {context!r} is {info.state}, so its tokens are not known yet")
+            num_tokens += info.num_tokens
+        return _json({"input_tokens": num_tokens})
 
     async def tokenize(self, request: Request) -> Response:
         ask, wants_texts = read_tokenize(await self._bodies.read_json(request), self._model, self._limits)
-        return _json(tokens_object(await self._backend.tokenize(ask), wants_texts))
+        tokens = await self._backend.tokenize(ask)
+        texts = tokens.texts if wants_texts else None  # as the vocabulary spells them
+        found = {"count": len(tokens.ids), "max_model_len": tokens.max_positions, "tokens": tokens.ids}
+        return _json({**found, "token_strs": texts})
 
     async def detokenize(self, request: Request) -> Response:
         ids = read_detokenize(await self._bodies.read_json(request), self._model)
@@ -182,7 +190,6 @@ class Routes:
         return _json(context_object(find_context(await self._backend.contexts(name), name), self._model))
 
     async def delete(self, name: str) -> Response:
-        find_context(await self._backend.contexts(name), name)
         await self._backend.delete(name)
         return _json({"id": name, "object": "context.deleted", "deleted": True})
 
@@ -199,22 +206,9 @@ class Routes:
             self._max_positions = (await self._backend.tokenize(TokenizeAsk(text=""))).max_positions
         return ServedModel(self._model, self._since, self._max_positions)
 
-    async def _answer(self, request: Request, parsed: ParsedRequest) -> Response:
-        arrived_at, is_logged = request.state.arrived_at, self._is_logged
-        answering = Answering(self._backend, parsed, self._measures, arrived_at, self._limits, is_logged=is_logged)
-        request.state.used = answering.used
-        if parsed.stream:
-            end = b"data: [DONE]\n\n" if parsed.kind in ("chat", "text") else b""
-            return EventStream(answering, self._measures, end)
-        return _json(await cancel_if_disconnected(answering.whole(), request.receive))
-
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(json.dumps(value, separators=(",", ":")), status, media_type="application/json")
-
-
-def _id(request: Request) -> str:
-    return str(request.state.request_id)
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
@@ -272,16 +266,6 @@ def read_detokenize(body: object, model: str) -> tuple[int, ...]:
         fields.refuse("tokens", "is not a list of token ids")
     fields.finish()
     return tuple(ids)
-
-
-def tokens_object(tokens: Tokens, wants_texts: bool) -> dict[str, Any]:
-    """Return the reply of /tokenize. token_strs: tokens as the vocabulary spells them."""
-    return {
-        "count": len(tokens.ids),
-        "max_model_len": tokens.max_positions,
-        "tokens": tokens.ids,
-        "token_strs": tokens.texts if wants_texts else None,
-    }
 
 
 def _check_model(fields: Fields, model: str) -> None:

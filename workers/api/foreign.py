@@ -1,19 +1,29 @@
-"""Fields that clients of other servers send: some change nothing here, others are not supported."""
+"""Fields that clients of all kinds send, also those of other servers: some change nothing here, others are not
+supported."""
 
 from typing import Any
 
 from workers.api.fields import Fields
 
-# llama.cpp's, Ollama's and vLLM's, about the server's own work
+# OpenAI's; and llama.cpp's, Ollama's and vLLM's about the server's own work
 IGNORED = (
     "cache_control",
     "cache_prompt",
     "id_slot",
     "keep_alive",
+    "metadata",
     "n_keep",
     "priority",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
     "return_tokens",
+    "safety_identifier",
+    "service_tier",
+    "store",
     "timings_per_token",
+    "user",
+    "verbosity",
 )
 
 _NO_FORM = "use response_format to constrain answers"

@@ -20,21 +20,17 @@ def model_id(model: str, context: str) -> str:
     return f"{model}@{context}"
 
 
-def context_of(given: str, model: str) -> str:
-    """Return the context in a model id, without looking up whether it exists."""
+def context_or_own(given: str, model: str) -> str:
+    """Return the context in a model id, without looking up whether it exists; "" for the model's name alone: the
+    prompt's beginning then finds its context."""
     name, at, context = given.partition("@")
-    if not at or not names_model(name, model) or CONTEXT_NAME.fullmatch(context) is None:
+    if not names_model(name, model) or (at and CONTEXT_NAME.fullmatch(context) is None):
         raise UnknownModelError(
             f"there is no model {quoted(given, 100)}; wanted {model}, or {model}@ and a context's name; GET /v1/models "
             "lists them",
             "model",
         )
     return context
-
-
-def context_or_own(given: str, model: str) -> str:
-    """As `context_of`, but "" for the model's name alone: the prompt's beginning then finds its context."""
-    return "" if "@" not in given and names_model(given, model) else context_of(given, model)
 
 
 def names_model(given: str, model: str) -> bool:

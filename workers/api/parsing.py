@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from csattn.config import RestKind
-from csattn.selector_names import ABOUT, SelectorName
+from csattn.selector_names import ABOUT
 from workers.api.fields import Fields
 from workers.api.foreign import check_foreign_fields
 from workers.api.names import context_or_own
@@ -26,18 +26,6 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 256  # OpenAI allows 4
 MAX_SALT_CHARS = 256
 MAX_BIASES, MAX_TOKEN_ID = 1024, 2**31 - 1
 MAX_NUM_TOKENS = 2**31 - 1  # most that a request may ask for; clients send any large number for "no limit"
-# fields that cannot change an answer here
-IGNORED = (
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-    "verbosity",
-)
 Kind = Literal["chat", "text", "response", "message"]
 
 
@@ -77,12 +65,8 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, ki
     if num_choices * len(prompts or [None]) > most:
         fields.refuse("prompt", f"and n ask for more than {most} answers, for which this service has no room")
     sampling = read_sampling(fields, **{name: own.pop(name) for name in ("max_new_tokens", "top_logprobs")})
-    extensions = read_extensions(fields)
-    fields.finish()
-    context = context_or_own(requested_model, model)
-    ask = Ask(
-        request_id=request_id, context=context, sampling=sampling, reports_usage=reports_usage, **own, **extensions
-    )
+    own |= {"request_id": request_id, "sampling": sampling, "reports_usage": reports_usage}
+    ask = read_ask(fields, requested_model, model, **own)
     each = [ask] if prompts is None else [replace(ask, prompt=prompt) for prompt in prompts]
     asks = tuple(choice for ask in each for choice in _choices(ask, num_choices))
     named = (replace(ask, request_id=f"{request_id}-{i}" if i else request_id) for i, ask in enumerate(asks))
@@ -96,12 +80,12 @@ def read_sampling(
     return Sampling(
         max_new_tokens=max_new_tokens,
         temperature=fields.number("temperature", 0.0, 2.0) or 0.0,
-        top_p=_or(fields.number("top_p", 0.0, 1.0, above=True), 1.0),
+        top_p=fields.number("top_p", 0.0, 1.0, above=True) or 1.0,
         top_k=max(0, fields.whole("top_k", -1, MAX_TOKEN_ID) or 0),
         min_p=fields.number("min_p", 0.0, 1.0) or 0.0,
         presence_penalty=fields.number("presence_penalty", -2.0, 2.0) or 0.0,
         frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0) or 0.0,
-        repetition_penalty=_or(fields.number("repetition_penalty", 0.01, 2.0), 1.0),
+        repetition_penalty=fields.number("repetition_penalty", 0.01, 2.0) or 1.0,
         logit_bias=_logit_bias(fields),
         seed=_seed(fields),
         stop=_stops(fields, stop_field),
@@ -112,15 +96,20 @@ def read_sampling(
     )
 
 
-def read_extensions(fields: Fields) -> dict[str, Any]:
-    """Read the fields of this service alone, and vLLM's `cache_salt`."""
-    return {
+def read_ask(fields: Fields, requested_model: str, model: str, **own: Any) -> Ask:
+    """Read the last fields, those of this service alone and vLLM's `cache_salt`, and refuse those that are left.
+
+    own: the fields of the Ask that have been read.
+    """
+    own |= {
         "cache_salt": fields.text("cache_salt", MAX_SALT_CHARS) or "",
         "keep": fields.number("keep", 0.0, 1.0, above=True),
         "lookahead": fields.whole("lookahead", 0, 1),
-        "rest": cast(RestKind | None, fields.choice("rest", get_args(RestKind))),
-        "selector": cast(SelectorName | None, fields.choice("selector", tuple(ABOUT))),
+        "rest": fields.choice("rest", get_args(RestKind)),
+        "selector": fields.choice("selector", tuple(ABOUT)),
     }
+    fields.finish()
+    return Ask(context=context_or_own(requested_model, model), **own)
 
 
 def _choices(ask: Ask, num_choices: int) -> list[Ask]:
@@ -263,23 +252,14 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     return tuple(biases)
 
 
-def ignore_neutral(fields: Fields) -> None:
-    fields.ignore(*IGNORED)
-    check_foreign_fields(fields)
-
-
 def _refuse_unsupported(fields: Fields) -> None:
     """Refuse OpenAI's fields that would change the answer and are not supported; only neutral values pass."""
-    ignore_neutral(fields)
+    check_foreign_fields(fields)
     fields.only("modalities", ["text"], why="only text is written")
     fields.only("audio", why="only text is written")
     fields.only("web_search_options", why="the service does not search the web")
     fields.only("functions", [], why="it was replaced by tools; send those")
     fields.only("function_call", "none", "auto", why="it was replaced by tool_choice; send that")
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def read_new_context(body: object) -> tuple[str, str]:

@@ -8,17 +8,11 @@ from typing import Any, cast
 
 from workers.api.answers import chat_score, split_calls, usage
 from workers.api.fields import Fields
-from workers.api.names import context_or_own
-from workers.api.parsing import (
-    ParsedRequest,
-    ignore_neutral,
-    max_new_tokens,
-    read_extensions,
-    read_sampling,
-)
+from workers.api.foreign import check_foreign_fields
+from workers.api.parsing import ParsedRequest, max_new_tokens, read_ask, read_sampling
 from workers.api.tools import MAX_CALLS, name_within, read_call, read_format, read_tools
 from workers.api.turns import EFFORTS, ROLES, content_of, require_answerable, require_turns
-from workers.serving.messages import Ask, CallPart, Done, Event, Piece, Turn
+from workers.serving.messages import CallPart, Done, Event, Piece, Turn
 from workers.settings import LimitSettings
 
 LOGPROBS = "message.output_text.logprobs"
@@ -63,12 +57,11 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
         max_new_tokens=max_new_tokens(fields, ("max_output_tokens",), limits),
         top_logprobs=(top or 0) if LOGPROBS in includes else None,
     )
-    extensions = read_extensions(fields)
-    fields.finish()
-    context = context_or_own(requested_model, model)
-    ask = Ask(
+    ask = read_ask(
+        fields,
+        requested_model,
+        model,
         request_id=request_id,
-        context=context,
         turns=turns,
         turns_field="input",
         reasoning_effort=effort,
@@ -77,7 +70,6 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
         sampling=sampling,
         **form,
         **tools,
-        **extensions,
     )
     namespaces = {
         name_within(group["name"], tool["name"]): (group["name"], tool["name"])
@@ -137,9 +129,6 @@ class ResponseForm:
         is_cut_call = self._items[-1]["type"] == "function_call" and done.reason != "tool_calls"
         events += self._close("incomplete" if is_cut_call else status)
         return [*events, self._event(f"response.{status}", response=self._response(done))]
-
-    def end(self, dones: list[Done]) -> list[dict[str, Any]]:
-        return []
 
     def failed(self, told: dict[str, Any]) -> dict[str, Any]:
         """Return the event that ends the stream by an error. OpenAI's clients raise the event's own, and programs that
@@ -313,7 +302,7 @@ def _add_item(turns: list[Turn], fields: Fields, most_chars: int, reasoning: str
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    ignore_neutral(fields)
+    check_foreign_fields(fields)
     fields.only("previous_response_id", why=UNSTORED)
     fields.only("conversation", why=UNSTORED)
     fields.only("background", False, why="answers are not generated in the background")

@@ -39,19 +39,21 @@ def status_object(
     workers: Mapping[str, WorkerStatus | None],
 ) -> dict[str, Any]:
     by_name = {metric.name: metric for metric in metrics}
+    paths = {name: {held.path for held in status.held} if status else set() for name, status in workers.items()}
     fidelity = {key: _of_contexts(by_name[name]) for key, name in OF_CONTEXTS.items() if name in by_name}
     return {
         "version": __version__,
         "model": model,
         "ready": health.ready,
         "why": health.why,
-        "numbers": {key: _total(by_name[name]) for key, name in NUMBERS.items() if name in by_name},
+        "numbers": {key: _sum_of(by_name[name], "", "_total") for key, name in NUMBERS.items() if name in by_name},
         "histograms": {key: _histogram(by_name[name]) for key, name in HISTOGRAMS.items() if name in by_name},
         "workers": [_worker_object(name, status) for name, status in workers.items()],
         "contexts": [
             {
                 **context_object(info, model),
-                "held_by": [name for name, status in workers.items() if _holds(status, info)],
+                # a registered context's path in the store is its artifact's id
+                "held_by": [name for name, held in paths.items() if info.artifact_id in held],
                 "fidelity": {key: values[info.name] for key, values in fidelity.items() if info.name in values},
             }
             for info in contexts
@@ -71,17 +73,6 @@ def _worker_object(name: str, status: WorkerStatus | None) -> dict[str, Any]:
         "budget_bytes": status.budget_bytes if status else None,
         "failed_builds": [asdict(failed) for failed in status.failed_builds] if status else [],
     }
-
-
-def _holds(status: WorkerStatus | None, info: ContextInfo) -> bool:
-    """Whether a worker holds a context: a registered one's path in the store is its artifact's id."""
-    return status is not None and any(held.path == info.artifact_id for held in status.held)
-
-
-def _total(metric: Metric) -> float:
-    """Return a metric's value, summed over its labels."""
-    values = [sample.value for sample in metric.samples if sample.name in (metric.name, f"{metric.name}_total")]
-    return float(sum(values))
 
 
 def _histogram(metric: Metric) -> dict[str, Any]:
@@ -109,5 +100,7 @@ def _of_contexts(metric: Metric) -> dict[str, dict[str, float]]:
     return found
 
 
-def _sum_of(metric: Metric, suffix: str) -> float:
-    return float(sum(sample.value for sample in metric.samples if sample.name == metric.name + suffix))
+def _sum_of(metric: Metric, *suffixes: str) -> float:
+    """Return the samples with these ends of their names, summed over labels."""
+    names = [metric.name + suffix for suffix in suffixes]
+    return float(sum(sample.value for sample in metric.samples if sample.name in names))

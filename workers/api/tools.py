@@ -7,7 +7,7 @@ from typing import Any
 
 from csattn.checks import lone_surrogate
 from workers.api.fields import Fields, shown_value
-from workers.serving.messages import Tool, ToolCall, Turn
+from workers.serving.messages import Tool, ToolCall
 
 MAX_TOOLS = 512  # several MCP servers exceed OpenAI's limit of 128
 MAX_CALLS = 128  # of a turn
@@ -25,13 +25,11 @@ def read_tools(fields: Fields, is_nested: bool = True) -> dict[str, Any]:
         fields.refuse("tools", f"have {len(tools)} functions, wanted at most {MAX_TOOLS}")
     names = names_of(tools, fields)
     choice = _choice(fields, names, is_nested)
-    is_parallel = fields.any_of("parallel_tool_calls")
-    if is_parallel is not None and type(is_parallel) is not bool:
-        fields.refuse("parallel_tool_calls", "is not true or false")
+    is_parallel = fields.flag("parallel_tool_calls", default=True)
     return {
         "tools": () if choice == "none" else tools,
         "must_call": tuple(names) if choice == "required" else () if isinstance(choice, str) else tuple(choice),
-        "parallel_calls": is_parallel is not False and not isinstance(choice, list),  # a named function is called once
+        "parallel_calls": is_parallel and not isinstance(choice, list),  # a named function is called once
     }
 
 
@@ -92,15 +90,6 @@ def read_call(fields: Fields, call_id: str) -> ToolCall:
         arguments = None
     # text, if max_tokens cut the call off or it has half a character: clients send it back with all later turns
     return ToolCall(call_id, name, arguments if isinstance(arguments, dict) else written)
-
-
-def require_answered_calls(turns: tuple[Turn, ...], fields: Fields, name: str) -> None:
-    """Refuse a tool's message that answers no earlier call."""
-    called: set[str] = set()
-    for turn in turns:
-        if turn.role == "tool" and turn.call_id not in called:
-            fields.refuse(name, "must not answer a tool call that no earlier message has made")
-        called |= {call.call_id for call in turn.calls}
 
 
 def checked_name(fields: Fields) -> str:

@@ -6,7 +6,7 @@ from typing import Any, cast
 from csattn.checks import lone_surrogate
 from workers.api.errors import quoted
 from workers.api.fields import Fields, shown_value
-from workers.api.tools import read_calls, require_answered_calls
+from workers.api.tools import read_calls
 from workers.serving.messages import ToolCall, Turn
 from workers.settings import LimitSettings
 
@@ -53,10 +53,15 @@ def read_template(fields: Fields) -> dict[str, Any]:
 
 
 def require_turns(turns: tuple[Turn, ...], fields: Fields, name: str, most_chars: int) -> None:
+    """Refuse turns that are too long together, and a tool's message that answers no earlier call."""
     num_chars = sum(len(turn.content) + len(turn.reasoning) + len(str(turn.calls)) - 2 for turn in turns)
     if num_chars > most_chars:
         fields.refuse(name, f"may have {most_chars} characters in all, got {num_chars}")
-    require_answered_calls(turns, fields, name)
+    called: set[str] = set()
+    for turn in turns:
+        if turn.role == "tool" and turn.call_id not in called:
+            fields.refuse(name, "must not answer a tool call that no earlier message has made")
+        called |= {call.call_id for call in turn.calls}
 
 
 def require_answerable(turns: tuple[Turn, ...], fields: Fields, name: str, hint: str = "") -> None:

@@ -16,6 +16,7 @@ from workers.cli.options import (
     MODEL_HELP,
     WEIGHTS_HELP,
     ArtifactPath,
+    ConfigFile,
     Devices,
     Dtype,
     Json,
@@ -356,9 +357,7 @@ def doctor(
 
 @app.command()
 def serve(
-    file: Annotated[
-        Path | None, typer.Option("--config", help="TOML file with settings.", show_default="$CSATTN_CONFIG, or none")
-    ] = None,
+    file: ConfigFile = None,
     local: Annotated[bool, typer.Option("--local", help="Run in this process only.", show_default="on Ray")] = False,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 chooses a free one.", show_default="8000")] = None,

@@ -142,13 +142,10 @@ class BatchTotals:
         elapsed_s = max(now_s - self._started_s, 1e-9)
         done = sum(weight * share for weight, share in zip(self._weights, self._share, strict=True))
         built = done - sum(weight * first for weight, first in zip(self._weights, self._first, strict=True))
-        tokens = sum(self._built(idx) for idx in range(len(self._share)))
+        built_shares = (max(share - first, 0.0) for share, first in zip(self._share, self._first, strict=True))
+        tokens = sum(num * share for num, share in zip(self._context_lens, built_shares, strict=True))
         left_s = elapsed_s * (self.whole - done) / built if built > 0 else 0.0 if done == self.whole else None
         return Totals(self._num_finished, done / self.whole, tokens / elapsed_s, left_s)
-
-    def _built(self, job_idx: int) -> float:
-        """Tokens of that job that this run has built."""
-        return self._context_lens[job_idx] * max(self._share[job_idx] - self._first[job_idx], 0.0)
 
 
 class JsonBatchProgress:

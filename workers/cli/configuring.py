@@ -7,16 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from csattn.errors import ConfigError
-from workers.cli.options import Json
+from workers.cli.options import ConfigFile, Json
 
 config = typer.Typer(help="Show the service's settings, or print an example file.", no_args_is_help=True)
 
 
 @config.command()
 def show(
-    file: Annotated[
-        Path | None, typer.Option("--config", help="TOML file with settings.", show_default="$CSATTN_CONFIG, or none")
-    ] = None,
+    file: ConfigFile = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated.")
     ] = None,

@@ -107,7 +107,11 @@ def show(target: Path, document: str, questions: tuple[Question, ...]) -> dict[s
         compiling = install_listener("numba:compile", CompileTimer())
         with compiling, open_engine(loaded, artifact, _CONFIG, max_requests=1) as engine:
             with _timed(seconds, "answer"):
-                pairs = [_ask_both(engine, loaded, artifact, question) for question in questions]
+                pairs = []
+                for question in questions:
+                    out.print(f"\n{question.text}", style="bold")
+                    sparse = _ask(engine, loaded, artifact, question, "csattn")
+                    pairs.append((sparse, _ask(engine, loaded, artifact, question, "full")))
                 out.print("\nWithout the search, the first and the last rows alone do not hold the answer:")
                 window = _ask(engine, loaded, artifact, questions[-1], "window")
             with _timed(seconds, "observe"):
@@ -133,11 +137,12 @@ def show(target: Path, document: str, questions: tuple[Question, ...]) -> dict[s
 
 def comparison(exchanges: list[Exchange]) -> Any:
     """One row per question: sparse and full attention beside each other."""
+    yes_or_no = "no", "yes"
     rows = [
         [
             exchange.question.text,
-            " / ".join(_mark(is_right(result, exchange.question)) for result in (exchange.sparse, exchange.full)),
-            "yes" if exchange.same_text else "no",
+            " / ".join(yes_or_no[is_right(of, exchange.question)] for of in (exchange.sparse, exchange.full)),
+            yes_or_no[exchange.same_text],
             f"{exchange.sparse.tokens_per_s:.1f} / {exchange.full.tokens_per_s:.1f}",
             f"{exchange.sparse.rows_read_per_step:.0f} / {exchange.full.rows_read_per_step:.0f}",
             f"{100 * exchange.share_read:.1f} %",
@@ -182,11 +187,6 @@ def _build(loaded: LoadedModel, document: str, store: Path) -> Path:
         "would be most of the rows read of so short a text), and a few bits of all others; `full` reads all rows."
     )
     return report.path
-
-
-def _ask_both(engine: StepEngine, loaded: LoadedModel, artifact: Artifact, question: Question) -> tuple[Answer, Answer]:
-    out.print(f"\n{question.text}", style="bold")
-    return _ask(engine, loaded, artifact, question, "csattn"), _ask(engine, loaded, artifact, question, "full")
 
 
 def _ask(
@@ -239,10 +239,6 @@ def _draw(loaded: LoadedModel, artifact: Artifact, document: str, exchanges: lis
         window_len=_CONFIG.window_len,
         keep=_CONFIG.keep,
     )
-
-
-def _mark(right: bool) -> str:
-    return "yes" if right else "no"
 
 
 @contextmanager

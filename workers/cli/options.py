@@ -42,6 +42,9 @@ def only_json(context: typer.Context, asked: bool) -> bool:
 
 
 Json = Annotated[bool, typer.Option("--json", callback=only_json, help="Print one JSON object instead of text.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="TOML file with settings.", show_default="$CSATTN_CONFIG, or none")
+]
 MODEL_HELP = "Model directory, .gguf file or hub id."
 Model = Annotated[
     str | None,

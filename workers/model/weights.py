@@ -1,6 +1,6 @@
 """Copies a model's weights to a device, laid out for the decode loop: one matrix for q, k, v, one for gates and ups."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -28,16 +28,27 @@ def take_weights(
     Raises ModelError if the decode loop does not reproduce the model.
     """
     there = weights_of(model)
-    whole, to = there.spec, _Mover(device, model.dtype)
     require_dtype(model.dtype)
-    layers = []
     waiting = list(there.layers)
     there = replace(there, layers=())  # each layer's weights are released once they are copied
+    return lay_out(there, (waiting.pop(0) for _ in there.spec.layers), device, model.dtype, share)
+
+
+def lay_out(
+    there: ModelWeights,  # without layers
+    layers: Iterator[LayerWeights],  # all of them, each of which is asked for when the one before is copied
+    device: torch.device | str,
+    dtype: torch.dtype,  # of matrices
+    share: Share | None,  # as in `take_weights`
+) -> ModelWeights:
+    """Copy weights to the device, as steps read them. Raises ConfigError for a model that cannot be shared out."""
+    whole, to, copied = there.spec, _Mover(device, dtype), []
     for layer_idx, of_layer in enumerate(whole.layers):
-        part = waiting.pop(0)
+        part = next(layers)
         if share is not None:
             part = share_of_layer(part, whole.heads_of(layer_idx), of_layer, share)
-        layers.append(to.moved(_centred(part) if whole.centred else part))
+        copied.append(to.moved(_centred(part) if whole.centred else part))
+        del part
     embedding = to.matrix(there.embedding)
     tied = there.head.weight.data_ptr() == there.embedding.data_ptr() and there.head.quantized is None
     bias = there.head.bias
@@ -48,7 +59,7 @@ def take_weights(
         there,
         spec=whole if share is None else share_of_spec(whole, share.num_devices),
         embedding=embedding,
-        layers=tuple(layers),
+        layers=tuple(copied),
         head=head if tied else to.joined([head]),
         **{name: to.moved(getattr(there, name)) for name in ("final_norm", "ropes", "inputs", "join")},
     )

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from csattn.errors import CsattnError
@@ -20,17 +19,6 @@ T = TypeVar("T")
 LEASE_S = 5.0  # requests of an ingress without a heartbeat for so long are ended
 _log = logging.getLogger(__name__)
 _RESTART_S = 5.0  # until a worker that could not start exits and Ray restarts it
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """The last item of a request's event queue."""
-
-
-@dataclass(slots=True)
-class _Running:
-    ingress: str
-    pump: asyncio.Task[None]
 
 
 class AttentionActor:
@@ -54,22 +42,22 @@ class AttentionActor:
                 self._failure = f"{type(error).__name__}: {error}"
             threading.Timer(_RESTART_S, os._exit, [1]).start()  # after an exit, Ray restarts it
         self._starting: asyncio.Task[None] | None = None
-        self._running: dict[str, _Running] = {}  # by the request's key, which the ingress makes
+        # by the request's key, which the ingress makes: the ingress, and the task that passes the events on
+        self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._heartbeat_s: dict[str, float] = {}  # time of the last heartbeat, by ingress
 
     async def generate(self, key: str, ingress: str, ask: Ask) -> AsyncGenerator[list[Event | ServingError], None]:
         """Yield events as they come, those that came together in one list. An error is the last of them."""
-        events: asyncio.Queue[Event | ServingError | _Ended] = asyncio.Queue()
+        events: asyncio.Queue[Event | ServingError | None] = asyncio.Queue()  # None: that is all
         self._heartbeat_s[ingress] = time.monotonic()
-        self._running[key] = _Running(ingress, asyncio.create_task(self._pump(ask, events)))
+        self._running[key] = ingress, asyncio.create_task(self._pump(ask, events))
         try:
-            ended = False
-            while not ended:
+            ready: list[Event | ServingError | None] = []
+            while None not in ready:
                 ready = [await events.get()]
                 while not events.empty():
                     ready.append(events.get_nowait())
-                ended = isinstance(ready[-1], _Ended)
-                if ready_events := [event for event in ready if not isinstance(event, _Ended)]:
+                if ready_events := [event for event in ready if event is not None]:
                     yield ready_events
         finally:
             self._end(key)
@@ -85,16 +73,16 @@ class AttentionActor:
         async def status() -> WorkerStatus:
             return self._backend.status()
 
-        return await self._result_or_error(status)
+        return await self._result_or_error("a heartbeat", status)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the backend; return its result, or the ServingError that it raised."""
-        return await self._result_or_error(lambda: getattr(self._backend, method)(*arguments))
+        return await self._result_or_error(f"the call {method}", lambda: getattr(self._backend, method)(*arguments))
 
     async def health(self) -> Health | ServingError:
         if self._failure is not None:
             return Health(False, self._failure)
-        return await self._result_or_error(self._backend.health)
+        return await self._result_or_error("the call health", self._backend.health)
 
     async def failure(self) -> str | None:
         """Why the worker could not start; None if it has. While it is starting, this does not answer."""
@@ -112,12 +100,17 @@ class AttentionActor:
 
         return await asyncio.to_thread(describe_machine, self._settings, self._backend.loaded, num_workers)
 
-    async def _result_or_error(self, answer: Callable[[], Awaitable[T]]) -> T | ServingError:
+    async def _result_or_error(self, name: str, answer: Callable[[], Awaitable[T]]) -> T | ServingError:
+        """Return the answer, or why there is none. name: for the log."""
         try:
             await self._start()
             return await answer()
         except ServingError as error:
             return error
+        except Exception as error:  # a bug: raised, Ray would report it as the worker's end
+            _log.exception("%s failed", name)
+            what = "the attention worker failed at this request"
+            return ServingError(f"{what}; its log says why", detail=f"{what} ({error!r})")
 
     async def _start(self) -> None:
         """Start the backend at the first call, when an event loop exists; after a failure, again at the next.
@@ -137,23 +130,21 @@ class AttentionActor:
             self._starting = asyncio.create_task(self._backend.start())
         await asyncio.shield(self._starting)
 
-    async def _pump(self, ask: Ask, events: "asyncio.Queue[Event | ServingError | _Ended]") -> None:
-        try:
-            await self._start()
+    async def _pump(self, ask: Ask, events: "asyncio.Queue[Event | ServingError | None]") -> None:
+        async def pass_on() -> None:
             async with aclosing(self._backend.generate(ask)) as source:
                 async for event in source:
                     events.put_nowait(event)
-        except ServingError as error:
-            events.put_nowait(error)
-        except Exception as error:  # a bug: the request fails, the worker goes on
-            _log.exception("the request %s failed", ask.request_id)
-            events.put_nowait(ServingError(f"the attention worker failed at this request ({error!r})"))
+
+        try:
+            if (error := await self._result_or_error(f"the request {ask.request_id}", pass_on)) is not None:
+                events.put_nowait(error)
         finally:
-            events.put_nowait(_Ended())
+            events.put_nowait(None)
 
     def _end(self, key: str) -> None:
-        if (running := self._running.pop(key, None)) is not None:
-            running.pump.cancel()
+        if key in self._running:
+            self._running.pop(key)[1].cancel()
 
     async def _end_orphans(self) -> None:
         """End the requests of ingresses without a heartbeat: one that was killed cannot cancel them.
@@ -167,6 +158,6 @@ class AttentionActor:
             late_s = now - slept_at - LEASE_S / 4
             beats = {ingress: min(now, at_s + late_s) for ingress, at_s in self._heartbeat_s.items()}
             self._heartbeat_s = {ingress: at_s for ingress, at_s in beats.items() if at_s >= now - LEASE_S}
-            for key, running in list(self._running.items()):
-                if running.ingress not in self._heartbeat_s:
+            for key, (ingress, _) in list(self._running.items()):
+                if ingress not in self._heartbeat_s:
                     self._end(key)

@@ -87,7 +87,8 @@ def service_on_ray(
             try:
                 yield _start_ingress(settings, port, names, namespace), _join_descriptions(names, found)
             finally:
-                _delete_ingress()
+                with suppress(Exception):
+                    ray.serve.delete(APP)  # running requests may finish within DRAIN_S
         finally:
             _end_workers(ray, workers)
 
@@ -221,14 +222,6 @@ def _require_answer(url: str) -> None:
         f"nothing answers at {url}; a cluster on which Ray Serve runs keeps the address that it was started with: "
         "set server.host and server.port to that, or run `serve shutdown` on it first"
     )
-
-
-def _delete_ingress() -> None:
-    """Delete the Serve application; running requests may finish within DRAIN_S."""
-    from ray import serve
-
-    with suppress(Exception):
-        serve.delete(APP)
 
 
 def _end_workers(ray: Any, workers: list[tuple[Any, Any]]) -> None:

@@ -237,7 +237,7 @@ def join_contexts(reports: Sequence[Sequence[ContextInfo]]) -> list[ContextInfo]
     """Merge the workers' lists: each context once, as reported by the worker furthest with it; by age, then name."""
     best: dict[str, ContextInfo] = {}
     for info in (info for infos in reports for info in infos):
-        best[info.name] = min(best.get(info.name, info), info, key=_progress_rank)
+        best[info.name] = min(best.get(info.name, info), info, key=lambda of: (_STATES.index(of.state), -of.progress))
     return sorted(best.values(), key=lambda info: (info.created_at, info.name))
 
 
@@ -249,7 +249,3 @@ def join_metrics(reports: Mapping[str, Sequence[Metric]]) -> list[Metric]:
             one = joined.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type, metric.unit))
             one.samples += [sample._replace(labels={**sample.labels, "worker": worker}) for sample in metric.samples]
     return list(joined.values())
-
-
-def _progress_rank(info: ContextInfo) -> tuple[int, float]:
-    return _STATES.index(info.state), -info.progress

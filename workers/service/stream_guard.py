@@ -1,19 +1,11 @@
 """Middleware in Serve's proxy: clients of an ingress replica that dies get an error in the format they expect."""
 
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
-
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from workers.api.answering import event_of
+from workers.api.errors import HttpError, error_body, error_reply, own_path
 from workers.serving.messages import WorkerLostError
-
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
-Receive = Callable[[], Awaitable[Message]]
-
-_LOST = "the process that answered this request ended; the request may be sent again"
-_RETRY_AFTER_S = 2
 
 
 def middlewares() -> list[Middleware]:
@@ -27,27 +19,27 @@ class StreamGuard:
     Serve's own paths below /-/ are not part of the service and would be open to everyone: they get a 404.
     """
 
-    def __init__(self, app: Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]):
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         if scope["path"].startswith("/-/"):
-            await _answer(send, 404, {"message": "there is nothing at this address", "code": "not_found"})
+            await error_reply(HttpError(404, "not_found", "there is nothing at this address"))(scope, receive, send)
             return
         reply = _Reply(send)
         try:
             await self._app(scope, receive, reply.pass_on)
         finally:
-            await reply.complete()
+            await reply.complete(scope, receive)
 
 
 class _Reply:
     """Sends one reply on, and records how far it has come."""
 
-    def __init__(self, send: Send):
+    def __init__(self, send: Send) -> None:
         self._send = send
         self._is_started = self._is_complete = self._is_stream = False
 
@@ -64,24 +56,11 @@ class _Reply:
         self._is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
         await self._send(message)
 
-    async def complete(self) -> None:
-        error = {"message": _LOST, "code": WorkerLostError.code}
+    async def complete(self, scope: Scope, receive: Receive) -> None:
+        lost = "the process that answered this request ended; the request may be sent again"
+        error, path = WorkerLostError(lost, retry_after_s=2.0), own_path(scope)
         if not self._is_started:
-            await _answer(self._send, 503, error)
+            await error_reply(error, path)(scope, receive, self._send)
         elif self._is_stream and not self._is_complete:
-            event = f"data: {json.dumps({'error': _openai_error(error)})}\n\n"
-            await self._send({"type": "http.response.body", "body": event.encode(), "more_body": False})
-
-
-async def _answer(send: Send, status: int, error: dict[str, str]) -> None:
-    body = json.dumps({"error": _openai_error(error)}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 503:
-        headers.append((b"retry-after", str(_RETRY_AFTER_S).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def _openai_error(error: dict[str, str]) -> dict[str, str | None]:
-    """An error in the format of OpenAI's clients."""
-    return {"type": "server_error", "param": None, **error}
+            event = event_of(error_body(error, path))
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})

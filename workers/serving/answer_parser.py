@@ -3,12 +3,12 @@
 import json
 import re
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hashlib import sha256
 
 from csattn.checks import lone_surrogate
 from workers.serving.chat_template import THINK, THOUGHT, CallFormat, ChatTemplate
-from workers.serving.messages import Ask, CallPart
+from workers.serving.messages import Ask, CallPart, Piece
 from workers.serving.text import overlap
 
 # The head of a call that can be streamed: the name comes first. Other calls are parsed when they are complete.
@@ -18,15 +18,6 @@ _SPACE = " \t\r\n"  # dropped around markers; an ideographic space, with which p
 _UNANNOUNCED = '{"name":', '```json{"name":'  # beginnings of calls without a marker, with spaces removed
 _NAMED = re.compile(r'\s*(?:```json\s)?\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 _FENCED = re.compile(r"\A\s*```json\s(.*?)(?:```)?\s*\Z", re.DOTALL)  # a truncated answer has no closing fence
-
-
-@dataclass(slots=True)
-class Parts:
-    """Parsed output that no later text can change."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: list[CallPart] = field(default_factory=list)
 
 
 class AnswerParser:
@@ -51,7 +42,8 @@ class AnswerParser:
         self._parallel_calls = parallel_calls
         self.has_ended = False  # the only call that the answer may have is complete
         self._request_id, self._format, self._tools = request_id, format, tools
-        self._pending, self._parts = "", Parts()
+        self._pending = ""
+        self._text, self._reasoning, self._calls = "", "", list[CallPart]()  # of the piece that is being parsed
         self._is_final = False
         self._drops_space = (thinks or format is not None) and not continues  # strip what comes next on the left
         self._lead = ""  # the marker that announced a call, until the call is certain
@@ -67,17 +59,15 @@ class AnswerParser:
         else:
             self._state = self._begin if thinks else self._open_calls()
 
-    def add(self, text: str) -> Parts:
+    def add(self, text: str, is_final: bool = False) -> Piece:
+        """Parse more text; return what no later text can change. is_final: the answer ends with it, so that is all."""
         self._pending += text
+        self._is_final = is_final
         while self._state():
             pass
-        parts, self._parts = self._parts, Parts()
-        return parts
-
-    def finish(self) -> Parts:
-        """Parse what was held back, at the answer's end."""
-        self._is_final = True
-        return self.add("")
+        piece = Piece(self._text, reasoning=self._reasoning, calls=tuple(self._calls))
+        self._text, self._reasoning, self._calls = "", "", []
+        return piece
 
     # Each state consumes what it can of `_pending`, and returns whether the (next) state should be called again.
 
@@ -93,7 +83,7 @@ class AnswerParser:
 
     def _read_thought(self) -> bool:
         text, found = self._until(THOUGHT)
-        self._parts.reasoning += text
+        self._reasoning += text
         if found:
             self._state, self._drops_space = self._open_calls(), True
         return found
@@ -144,7 +134,7 @@ class AnswerParser:
     def _read_text(self) -> bool:
         opening = self._format.opening if self._format is not None else None
         text, found = self._until(opening)
-        self._parts.text += text
+        self._text += text
         if found:
             self._lead, self._state = opening or "", self._between_calls
         return found
@@ -180,7 +170,7 @@ class AnswerParser:
         """Pass on as text the marker, and what stands between it and the last call's end: no call has followed."""
         assert self._format is not None
         text = self._joint.lstrip(_SPACE).removeprefix(self._format.run[1]).lstrip(_SPACE) + self._lead
-        self._parts.text += text
+        self._text += text
         self._drops_space = self._drops_space and not text
         self._lead, self._joint, self._state = "", "", self._read_text
 
@@ -198,24 +188,19 @@ class AnswerParser:
             return False
         whole = self._pending[: call.end]
         self._pending = self._pending[len(whole) :]
-        if call.emitted_len is None and not self._emit_whole(whole):
-            self._drops_space = False
-            self._emit_lead()
-            self._parts.text += whole
-            return bool(self._pending)
+        if call.emitted_len is None:
+            if (found := self._call_of(whole)) is None:
+                self._drops_space = False
+                self._emit_lead()
+                self._text += whole
+                return bool(self._pending)
+            self._begin_call(found[0])
+            self._add_arguments(found[1])
         self._lead, self._joint, self._state, self._drops_space = "", "", self._between_calls, True
-        self.is_cut_off = call.end is None and not call.has_end_at(call.emitted_len)
+        self.is_cut_off = call.end is None and call.emitted_len not in call.ends_inside
         if not self._parallel_calls and call.end is not None:
             self.has_ended, self._pending = True, ""
         return bool(self._pending)
-
-    def _emit_whole(self, text: str) -> bool:
-        """Emit a complete call; false if the text is not one."""
-        if (call := self._call_of(text)) is None:
-            return False
-        self._begin_call(call[0])
-        self._add_arguments(call[1])
-        return True
 
     def _call_of(self, text: str) -> tuple[str, str] | None:
         """Name and arguments (JSON) of a call; None if the text is not a call of an offered tool."""
@@ -238,11 +223,11 @@ class AnswerParser:
     def _begin_call(self, name: str) -> None:
         # Mistral's templates accept only ids of nine letters and digits
         call_id = sha256(f"{self._request_id} {self.num_calls}".encode()).hexdigest()[:9]
-        self._parts.calls.append(CallPart(self.num_calls, call_id=call_id, name=name))
+        self._calls.append(CallPart(self.num_calls, call_id=call_id, name=name))
         self.num_calls += 1
 
     def _add_arguments(self, text: str) -> None:
-        calls, index = self._parts.calls, self.num_calls - 1
+        calls, index = self._calls, self.num_calls - 1
         if calls and calls[-1].index == index:
             calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + text)
         elif text:
@@ -273,7 +258,7 @@ class _Call:
         self.emitted_len: int | None = None
         self._seen = self._depth = 0
         self._in_string = self._is_escaped = False
-        self._ends_inside: list[int] = []  # ends of objects and lists one level down
+        self.ends_inside: list[int] = []  # ends of objects and lists one level down
 
     def scan(self, text: str) -> None:
         while self.end is None and self._seen < len(text):
@@ -288,17 +273,13 @@ class _Call:
             elif char in "}]":
                 self._depth -= 1
                 if self._depth == 1:
-                    self._ends_inside.append(self._seen)
+                    self.ends_inside.append(self._seen)
                 elif self._depth == 0:
                     self.end = self._seen
 
     def arguments_end(self, start: int) -> int:
         """The end of the object, one level down, that begins at `start`, as far as it has been scanned."""
-        return next((end for end in self._ends_inside if end >= start), self._seen)
-
-    def has_end_at(self, place: int | None) -> bool:
-        """Whether an object or list one level down ends at that place."""
-        return place in self._ends_inside
+        return next((end for end in self.ends_inside if end >= start), self._seen)
 
 
 def answer_parser_for(ask: Ask, template: ChatTemplate) -> AnswerParser | None:

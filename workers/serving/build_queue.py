@@ -5,10 +5,18 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from workers.serving.context_counts import BuildCounts
 from workers.serving.messages import closing
 
 MAX_BUILDS = 1  # at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class BuildCounts:
+    """Builds of one kind: those under way, and those that have failed since the service began."""
+
+    num_waiting: int = 0  # waiting for another build to end
+    num_building: int = 0
+    num_failed: int = 0
 
 
 @dataclass(slots=True, eq=False)

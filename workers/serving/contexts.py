@@ -19,7 +19,6 @@ from csattn.errors import ArtifactError, ConfigError
 from csattn.plain_text import as_read
 from workers.serving.build_queue import Build, BuildQueue
 from workers.serving.context_build import Builder
-from workers.serving.context_counts import BuildCounts
 from workers.serving.context_file import ContextFile, Record
 from workers.serving.context_texts import ContextTexts
 from workers.serving.examiner import Examination
@@ -29,6 +28,7 @@ from workers.serving.messages import (
     ContextExistsError,
     ContextInfo,
     ContextNotReadyError,
+    OverloadedError,
     ServingError,
     StorageUnavailableError,
     UnknownContextError,
@@ -39,7 +39,9 @@ from workers.serving.names_in_store import by_names_in_store
 TEXTS = "texts"  # directory in the store with the texts of unfinished builds
 _TEXT = re.compile(r"[0-9a-f]{32}\.txt|\.[0-9a-f]{32}\.txt\.[0-9a-f]{8}\.partial")  # a text, or one being written
 MAX_ENTERING = 2  # texts that are tokenised at the same time: they use the threads in which files are read, too
+MAX_WAITING = 64  # texts that wait for that, in memory
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_RETRY_S = 5.0  # retry time when many contexts are being registered
 _DISK_S = 30.0  # retry time that clients get when the disk takes nothing
 
 Examine = Callable[[Path], Examination]  # examines the artifact at a path
@@ -63,14 +65,10 @@ class Contexts:
     def __init__(self, store: Path, builder: Builder, texts: ContextTexts, examine: Examine) -> None:
         self._store, self._builder, self._texts, self._examine = store, builder, texts, examine
         self._file = ContextFile(store)
-        self._register_slots = asyncio.Semaphore(MAX_ENTERING)
-        self._builds: BuildQueue[str, _Build] = BuildQueue()  # by name
+        self._register_slots, self._num_registering = asyncio.Semaphore(MAX_ENTERING), 0
+        self.builds: BuildQueue[str, _Build] = BuildQueue()  # by name
         self._unfinished: dict[str | None, str] = {}  # by hashes of texts, ids of artifacts that were begun here
         self._unwritten: dict[Record, Record] = {}  # results of builds that could not be written
-
-    @property
-    def counts(self) -> BuildCounts:
-        return self._builds.counts
 
     async def start(self) -> None:
         """Continue builds that were under way when a service ended, and remove texts that a killed one left."""
@@ -121,17 +119,22 @@ class Contexts:
         text = as_read(text)  # a text has one digest, whatever its line ends
         if not text.strip():
             raise BadRequestError("the context's text is empty; give some text", "text")
+        if self._num_registering >= MAX_ENTERING + MAX_WAITING:
+            raise OverloadedError("many contexts are being registered; send this one again later", None, _RETRY_S)
         data = text.encode()
         digest = hashlib.sha256(data).hexdigest()
+        self._num_registering += 1
         try:
             async with self._register_slots:
                 record = await asyncio.to_thread(self._enter, name, text, data, digest)
         except ArtifactError as error:
             raise self._refusal("registered", error) from error
+        finally:
+            self._num_registering -= 1
         if record.state == "building":
             if self._build_of(record) is None:
-                await self._builds.end(name)  # of another text: another service deleted and registered the name again
-            if self._builds.get(name) is None:
+                await self.builds.end(name)  # of another text: another service deleted and registered the name again
+            if self.builds.get(name) is None:
                 self._build(record)
         return self._info(record, await asyncio.to_thread(self._fault, record))
 
@@ -145,17 +148,13 @@ class Contexts:
         except ArtifactError as error:
             raise self._refusal("deleted", error) from error
         if record is None:
-            raise UnknownContextError(f"there is no context {name[:64]!r} to delete")
-        await self._builds.end(name)
+            raise UnknownContextError(f"there is no context {name[:64]!r}; GET /v1/contexts lists them", "name")
+        await self.builds.end(name)
         is_needed = await asyncio.to_thread(self._drop_text, record)
         if not is_needed and (artifact_id := self._unfinished.pop(record.text_sha256, "")):
             with suppress(ArtifactError):  # `csattn gc` removes it, and says why if it cannot
                 await asyncio.to_thread(remove_unfinished, self._store, artifact_id)
         return None if record.artifact_id is None else self._store / record.artifact_id
-
-    async def close(self) -> None:
-        """Cancel builds, and begin none; they continue when a service starts again."""
-        await self._builds.close()
 
     async def _records(self) -> dict[str, Record]:
         try:
@@ -178,9 +177,10 @@ class Contexts:
 
         def edit(records: dict[str, Record]) -> Record:
             known = records.get(name)
+            is_still_gone = is_gone and known == compared
             if known is not None and known != compared:  # to tokenise the text takes a while
                 self._require_same(known, text, digest)
-            if known is None or known.state == "failed" or is_gone:
+            if known is None or known.state == "failed" or is_still_gone:
                 # the text before the record: a recorded context can always be built. `_drop_text` takes the same lock,
                 # so nobody drops the text meanwhile because no record needs it
                 text_path = self._text_path(digest)
@@ -189,7 +189,7 @@ class Contexts:
                 write_bytes(text_path, data)
             if known is None:
                 known = Record(name=name, created_at=time.time(), text_sha256=digest)
-            elif is_gone:
+            elif is_still_gone:
                 known = replace(known, artifact_id=None, num_tokens=None, text_sha256=digest)
             records[name] = replace(known, error="")
             return records[name]
@@ -222,11 +222,11 @@ class Contexts:
 
     def _build(self, record: Record) -> None:
         build = _Build(record)
-        self._builds.add(record.name, build, partial(self._run_build, build))
+        self.builds.add(record.name, build, partial(self._run_build, build))
         self._unwritten.pop(record, None)
 
     def _build_of(self, record: Record) -> _Build | None:
-        build = self._builds.get(record.name)
+        build = self.builds.get(record.name)
         return build if build is not None and build.record == record else None
 
     async def _run_build(self, build: _Build) -> None:
@@ -252,7 +252,7 @@ class Contexts:
             if not await self._is_wanted(record):  # so its text is gone, too
                 _log.info("the context %s has been built, deleted or replaced by another service", record.name)
                 return
-            self._builds.num_failed += 1
+            self.builds.num_failed += 1
             done = replace(record, error=str(error) or type(error).__name__)
             _log.warning("the context %s could not be built: %s", record.name, done.error)
         try:

@@ -25,7 +25,7 @@ from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName
 from offload.block_files import BlockFiles
-from offload.blocks import BlockCounts, BlockName, Blocks, Label
+from offload.blocks import BlockName, Blocks, Label
 from offload.budget import host_memory_bytes
 from workers.serving.kept_store import DIRECTORY, DiskBudget
 from workers.settings import Settings
@@ -41,20 +41,20 @@ class PrefixCache:
     """Finds and keeps blocks of rows, for all requests. Thread-safe; a thread of its own copies blocks to be kept."""
 
     def __init__(self, blocks: Blocks, geometry: ModelGeometry, dtype: torch.dtype) -> None:
-        self._blocks, self._dtype = blocks, dtype
+        self.blocks, self._dtype = blocks, dtype
         self._sizes = geometry.num_layers, geometry.num_kv_heads, BLOCK_ROWS, 2, geometry.head_dim
         self._taker = ThreadPoolExecutor(1, thread_name_prefix="csattn-keep")
 
     def num_kept(self, identity: bytes, token_ids: Sequence[int]) -> int:
         """How many of a prompt's first tokens have kept rows. Reads only the headers of files."""
-        return BLOCK_ROWS * sum(1 for _ in takewhile(self._blocks.holds, BlockNames(identity).more(token_ids[:-1])))
+        return BLOCK_ROWS * sum(1 for _ in takewhile(self.blocks.holds, BlockNames(identity).more(token_ids[:-1])))
 
     def find(self, identity: bytes, token_ids: Sequence[int]) -> "KeptRows":
         """Return the kept rows that a request with these tokens begins with. Reads files, and holds the blocks until
         they are released."""
         token_ids = token_ids[:-1]  # the last token is always fed: its logits give the next one
         with ExitStack() as stack:
-            found = stack.enter_context(self._blocks.hold(BlockNames(identity).more(token_ids)))
+            found = stack.enter_context(self.blocks.hold(BlockNames(identity).more(token_ids)))
             rows = [torch.from_numpy(block).view(self._dtype).view(self._sizes) for block in found]
             names = BlockNames(identity)
             for _ in names.more(token_ids[: BLOCK_ROWS * len(rows)]):
@@ -68,16 +68,12 @@ class PrefixCache:
     def close(self) -> None:
         """Write all blocks given to `keep`, and close."""
         self._taker.shutdown()
-        self._blocks.close()
-
-    @property
-    def counts(self) -> BlockCounts:
-        return self._blocks.counts
+        self.blocks.close()
 
     def _take(self, name: BlockName, copied: Callable[[], Tensor]) -> None:
         try:
-            if not self._blocks.holds(name):
-                self._blocks.put(name, copied().contiguous().view(torch.uint8).flatten().numpy())
+            if not self.blocks.holds(name):
+                self.blocks.put(name, copied().contiguous().view(torch.uint8).flatten().numpy())
         except Exception:  # this request has its rows; only later ones have to compute them again
             _log.exception("a block of rows was not kept")
 

@@ -23,7 +23,6 @@ from csattn.selector_names import SelectorName
 from workers.serving.answer_parser import answer_parser_for
 from workers.serving.chat_template import ChatTemplate
 from workers.serving.context_build import Builder
-from workers.serving.context_counts import ContextCounts
 from workers.serving.context_texts import ContextTexts
 from workers.serving.contexts import Contexts, name_artifact
 from workers.serving.examiner import Examiner
@@ -44,7 +43,7 @@ from workers.serving.messages import (
     WorkerStatus,
     closing,
 )
-from workers.serving.metrics import Metrics
+from workers.serving.metrics import ContextCounts, Metrics
 from workers.serving.outlet import Outlet
 from workers.serving.prefixes import Prefix, Prefixes
 from workers.serving.prompts import require_known_tokens, room_for, text_of_ids, tokenize
@@ -89,7 +88,7 @@ class LocalBackend:
         self._prefixes = Prefixes(
             loaded, settings, engine, self._contexts, examiner, self._residency, self._builder, self._tokenisers
         )
-        self._measured.kept_counts = lambda: self._prefixes.cache.counts
+        self._measured.kept_counts = lambda: self._prefixes.cache.blocks.counts
         self._measured.context_counts = self.context_counts
         self._template, self._grammars = ChatTemplate(loaded.tokenizer), Grammars(loaded)
         self._steps: StepThread | None = None
@@ -124,8 +123,8 @@ class LocalBackend:
         """
         ends_at = time.monotonic() + drain_s
         self._scheduler.flow.closed = closing()  # before builds are cancelled: a new request would begin one
-        await self._contexts.close()
-        await self._prefixes.close()
+        await self._contexts.builds.close()  # they continue when a service starts again, or such a prompt comes
+        await self._prefixes.prompt_contexts.builds.close()
         await self._builder.close()
         if self._steps is None:  # it was never started
             await asyncio.to_thread(self._engine.close)
@@ -134,7 +133,7 @@ class LocalBackend:
         self._scheduler.close()
         self._residency.close()
         self._grammars.close()
-        await asyncio.to_thread(self._prefixes.flush)
+        await asyncio.to_thread(self._prefixes.cache.close)  # no request keeps any more rows
         self._tokenisers.shutdown(wait=False, cancel_futures=True)
         self._use.end()
 
@@ -157,7 +156,7 @@ class LocalBackend:
             except TimeoutError:
                 self._measured.requests.labels("timeout").inc()
                 raise TimedOutError(
-                    f"the request waited {timeout_s:.0f} s for its context; send it again later"
+                    f"the request waited {timeout_s:g} s for its context; send it again later"
                 ) from None
             try:
                 self._require_steps()
@@ -253,11 +252,11 @@ class LocalBackend:
     def context_counts(self) -> ContextCounts:
         prompt_contexts = self._prefixes.prompt_contexts
         return ContextCounts(
-            builds={"registered": self._contexts.counts, "prompt": prompt_contexts.counts},
-            loaded_bytes=self._residency.held_bytes,
-            loaded_budget=self._settings.engine.context_bytes,
-            kept_bytes=prompt_contexts.num_bytes,
-            kept_budget=prompt_contexts.budget.num_bytes,
+            builds={"registered": self._contexts.builds.counts, "prompt": prompt_contexts.builds.counts},
+            loaded_context_bytes=self._residency.held_bytes,
+            loaded_context_budget_bytes=self._settings.engine.context_bytes,
+            kept_context_bytes=prompt_contexts.num_bytes,
+            kept_context_budget_bytes=prompt_contexts.budget.num_bytes,
         )
 
     def _reserve(self) -> None:
@@ -298,16 +297,13 @@ class LocalBackend:
         self._measured.prompt_tokens.inc(context_len + len(ids))
         self._measured.cached_tokens.inc(prefix.num_cached)
         return Request(
-            request_id=ask.request_id,
-            context=ask.context,
+            ask=ask,
             context_id=prefix.resident.context_id,
             context_len=context_len,
             num_cached=prefix.num_cached,
             kept=prefix.kept,
             drafts=prefix.drafts,
-            has_prediction=ask.prediction is not None,
             question_ids=ids,
-            sampling=sampling,
             max_new_tokens=room,
             config=config,
             selector=self._selector(ask),
@@ -325,7 +321,6 @@ class LocalBackend:
             ),
             grammar=grammar,
             in_prompt=in_prompt,
-            reports_usage=ask.reports_usage,
             echo=self._echo(ask),
         )
 

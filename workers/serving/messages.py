@@ -265,6 +265,10 @@ class ServingError(CsattnError):
     code = "internal_error"
     status = 500
 
+    def __init_subclass__(cls, code: str | None = None, status: int | None = None) -> None:
+        """code, status: of all errors of this class, if they are not those of its base class."""
+        cls.code, cls.status = code or cls.code, status or cls.status
+
     def __init__(
         self, message: str, param: str | None = None, retry_after_s: float | None = None, detail: str = ""
     ) -> None:
@@ -276,73 +280,44 @@ class ServingError(CsattnError):
         return type(self), (self.message, self.param, self.retry_after_s, self.detail)
 
 
-class BadRequestError(ServingError):
+class BadRequestError(ServingError, code="invalid_request", status=400):
     """The request is invalid: sending it again cannot help."""
 
-    code = "invalid_request"
-    status = 400
 
-
-class ContextTooLongError(BadRequestError):
+class ContextTooLongError(BadRequestError, code="context_length_exceeded"):
     """Context, question and answer do not fit into the model's positions or a request's rows."""
 
-    code = "context_length_exceeded"
 
-
-class UnknownModelError(ServingError):
+class UnknownModelError(ServingError, code="model_not_found", status=404):
     """The request's model does not exist; requests name contexts as models."""
 
-    code = "model_not_found"
-    status = 404
 
-
-class UnknownContextError(ServingError):
+class UnknownContextError(ServingError, code="context_not_found", status=404):
     """No context has this name."""
 
-    code = "context_not_found"
-    status = 404
 
-
-class ContextNotReadyError(ServingError):
+class ContextNotReadyError(ServingError, code="context_not_ready", status=409):
     """The context is still being built, its build failed, or its artifact cannot be used."""
 
-    code = "context_not_ready"
-    status = 409
 
-
-class ContextExistsError(ServingError):
+class ContextExistsError(ServingError, code="context_exists", status=409):
     """The name belongs to another text or artifact already."""
 
-    code = "context_exists"
-    status = 409
 
-
-class OverloadedError(ServingError):
+class OverloadedError(ServingError, code="overloaded", status=429):
     """The queue is full, or no context can be loaded; `retry_after_s` says when to retry."""
 
-    code = "overloaded"
-    status = 429
 
-
-class TimedOutError(ServingError):
+class TimedOutError(ServingError, code="timeout", status=504):
     """The request exceeded its time limit, or its answer was not read."""
 
-    code = "timeout"
-    status = 504
 
-
-class WorkerLostError(ServingError):
+class WorkerLostError(ServingError, code="worker_lost", status=503):
     """The worker's process has ended or does not answer; the request may be sent again."""
 
-    code = "worker_lost"
-    status = 503
 
-
-class StorageUnavailableError(ServingError):
+class StorageUnavailableError(ServingError, code="storage_unavailable", status=503):
     """The store's disk is full or cannot be written."""
-
-    code = "storage_unavailable"
-    status = 503
 
 
 def closing() -> WorkerLostError:

@@ -7,8 +7,8 @@ Names of contexts come from users, so only the first MAX_CONTEXTS have a label o
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from threading import Lock
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from offload.blocks import BlockCounts
-from workers.serving.context_counts import ContextCounts
+from workers.serving.build_queue import BuildCounts
 from workers.serving.step_engine import EngineCounts, Fidelity
 
 MAX_CONTEXTS = 64
@@ -24,7 +24,7 @@ MAX_FORGOTTEN = 1024  # names of deleted contexts that are remembered, for reque
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _OUTCOMES = ("stop", "length", "tool_calls", "cancelled", "timeout", "failed", "refused")
-_ENGINE_WORDS = {  # help texts of the fields of `EngineCounts`
+_WORDS = {  # help texts of the fields of `EngineCounts` and `ContextCounts`
     "search_s": "Time spent in searches on the CPU.",
     "attend_s": "Time spent in attention to chosen rows on the CPU.",
     "slot_lookups": "Chosen rows that were looked up in the device's cache of rows.",
@@ -32,8 +32,23 @@ _ENGINE_WORDS = {  # help texts of the fields of `EngineCounts`
     "kv_bytes": "Bytes of KV of the loaded contexts, on host and device.",
     "index_bytes": "Bytes of indexes of the loaded contexts.",
     "device_bytes": "Bytes of GPU memory in use.",
+    "loaded_context_bytes": "Bytes of contexts that are loaded, being loaded or being unloaded.",
+    "loaded_context_budget_bytes": "Most bytes of these contexts: engine.context_bytes.",
+    "kept_context_bytes": "Bytes of contexts from prompts on disk, when the last one was built.",
+    "kept_context_budget_bytes": "Most bytes of these contexts: kept.context_bytes, or less if the disk is too full.",
 }
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextCounts:
+    """Counts of a service's contexts and builds; all are known anyway, without any work."""
+
+    builds: Mapping[str, BuildCounts] = field(default_factory=dict)  # by origin: "registered" or "prompt"
+    loaded_context_bytes: int = 0
+    loaded_context_budget_bytes: int | None = None  # None: limited only by memory
+    kept_context_bytes: int | None = None  # on disk, from prompts; None: unknown until one has been built
+    kept_context_budget_bytes: int = 0
 
 
 class Metrics:
@@ -122,15 +137,20 @@ class _EngineCollector(Collector):
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._metrics.engine_counts
-        for item in fields(counts):
-            name, value = f"csattn_{re.sub('_s$', '_seconds', item.name)}", getattr(counts, item.name)
-            if name.endswith("_bytes"):
-                yield GaugeMetricFamily(name, _ENGINE_WORDS[item.name], value)
-            else:
-                yield CounterMetricFamily(name, _ENGINE_WORDS[item.name], value)
+        contexts = self._metrics.context_counts()
+        yield from _metrics_of(self._metrics.engine_counts)
         yield from _kept_metrics(self._metrics.kept_counts())
-        yield from _context_metrics(self._metrics.context_counts())
+        yield from _build_metrics(contexts.builds)
+        yield from _metrics_of(contexts)
+
+
+def _metrics_of(counts: EngineCounts | ContextCounts) -> Iterator[Metric]:
+    """A metric of each field in `_WORDS`, unless it is None: a gauge of bytes, or a counter."""
+    for item in fields(counts):
+        name, value = f"csattn_{re.sub('_s$', '_seconds', item.name)}", getattr(counts, item.name)
+        if item.name in _WORDS and value is not None:
+            family = GaugeMetricFamily if name.endswith("_bytes") else CounterMetricFamily
+            yield family(name, _WORDS[item.name], value)
 
 
 def _kept_metrics(counts: BlockCounts) -> Iterator[Metric]:
@@ -143,35 +163,15 @@ def _kept_metrics(counts: BlockCounts) -> Iterator[Metric]:
     yield CounterMetricFamily("csattn_kept_refused", "Blocks of rows that were not kept.", counts.refused)
 
 
-def _context_metrics(counts: ContextCounts) -> Iterator[Metric]:
+def _build_metrics(builds: Mapping[str, BuildCounts]) -> Iterator[Metric]:
     states = GaugeMetricFamily(
         "csattn_context_builds", "Contexts that are being built or wait for it, by origin.", labels=["of", "state"]
     )
     failed = CounterMetricFamily(
         "csattn_context_builds_failed", "Contexts that could not be built, by origin.", labels=["of"]
     )
-    for of, builds in counts.builds.items():
-        states.add_metric([of, "waiting"], builds.num_waiting)
-        states.add_metric([of, "building"], builds.num_building)
-        failed.add_metric([of], builds.num_failed)
+    for of, counts in builds.items():
+        states.add_metric([of, "waiting"], counts.num_waiting)
+        states.add_metric([of, "building"], counts.num_building)
+        failed.add_metric([of], counts.num_failed)
     yield from (states, failed)
-    for name, words, value in (
-        (
-            "loaded_context_bytes",
-            "Bytes of contexts that are loaded, being loaded or being unloaded.",
-            counts.loaded_bytes,
-        ),
-        ("loaded_context_budget_bytes", "Most bytes of these contexts: engine.context_bytes.", counts.loaded_budget),
-        (
-            "kept_context_bytes",
-            "Bytes of contexts from prompts on disk, when the last one was built.",
-            counts.kept_bytes,
-        ),
-        (
-            "kept_context_budget_bytes",
-            "Most bytes of these contexts: kept.context_bytes, or less if the disk is too full.",
-            counts.kept_budget,
-        ),
-    ):
-        if value is not None:
-            yield GaugeMetricFamily(f"csattn_{name}", words, value)

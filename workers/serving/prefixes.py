@@ -115,14 +115,6 @@ class Prefixes:
             raise
         return Prefix(resident, ids, found.is_new, kept, drafts, using)
 
-    async def close(self) -> None:
-        """Cancel builds of contexts. Rows are still kept, until `flush`."""
-        await self.prompt_contexts.close()
-
-    def flush(self) -> None:
-        """Write the kept rows to disk, and close. No request may be running."""
-        self.cache.close()
-
     async def _find(
         self, ask: Ask, config: SearchConfig, selector: SelectorName, whole: list[int] | None, without: set[Path]
     ) -> Found:

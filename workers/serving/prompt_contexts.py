@@ -32,7 +32,6 @@ from workers.capacity import spec_of
 from workers.serving.backoff import BuildBackoff
 from workers.serving.build_queue import Build, BuildQueue
 from workers.serving.context_build import Builder
-from workers.serving.context_counts import BuildCounts
 from workers.serving.examiner import Examiner, Tokens
 from workers.serving.kept_store import DIRECTORY, GONE_PREFIX, DiskBudget, entries, kept_files, remove_at_once, salted
 from workers.serving.messages import ContextNotReadyError, ContextTooLongError, FailedBuild
@@ -80,13 +79,9 @@ class PromptContexts:
         self._index_config = preset(settings.build.preset)
         self._checked: set[Path] = set()  # artifacts whose every byte has been verified
         self._verifications: dict[Path, asyncio.Task[bool]] = {}  # such verifications under way
-        self._builds: BuildQueue[_Key, _Build] = BuildQueue()  # apart from registered contexts: nobody waits for those
+        self.builds: BuildQueue[_Key, _Build] = BuildQueue()  # apart from registered contexts: nobody waits for those
         self.backoff = BuildBackoff()
         self.num_bytes: int | None = None  # of all on the disk, when the last one was built here
-
-    @property
-    def counts(self) -> BuildCounts:
-        return self._builds.counts
 
     async def find(
         self, token_ids: Sequence[int], salt: str, registered: Sequence[Path], without: Collection[Path] = ()
@@ -108,7 +103,7 @@ class PromptContexts:
         self._residency.require_possible(spec_of(self._geometry, len(token_ids), like.dtype, like.preset))
         ids, directory = np.asarray(token_ids, np.int32), self._of(salt)
         key = directory, hashlib.sha256(ids.tobytes()).digest()
-        build = self._builds.get(key) or self._begin(key, ids)
+        build = self.builds.get(key) or self._begin(key, ids)
         build.num_waiting += 1
         try:
             # if the client leaves, the build goes on: a retry finds its result
@@ -116,17 +111,13 @@ class PromptContexts:
         finally:
             build.num_waiting -= 1
             if not build.num_waiting and not build.has_begun:
-                self._builds.cancel(key, build)
+                self.builds.cancel(key, build)
         return Found(path, len(ids), is_new=True)
 
     async def drop(self, path: Path) -> None:
         """Remove a context that turned out damaged or gone, if it is one of these."""
         if path.is_relative_to(self._directory):
             await asyncio.to_thread(self._remove, path)
-
-    async def close(self) -> None:
-        """Cancel builds, and begin none; they continue when such a prompt comes again."""
-        await self._builds.close()
 
     def _of(self, salt: str) -> Path:
         """The directory of the contexts of this model and salt."""
@@ -192,7 +183,7 @@ class PromptContexts:
         """Queue a build: it starts when those before it have ended."""
         if failed := self.backoff.of(key):
             raise _refusal(failed)
-        return self._builds.add(key, _Build(), partial(self._build, key, ids))
+        return self.builds.add(key, _Build(), partial(self._build, key, ids))
 
     async def _build(self, key: _Key, ids: Tokens) -> Path:
         directory, digest = key
@@ -205,7 +196,7 @@ class PromptContexts:
             source = ["--no-sync", "--tokens", str(ids_path)]  # no fsync: every byte is verified when it is found
             result = await self._builder.build(source, directory, lambda *progress: None, nice=0)
         except (CsattnError, OSError) as error:  # OSError: no process could be started
-            self._builds.num_failed += 1
+            self.builds.num_failed += 1
             # all clients can see the message, and whoever knows a salt's hash can test guesses of the salt
             why = by_names_in_store(str(error), self._settings.store.path).replace(directory.name, "...")
             refusal = _refusal(self.backoff.add(key, len(ids), why))

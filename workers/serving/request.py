@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from csattn.config import SearchConfig
 from csattn.selector_names import SelectorName
-from workers.serving.answer_parser import AnswerParser, Parts
+from workers.serving.answer_parser import AnswerParser
 from workers.serving.drafts import Drafts
 from workers.serving.grammar import Grammar
 from workers.serving.kept_rows import KeptRows
-from workers.serving.messages import Done, Finish, Piece, Sampling, TokenScore, Usage
+from workers.serving.messages import Ask, Done, Finish, Piece, TokenScore, Usage
 from workers.serving.outlet import Outlet
 from workers.serving.sampling import TokenCounts, adjust_logits, allowed_without, draw, draw_spec, likelihood_of
 from workers.serving.step_engine import Allowed, DrawSpec, Likelihood
@@ -27,13 +27,11 @@ from workers.serving.text import StopFinder, TextStream, token_bytes
 class Request:
     """The running state of a request. Only the scheduler's thread changes its fields."""
 
-    request_id: str
-    context: str  # name, for metrics
+    ask: Ask
     context_id: int  # the engine's id of the context
     context_len: int
     num_cached: int  # tokens of context and question that did not have to be computed
     question_ids: list[int]
-    sampling: Sampling
     max_new_tokens: int
     config: SearchConfig
     selector: SelectorName
@@ -44,12 +42,10 @@ class Request:
     writer: "Writer"
     grammar: Grammar | None = None
     in_prompt: NDArray[np.bool_] | None = None  # [vocab_size]: context or question has the token
-    reports_usage: bool = False
     echo: str | None = None  # the prompt's text, if it is to come before the answer
     prompt_scores: list[TokenScore] = field(default_factory=list)
     kept: KeptRows | None = None  # None: no kept rows are used, and none are kept
     drafts: Drafts | None = None  # None: its next tokens are not guessed
-    has_prediction: bool = False  # the client has sent one
     num_drafted: int = 0  # guessed tokens that steps had rows for
     num_accepted: int = 0  # and those of them that were right
     request_slot: int | None = None
@@ -70,11 +66,12 @@ class Request:
     @property
     def has_penalties(self) -> bool:
         """Whether the probability of a token depends on which tokens precede it in prompt and answer."""
-        return bool(self.sampling.frequency_penalty or self.sampling.presence_penalty or self.in_prompt is not None)
+        sampling = self.ask.sampling
+        return bool(sampling.frequency_penalty or sampling.presence_penalty or self.in_prompt is not None)
 
     @property
     def scores_prompt(self) -> bool:
-        return self.echo is not None and self.sampling.top_logprobs is not None
+        return self.echo is not None and self.ask.sampling.top_logprobs is not None
 
     @property
     def question_left(self) -> int:
@@ -124,7 +121,7 @@ class Request:
         if grammar is not None:
             ends, allowed = frozenset(), partial(self._allowed, grammar, ends)
         of_answer = self.token_ids, self.in_prompt
-        return draw_spec(self.sampling, self.seed, position, *of_answer, ends, allowed, self.counted)
+        return draw_spec(self.ask.sampling, self.seed, position, *of_answer, ends, allowed, self.counted)
 
     def choose(self, logits: NDArray[np.float32], spec: DrawSpec) -> tuple[int, TokenScore | None]:
         """Sample a token from logits [vocab_size] on the host, and `take` it."""
@@ -161,24 +158,24 @@ class Request:
     def ends_with(self, token_id: int, stop_ids: Set[int]) -> bool:
         """Whether this token ends the answer; then it adds no text. With a grammar, an end-of-turn token ends it even
         under ignore_eos: `_early_ends` lets one come only if no other token may."""
-        goes_on = self.sampling.ignore_eos and self.grammar is None
-        return token_id in self.sampling.stop_token_ids or (token_id in stop_ids and not goes_on)
+        goes_on = self.ask.sampling.ignore_eos and self.grammar is None
+        return token_id in self.ask.sampling.stop_token_ids or (token_id in stop_ids and not goes_on)
 
     def _is_drawn(self, position: int) -> bool:
         """Whether the answer's token at that position is sampled, changed or scored."""
-        s = self.sampling
+        s = self.ask.sampling
         changes_logits = self.has_penalties or s.logit_bias or position < s.min_tokens
         return bool(s.temperature > 0 or s.top_logprobs is not None or self.grammar is not None or changes_logits)
 
     def _early_ends(self, stop_ids: Set[int], position: int) -> Set[int]:
         """Tokens that may not come at that position of the answer, if any other may."""
-        if position < self.sampling.min_tokens:
-            return stop_ids | set(self.sampling.stop_token_ids)
-        return stop_ids if self.sampling.ignore_eos and self.grammar is not None else frozenset()
+        if position < self.ask.sampling.min_tokens:
+            return stop_ids | set(self.ask.sampling.stop_token_ids)
+        return stop_ids if self.ask.sampling.ignore_eos and self.grammar is not None else frozenset()
 
     def add_prompt_scores(self, logits: NDArray[np.float32]) -> None:
         """Score the question's tokens that follow those being fed, whose logits are given: [num_rows, vocab_size]."""
-        num_top = self.sampling.top_logprobs
+        num_top = self.ask.sampling.top_logprobs
         assert num_top is not None
         if not self.num_fed:
             first = self.writer.score(self.question_ids[0], None)
@@ -197,7 +194,7 @@ class Request:
 
     def with_usage(self, piece: Piece) -> Piece:
         """The piece, with the usage so far if the request wants it."""
-        return replace(piece, usage=Usage(**self._usage())) if self.reports_usage else piece
+        return replace(piece, usage=Usage(**self._usage())) if self.ask.reports_usage else piece
 
     def done(self, reason: Finish) -> Done:
         return Done(reason=reason, stop=self.writer.stop, **self._usage())
@@ -205,7 +202,7 @@ class Request:
     def _usage(self) -> dict[str, Any]:
         guessed = self.num_accepted, self.num_drafted - self.num_accepted
         return {
-            "guessed_tokens": guessed if self.has_prediction else None,
+            "guessed_tokens": None if self.ask.prediction is None else guessed,
             "context_tokens": self.context_len,
             "question_tokens": len(self.question_ids),
             "cached_tokens": self.num_cached,
@@ -293,12 +290,5 @@ class Writer:
         return text, tuple(scores)
 
     def _piece(self, text: str, scores: tuple[TokenScore, ...], is_last: bool = False) -> Piece | None:
-        parts = Parts(text)
-        if self._parser is not None:
-            parts = self._parser.add(text)
-            if is_last:
-                rest = self._parser.finish()
-                parts = Parts(parts.text + rest.text, parts.reasoning + rest.reasoning, parts.calls + rest.calls)
-        if not (parts.text or parts.reasoning or parts.calls or scores):
-            return None
-        return Piece(parts.text, scores, parts.reasoning, tuple(parts.calls))
+        piece = Piece(text) if self._parser is None else self._parser.add(text, is_last)
+        return None if not scores and piece == Piece("") else replace(piece, scores=scores)

@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 from csattn.artifact import Artifact, ArtifactSpec
 from csattn.artifact.tensor_file import repair_advice
@@ -39,6 +41,7 @@ from workers.serving.scheduler import Scheduler
 from workers.serving.step_engine import NO_CONTEXT, StepEngine
 from workers.settings import EngineSettings
 
+T = TypeVar("T")
 _RETRY_S = 5.0
 _CHECK_S = 1.0  # interval at which a loaded context's files are checked for lost bytes, at most
 
@@ -229,8 +232,7 @@ class Residency:
     async def _make(self, path: Path, resident: Resident, work: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while not await self._try_or_make_room(lambda: loop.run_in_executor(self._preparer, work)):
-                pass
+            await self._with_room(lambda: loop.run_in_executor(self._preparer, work))
         finally:
             await self._release(path, resident)
 
@@ -269,18 +271,15 @@ class Residency:
 
     async def _open(self, path: Path) -> Artifact:
         """Open the artifact. If the process has no room for its memory maps, evict others first."""
-        opened: list[Artifact] = []
 
-        async def add() -> None:
-            opened.append(await asyncio.to_thread(self._examiner.open, path))
+        async def open_wanted() -> Artifact:
+            self._require_wanted(path)
+            return await asyncio.to_thread(self._examiner.open, path)
 
         with suppress(ArtifactRoomError):
-            await add()
-        if not opened:
-            async with self._one_at_a_time:
-                while not await self._try_or_make_room(add, waits=True):
-                    self._require_wanted(path)
-        return opened[0]
+            return await open_wanted()
+        async with self._one_at_a_time:
+            return await self._with_room(open_wanted, waits=True)
 
     async def _load_in_turn(self, path: Path, artifact: Artifact) -> Resident:
         num_bytes = self.require_possible(artifact.spec)
@@ -300,18 +299,14 @@ class Residency:
         """Load the artifact into the engine. Its bytes are reserved already."""
         scheduler, started = self._scheduler, time.monotonic()
         context_id = next(i for i in count() if i not in {r.context_id for r in self._residents.values()})
-
-        def add() -> None:
-            scheduler.load(context_id, artifact)
-
+        add = partial(scheduler.load, context_id, artifact)
         try:
             await asyncio.to_thread(self._examiner.require_sound, artifact)
             await asyncio.to_thread(read_index, artifact.path)
             files = await asyncio.to_thread(files_of, path) if self._maps_rows else {}
             if not self._reads_in_place:
                 await asyncio.to_thread(read_rows, artifact.path, lambda: False)
-            while not await self._try_or_make_room(lambda: asyncio.wrap_future(scheduler.inbox.call(add)), waits=True):
-                pass
+            await self._with_room(lambda: asyncio.wrap_future(scheduler.inbox.call(add)), waits=True)
             resident = Resident(context_id, artifact, num_bytes, last_used=next(self._uses), files=files)
             self._residents[path] = resident
         finally:
@@ -341,26 +336,28 @@ class Residency:
             self._let_stay()
         self._moving_bytes += num_bytes
 
-    async def _try_or_make_room(self, work: Callable[[], Awaitable[None]], waits: bool = False) -> bool:
-        """Do work that takes memory. False if there was too little, and room has been made since, so try again.
+    async def _with_room(self, work: Callable[[], Awaitable[T]], waits: bool = False) -> T:
+        """Do work that takes memory, and return its result. If there is too little, make room, and try again.
 
         waits: if all contexts are in use, wait for one of them; otherwise that raises OverloadedError.
         """
-        try:
-            await work()
-        except Exception as error:
-            if not (isinstance(error, MemoryPlanError | ArtifactRoomError) or is_out_of_memory(error)):
-                raise
-            if not await self._make_room():
+        while True:
+            try:
+                result = await work()
+            except Exception as error:
+                if not (isinstance(error, MemoryPlanError | ArtifactRoomError) or is_out_of_memory(error)):
+                    raise
+                if await self._make_room():
+                    continue
                 if not (waits and self._residents):
                     why = "all contexts that are loaded are in use, and " if self._residents else ""
                     raise OverloadedError(
                         f"{why}there is no room for more ({error}); try again later", retry_after_s=_RETRY_S
                     ) from error
                 await self._wait_for_room(1)
-            return False
-        self._let_stay()
-        return True
+            else:
+                self._let_stay()
+                return result
 
     async def _make_room(self) -> bool:
         """Unload the least recently used of the unused contexts; False if all are in use."""

@@ -231,7 +231,7 @@ class Scheduler:
         self._count_step(len(rows), num_question_rows, sum(map(len, drafts.values())), ended - started)
         if watched is not None and result.fidelity is not None:
             seen = parts[watched[0]].request
-            self.metrics.observe_fidelity(seen.context, seen.arrived_at, result.fidelity)
+            self.metrics.observe_fidelity(seen.ask.context, seen.arrived_at, result.fidelity)
         wanting = [(part.request, part.row) for part in parts if part.gives_token and part.request.max_new_tokens]
         chosen = self._choose(wanting, rows, result)
         for part in parts:
@@ -378,7 +378,7 @@ class Scheduler:
     def _take_token(self, request: Request, chosen: _Chosen, now: float) -> None:
         if isinstance(chosen, Exception):
             if not isinstance(chosen, ServingError | ValueError):
-                _log.error("the next token of %s cannot be drawn", request.request_id, exc_info=chosen)
+                _log.error("the next token of %s cannot be drawn", request.ask.request_id, exc_info=chosen)
             if not isinstance(chosen, ServingError):
                 chosen = ServingError(f"the next token cannot be drawn: {chosen}")
             self._end(request, "failed", chosen)
@@ -482,7 +482,7 @@ def _refusal(error: Exception) -> ServingError:
     if isinstance(error, CsattnError) and not isinstance(error, OffloadError):
         return WorkerLostError(f"{error}; send the request again")
     message = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
-    return ServingError(f"the step that decoded this request failed ({message}); send the request again")
+    return ServingError(f"the engine failed at this request ({message}); send it again")
 
 
 def in_shares(rows: Sequence[_T], num_drawn: int, num_threads: int) -> list[Sequence[_T]]:

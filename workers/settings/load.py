@@ -18,7 +18,6 @@ from workers.settings.sources import (
     Origin,
     from_environment,
     from_file,
-    from_flags,
     variable_of,
 )
 
@@ -30,11 +29,7 @@ class Loaded:
     settings: Settings
     leaves: Mapping[str, Leaf]  # by key, "server.port"
     file: Path | None  # the one that was read
-
-    @property
-    def left_to_csattn(self) -> list[str]:
-        """The settings that are `auto`, which `settings` has as in UNTIL_CHOSEN."""
-        return _left_to_csattn(self.leaves)
+    left_to_csattn: list[str]  # the settings that are `auto`, which `settings` has as in UNTIL_CHOSEN
 
 
 def load_settings(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, object]) -> Loaded:
@@ -48,17 +43,14 @@ def load_settings(file: Path | None, environment: Mapping[str, str], flags: Mapp
     leaves = {key: Leaf(spec.default, Origin(kind="default")) for key, spec in KEYS.items()}
     _put(leaves, from_file(file) if file is not None else ())
     _put(leaves, from_environment(environment, KEYS))
-    _put(leaves, from_flags(flags))
+    _put(leaves, [(key, Leaf(value, Origin(kind="flag"))) for key, value in flags.items() if value is not None])
     _read_keys(leaves)
     lookahead = leaves["search.lookahead"]
     if lookahead.value is None:
         leaves["search.lookahead"] = Leaf(default_lookahead(leaves["engine.placement"].value), lookahead.origin)
-    chosen = {key: replace(leaves[key], value=UNTIL_CHOSEN[key]) for key in _left_to_csattn(leaves)}
-    return Loaded(_assemble(leaves | chosen), leaves, file)
-
-
-def _left_to_csattn(leaves: Mapping[str, Leaf]) -> list[str]:
-    return [key for key in UNTIL_CHOSEN if leaves[key].value == AUTO]
+    left = [key for key in UNTIL_CHOSEN if leaves[key].value == AUTO]
+    chosen = {key: replace(leaves[key], value=UNTIL_CHOSEN[key]) for key in left}
+    return Loaded(_assemble(leaves | chosen), leaves, file, left)
 
 
 def _put(leaves: dict[str, Leaf], given: Iterable[tuple[str, Leaf]]) -> None:

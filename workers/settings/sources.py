@@ -65,13 +65,6 @@ def from_environment(environment: Mapping[str, str], keys: Mapping[str, object])
                 yield key, Leaf(value, Origin(kind="environment", where=variable))
 
 
-def from_flags(flags: Mapping[str, object]) -> Given:
-    """Yield the flags that were given, by setting; None is a flag that was not."""
-    for key, value in flags.items():
-        if value is not None:
-            yield key, Leaf(value, Origin(kind="flag"))
-
-
 def variable_of(key: str) -> str:
     """Return the environment variable of a setting."""
     return PREFIX + key.replace(".", "_").upper()

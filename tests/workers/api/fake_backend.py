@@ -24,6 +24,7 @@ from workers.serving.messages import (
     TokenizeAsk,
     Tokens,
     TokenScore,
+    UnknownContextError,
     UnknownModelError,
     Usage,
     WorkerStatus,
@@ -127,7 +128,8 @@ class FakeBackend:
         return self.infos[name]
 
     async def delete(self, name: str) -> None:
-        del self.infos[name]
+        if self.infos.pop(name, None) is None:
+            raise UnknownContextError(f"there is no context {name!r}", "name")
         self.texts.pop(name, None)
 
     def status(self) -> WorkerStatus:

@@ -203,7 +203,7 @@ def test_a_failure_in_mid_stream_is_sent_as_an_error_event(service: Running, cla
     assert said[-1].type == "content_block_delta"
 
 
-def test_tokens_are_counted_with_those_of_the_context(claude: anthropic.Anthropic) -> None:
+def test_tokens_are_counted_with_those_of_the_context(service: Running, claude: anthropic.Anthropic) -> None:
     def count(**fields: Any) -> int:
         return claude.messages.count_tokens(messages=[{"role": "user", "content": "four"}], **fields).input_tokens
 
@@ -211,6 +211,9 @@ def test_tokens_are_counted_with_those_of_the_context(claude: anthropic.Anthropi
     assert count(model="smollm2-135m", system="six is", tools=[TOOL], thinking={"type": "disabled"}) == 10
     with pytest.raises(anthropic.NotFoundError, match="no context"):
         count(model="smollm2-135m@other")
+    service.backend.add("draft", state="building", num_tokens=None)
+    with pytest.raises(anthropic.ConflictError, match="the context 'draft' is building"):
+        count(model="smollm2-135m@draft")
     with pytest.raises(BadRequestError, match="max_tokens is not a field"):
         read_count({"model": MODEL, "messages": ASK, "max_tokens": 3}, "smollm2-135m", LimitSettings())
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from workers.api.app import read_detokenize
 from workers.api.errors import HttpError, error_body
-from workers.api.names import context_of, context_or_own, short_model_name
+from workers.api.names import context_or_own, short_model_name
 from workers.api.parsing import ParsedRequest, read_chat, read_completion, read_new_context
 from workers.serving.messages import Ask, BadRequestError, ServingError, Tool, ToolCall, Turn, UnknownModelError
 from workers.settings import LimitSettings
@@ -498,7 +498,7 @@ def test_unknown_model_names_are_refused(asked: str) -> None:
     with pytest.raises(UnknownModelError) as refused:
         chat(model=asked)
     assert refused.value.param == "model"
-    assert context_of(f"{MODEL}@a.b-C_9", MODEL) == "a.b-C_9"
+    assert context_or_own(f"{MODEL}@a.b-C_9", MODEL) == "a.b-C_9"
 
 
 @pytest.mark.parametrize(

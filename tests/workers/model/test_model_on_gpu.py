@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from bench.random_weights import random_weights
 from csattn.models.description import describe
-from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import Linear
 from tests.attention.device_steps import change_rows
 from tests.tiny import FAMILIES, make_model, token_ids
@@ -20,19 +19,19 @@ from workers.model import ModelRunner, take_weights
 pytestmark = pytest.mark.gpu
 
 QUESTION = token_ids(5, seed=5).tolist()
-SHAPE = describe(
-    Qwen3Config(
-        num_hidden_layers=4,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=3000,
-        max_position_embeddings=4096,
-        attention_bias=True,
-    )
-)
+SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 3000,
+    "max_position_embeddings": 4096,
+    "attention_bias": True,
+}
+CONFIG = Qwen3Config(**SIZES)
+SHAPE = describe(CONFIG)
 
 
 class CalledBetweenGraphs(FullAttention):
@@ -81,7 +80,7 @@ def fill(runner: ModelRunner, batch_size: int, num_rows: int) -> None:
 
 def decoded(kind: type[FullAttention] = FullAttention, num_steps: int = 12, **options):
     """Return the tokens and last logits of three requests, decoded beside an idle row."""
-    weights = random_weights(SHAPE, "cuda")
+    weights = random_weights(CONFIG, "cuda")
     runner = ModelRunner(weights, random_context(kind), (4,), **options)
     fill(runner, 4, 3)
     tokens = decode(runner, 4, num_steps)[:, :3].clone()
@@ -100,7 +99,7 @@ def test_an_attention_outside_graphs_is_called_between_them_once_per_layer() -> 
     want_tokens, want_logits = decoded()
     assert torch.equal(tokens, want_tokens)
     assert torch.equal(logits, want_logits)
-    runner = ModelRunner(random_weights(SHAPE, "cuda"), random_context(CalledBetweenGraphs), (1,))
+    runner = ModelRunner(random_weights(CONFIG, "cuda"), random_context(CalledBetweenGraphs), (1,))
     fill(runner, 1, 1)
     runner.attention.num_calls = 0
     decode(runner, 1, 3)
@@ -118,7 +117,7 @@ def test_query_predictions_are_captured_in_the_graph() -> None:
 
 @pytest.mark.parametrize("rounding", ["fp8", "int4"])
 def test_a_step_with_quantized_weights_is_close_to_one_with_decoded_weights(rounding) -> None:
-    weights = random_weights(SHAPE, "cuda", few=rounding)
+    weights = random_weights(CONFIG, "cuda", few=rounding)
 
     def decoded_of(linear: Linear) -> Linear:
         return Linear(linear.plain(torch.bfloat16), linear.bias)
@@ -149,9 +148,8 @@ def test_a_step_with_quantized_weights_is_close_to_one_with_decoded_weights(roun
 
 @pytest.mark.parametrize("few", ["fp8", "int4", "mxfp4"])
 def test_a_step_with_quantized_experts_is_close_to_one_with_decoded_ones(few) -> None:
-    experts = ExpertsSpec(num_experts=8, num_chosen=3, intermediate_size=320, scores="softmax", normed=True)
-    layers = tuple(replace(layer, mlp=None, experts=(experts,)) for layer in SHAPE.layers)
-    weights = random_weights(replace(SHAPE, layers=layers), "cuda", few=few)
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 320, "norm_topk_prob": True}
+    weights = random_weights(Qwen3MoeConfig(**SIZES, **experts), "cuda", few=few)
     decoded = []
     for layer in weights.layers:
         plain = layer.experts[0].plain(torch.bfloat16)
@@ -168,7 +166,7 @@ def test_a_step_with_quantized_experts_is_close_to_one_with_decoded_ones(few) ->
 @pytest.mark.parametrize("batch_size", [2, 3, 16])
 def test_a_requests_logits_have_the_same_bits_in_any_batch_size(batch_size) -> None:
     """Bit for bit. Attention is excluded: here it computes only the first row."""
-    weights = random_weights(SHAPE, "cuda")
+    weights = random_weights(CONFIG, "cuda")
     runner = ModelRunner(weights, RowByRow(random_context()), (1, batch_size))
     fill(runner, batch_size, 1)
     together = runner.step(batch_size).logits[:1].clone()

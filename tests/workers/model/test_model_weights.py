@@ -7,27 +7,23 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from bench.random_weights import random_weights, rotary_frequencies
-from bench.shapes import shape_named
+from bench.random_weights import random_weights
 from csattn.errors import ModelError
 from csattn.models import load_model
-from csattn.models.description import describe
 from csattn.models.module_weights import weights_of
 from csattn.models.quantized_weight import QuantizedWeight
 from csattn.models.spec import ModelSpec
 from tests.tiny import ALL_FAMILIES, FAMILIES, loaded, make_model, save
 from workers.model import take_weights
 
-TINY = describe(
-    LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=300,
-        max_position_embeddings=512,
-    )
+TINY = LlamaConfig(
+    num_hidden_layers=2,
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=300,
+    max_position_embeddings=512,
 )
 
 
@@ -125,7 +121,7 @@ def test_float16_weights_are_refused() -> None:
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_random_weights_have_the_shapes_and_dtypes_of_the_models(family: str) -> None:
     model = loaded(family).model
-    taken, drawn = take_weights(model, "cpu"), random_weights(describe(model.config), "cpu", model.dtype)
+    taken, drawn = take_weights(model, "cpu"), random_weights(model.config, "cpu", model.dtype)
     assert sizes_of(drawn) == sizes_of(taken)
 
 
@@ -146,15 +142,6 @@ def test_random_weights_of_one_seed_are_equal() -> None:
     assert torch.equal(first.layers[1].down.weight, second.layers[1].down.weight)
     assert not torch.equal(first.layers[1].down.weight, other.layers[1].down.weight)
     assert first.dtype == torch.bfloat16
-
-
-def test_rotary_frequencies_of_a_shape_equal_those_of_its_model() -> None:
-    rope = shape_named("llama-3.1-8b").ropes[0].parameters | {"original_max_position_embeddings": 64}
-    model = make_model(rope_parameters=rope)
-    shape = describe(model.config)
-    frequencies, scale = rotary_frequencies(shape.ropes[0].parameters, shape.head_dim, shape.max_positions)
-    assert torch.equal(frequencies, take_weights(model, "cpu").ropes[0].angles)
-    assert scale == 1.0
 
 
 def test_what_layers_of_models_with_layer_norm_add_has_a_mean_of_0() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bench.random_weights import random_weights
 from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.team import Team
 from csattn.models.module_weights import stream_weights, weights_of
@@ -19,7 +18,6 @@ from csattn.models.weight_sizes import weight_bytes
 from csattn.models.weights import ModelWeights
 from tests.tiny import make_model
 from tests.workers.model.step_ops import DEVICE
-from tests.workers.model.test_model_weights import sizes_of
 from tests.workers.model.test_streams import ON_CPU, make_modules, make_spec
 from tests.workers.model.test_tapes import Recorded, attended, run_tapes
 from workers.model import take_weights
@@ -154,11 +152,6 @@ def test_rows_with_streams_have_the_same_bits_in_any_batch_on_the_cpu(monkeypatc
     np.testing.assert_array_equal(model.logits[:2], together[[3, 0]])
     for row in range(5):
         np.testing.assert_array_equal(run_tapes(model, [row], True)[2][0], together[row])
-
-
-def test_random_weights_with_streams_have_the_shapes_of_taken_ones() -> None:
-    weights, _ = with_streams(take_weights(make_model("llama"), "cpu"), 3)
-    assert sizes_of(random_weights(weights.spec, "cpu", torch.float32)) == sizes_of(weights)
 
 
 def test_parameter_and_byte_counts_include_the_stream_mixing_weights() -> None:

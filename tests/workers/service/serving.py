@@ -83,13 +83,9 @@ def serving(*options: str) -> Iterator[Service]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment(), process_group=0)
     try:
         assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("{"):
-                break
-        assert lines and lines[-1].startswith("{"), f"the service ended with {process.wait()}"
-        yield Service(process, json.loads(lines[-1])["url"])
+        ready = json.loads(next((line for line in process.stdout if line.startswith("{")), "{}"))
+        assert "url" in ready, f"the service ended with {process.wait()} before it was ready: {ready}"
+        yield Service(process, ready["url"])
     finally:
         process.send_signal(signal.SIGTERM)
         try:

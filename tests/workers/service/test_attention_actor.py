@@ -79,6 +79,27 @@ def test_the_actor_returns_events_and_errors_as_values(backend: Startable) -> No
     asyncio.run(run())
 
 
+def test_a_bug_fails_its_request_and_is_not_taken_for_a_lost_worker(
+    monkeypatch: pytest.MonkeyPatch, backend: Startable
+) -> None:
+    """Ray wraps what a method raises in the class of error that it also raises for a dead actor."""
+
+    async def fail(ids: tuple[int, ...]) -> str:
+        raise KeyError("/secret/path")
+
+    async def run() -> None:
+        actor = AttentionActor(Settings())
+        monkeypatch.setattr(backend, "detokenize", fail)
+        backend.scripts["fails"] = Script(fail_at=0, error=KeyError("/secret/path"))
+        of_call = await actor.call("detokenize", (1,))
+        [of_answer] = [event async for events in actor.generate("1", "i", ask("fails")) for event in events]
+        for error in (of_call, of_answer):
+            assert type(error) is ServingError and error.status == 500
+            assert "secret" not in error.message and "secret" in error.detail
+
+    asyncio.run(run())
+
+
 def test_an_unreadable_store_is_reported_and_not_as_a_lost_worker(
     monkeypatch: pytest.MonkeyPatch, backend: Startable
 ) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from workers.api.server import Server, server_of
 from workers.service.local_app import _ending
-from workers.serving.context_counts import BuildCounts, ContextCounts
+from workers.serving.build_queue import BuildCounts
+from workers.serving.metrics import ContextCounts
 from workers.settings import Settings
 
 

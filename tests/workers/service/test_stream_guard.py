@@ -67,6 +67,15 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
     assert rest == ""  # and no [DONE]: OpenAI's clients raise at the event
 
 
+def test_anthropics_clients_get_the_error_in_their_format() -> None:
+    *_, last = sent_by([start(200, STREAM), body(b"event: ping\n\n", True)], "/v1/messages")
+    name, data = last["body"].decode().rstrip().split("\n")
+    said = json.loads(data.removeprefix("data: "))
+    assert name == "event: error" and said["type"] == "error" and said["error"]["type"] == "overloaded_error"
+    _, reply = sent_by([], "/v1/messages")
+    assert json.loads(reply["body"])["type"] == "error"
+
+
 def test_a_repeated_x_request_id_header_is_removed() -> None:
     twice = [(b"x-request-id", b"a"), (b"content-type", b"application/json"), (b"X-Request-Id", b"a")]
     begin, _ = sent_by([{"type": "http.response.start", "status": 200, "headers": twice}, body(b"{}")])

@@ -55,7 +55,7 @@ def ask(*texts: str, new: int = 20, salt: str = "", **more: Any) -> Ask:
 def flush(kept: PrefixCache) -> None:
     """Wait until all blocks that were given to `keep` are on the disk, or refused."""
     kept._taker.submit(int).result()
-    soundness.flush(kept._blocks)
+    soundness.flush(kept.blocks)
 
 
 async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:

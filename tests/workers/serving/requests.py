@@ -11,7 +11,7 @@ from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.soundness import check
 from workers.serving.context_file import ContextFile
-from workers.serving.messages import Done, Piece, Sampling, ServingError
+from workers.serving.messages import Ask, Done, Piece, Sampling, ServingError
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
 from workers.serving.request import Request, Writer
@@ -57,13 +57,11 @@ def make_request(
     asked = Sampling(**{"max_new_tokens": 5, **sampling})
     ids = loaded().tokenizer(question).input_ids if isinstance(question, str) else question
     request = Request(
-        request_id="test",
-        context=SECRETS[context_id],
+        ask=Ask(request_id="test", context=SECRETS[context_id], sampling=asked),
         context_id=context_id,
         context_len=350,
         num_cached=350,
         question_ids=ids,
-        sampling=asked,
         max_new_tokens=asked.max_new_tokens,
         config=SearchConfig(window_len=8),
         selector=selector,

@@ -19,8 +19,9 @@ FORMATS = {"none": None, "hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
 def told(pieces: list[str], form: CallFormat | None, thinks: bool = False, is_thinking: bool = False) -> Any:
     """Parse the pieces. Return text, reasoning, and calls as (name, arguments)."""
     parser = AnswerParser("id", form, TOOLS, thinks=thinks, is_thinking=is_thinking)
-    parts = [*map(parser.add, pieces), parser.finish()]
-    calls = gathered([Piece("", calls=tuple(part.calls)) for part in parts])
+    *others, last = pieces or [""]
+    parts = [*map(parser.add, others), parser.add(last, is_final=True)]
+    calls = gathered([Piece("", calls=part.calls) for part in parts])
     assert len({call.call_id for call in calls}) == len(calls) == parser.num_calls
     text, reasoning = ("".join(getattr(part, name) for part in parts) for name in ("text", "reasoning"))
     return text, reasoning, [(call.name, call.arguments) for call in calls]
@@ -151,6 +152,6 @@ def test_without_parallel_calls_the_first_call_ends_the_answer(before: str) -> N
     parser = AnswerParser("id", HERMES, TOOLS, thinks=False, is_thinking=False, parallel_calls=False)
     parts = [parser.add(piece) for piece in (before, ADD[:9], ADD[9:-1])]
     assert not parser.has_ended
-    parts += [parser.add("}" + ADD), parser.finish()]
+    parts += [parser.add("}" + ADD, is_final=True)]
     assert parser.has_ended and parser.num_calls == 1
     assert "".join(call.arguments for part in parts for call in part.calls) == '{"a": 1}'

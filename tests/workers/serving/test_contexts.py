@@ -29,8 +29,8 @@ from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.registry import registry, settings_of
 from tests.workers.serving.test_local import answer, ask
 from workers.serving import context_build
+from workers.serving.build_queue import BuildCounts
 from workers.serving.context_build import Builder, BuildFailedError
-from workers.serving.context_counts import BuildCounts
 from workers.serving.context_file import FILE_NAME, ContextFile, Record
 from workers.serving.context_texts import ContextTexts
 from workers.serving.contexts import TEXTS, Contexts, name_artifact
@@ -162,14 +162,14 @@ def test_builds_are_queued_report_failures_and_end_when_deleted(place: Path, cap
         await contexts.register("short", "too short")
         await contexts.register("waits", text_of("waits"))
         assert next(i for i in await contexts.infos() if i.name == "waits").what == "waiting for another build"
-        assert contexts.counts == BuildCounts(num_waiting=1, num_building=1)
+        assert contexts.builds.counts == BuildCounts(num_waiting=1, num_building=1)
         deleted = await contexts.delete("waits")
         assert deleted is None and "waits" not in {info.name for info in await contexts.infos()}
         failed = await ended(contexts, "short")
         async with asyncio.timeout(TIMEOUT_S):
-            while contexts.counts.num_building:  # the record is written before the build's place is free
+            while contexts.builds.counts.num_building:  # the record is written before the build's place is free
                 await asyncio.sleep(0.01)
-        assert contexts.counts == BuildCounts(num_failed=1)
+        assert contexts.builds.counts == BuildCounts(num_failed=1)
         assert failed.state == "failed" and "an index needs at least" in failed.what
         assert f"the context short could not be built: {failed.what}" in caplog.text
         with pytest.raises(ContextNotReadyError, match="could not be built: the context has"):
@@ -181,7 +181,7 @@ def test_builds_are_queued_report_failures_and_end_when_deleted(place: Path, cap
             await contexts.delete("short")
         with pytest.raises(UnknownModelError):
             await contexts.artifact_path("short")
-        await contexts.close()
+        await contexts.builds.close()
         assert not list((place / "store" / TEXTS).glob("*.txt"))
 
     asyncio.run(main())
@@ -262,9 +262,9 @@ def test_a_context_that_another_service_has_built_is_no_failed_build(
             while not begun:
                 await asyncio.sleep(0.01)
             await here.register("a", "a text")
-            while here.counts.num_waiting or here.counts.num_building:
+            while here.builds.counts.num_waiting or here.builds.counts.num_building:
                 await asyncio.sleep(0.01)
-        assert here.counts == BuildCounts() and "could not be built" not in caplog.text
+        assert here.builds.counts == BuildCounts() and "could not be built" not in caplog.text
         assert (await ended(here, "a")).state == "ready"
 
     asyncio.run(main())
@@ -317,7 +317,7 @@ def test_closing_ends_builds_and_leaves_no_process(place: Path) -> None:
         contexts = registry(place)
         await contexts.register("closed", text_of("closed"))
         await asyncio.sleep(0.5)
-        await contexts.close()
+        await contexts.builds.close()
 
     def mine() -> str:
         return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,16 @@ from tests.workers.serving.test_contexts import ended
 from workers.serving import context_file, local
 from workers.serving import contexts as contexts_module
 from workers.serving.context_build import Builder, BuildFailedError
-from workers.serving.context_file import Record
+from workers.serving.context_file import ContextFile, Record
 from workers.serving.contexts import TEXTS, name_artifact
 from workers.serving.local import LocalBackend
-from workers.serving.messages import ContextExistsError, ContextNotReadyError, ServingError, StorageUnavailableError
+from workers.serving.messages import (
+    ContextExistsError,
+    ContextNotReadyError,
+    OverloadedError,
+    ServingError,
+    StorageUnavailableError,
+)
 
 
 def test_a_registered_context_whose_artifact_was_removed_is_rebuilt(
@@ -166,7 +173,33 @@ def test_a_failed_build_on_a_full_disk_is_reported_though_unrecorded(
         [left] = (tmp_path / "store" / TEXTS).iterdir()
         assert left.read_text() == "a text", "of what was refused nothing is kept"
         assert (await contexts.register("a", "a text")).state == "building"
-        await contexts.close()
+        await contexts.builds.close()
+
+    asyncio.run(main())
+
+
+def test_a_lost_context_that_another_service_has_built_meanwhile_stays_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both services have found that its artifact is lost, and this one takes longer to tokenise the text."""
+    digest, built = hashlib.sha256(b"a text").hexdigest(), "a" * 16
+    lost = Record(name="a", created_at=1.0, text_sha256=digest, artifact_id="b" * 16, num_tokens=5)
+
+    def build_elsewhere(self: Any, text: str) -> None:
+        (tmp_path / "store" / built).mkdir()
+        ContextFile(tmp_path / "store").change(lambda records: records.update(a=replace(lost, artifact_id=built)))
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(AnyText, "require", build_elsewhere)
+    monkeypatch.setattr(Builder, "build", never)
+
+    async def main() -> None:
+        contexts = registry(tmp_path)
+        ContextFile(tmp_path / "store").change(lambda records: records.update(a=lost))
+        info = await contexts.register("a", "a text")
+        assert (info.state, info.artifact_id) == ("ready", built)
 
     asyncio.run(main())
 
@@ -197,7 +230,11 @@ def test_many_registrations_at_once_leave_threads_for_reads(tmp_path: Path, monk
         finally:
             may_go_on.set()
         assert {info.state for info in await asyncio.gather(*entering)} == {"building"}
-        await contexts.close()
+        monkeypatch.setattr(contexts_module, "MAX_WAITING", 1)
+        many = [contexts.register(f"d{number}", "a text") for number in range(5)]
+        refused = [isinstance(of, OverloadedError) for of in await asyncio.gather(*many, return_exceptions=True)]
+        assert refused == [False] * 3 + [True] * 2, "what waits is held in memory"
+        await contexts.builds.close()
 
     asyncio.run(main())
 
@@ -228,7 +265,7 @@ def test_another_process_cannot_drop_a_text_before_its_record_is_written(
         dropping[0].join()
         [left] = (tmp_path / "store" / TEXTS).iterdir()
         assert left.read_text() == "a text"
-        await contexts.close()
+        await contexts.builds.close()
 
     asyncio.run(main())
 
@@ -244,13 +281,13 @@ def test_texts_that_a_killed_service_left_are_removed_at_the_next_start(
     async def main() -> None:
         contexts, texts = registry(tmp_path), tmp_path / "store" / TEXTS
         await contexts.register("a", "a text")
-        await contexts.close()
+        await contexts.builds.close()
         [needed], foreign, unneeded = texts.iterdir(), texts / "notes.txt", texts / f"{'0' * 32}.txt"
         for path in (foreign, unneeded, texts / f".{needed.name}.01234567.partial"):
             path.write_text("left")
         again = registry(tmp_path)
         await again.start()
         assert set(texts.iterdir()) == {needed, foreign}
-        await again.close()
+        await again.builds.close()
 
     asyncio.run(main())

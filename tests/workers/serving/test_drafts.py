@@ -215,7 +215,7 @@ def test_text_that_a_grammar_fixes_is_guessed(built: Path, sampling) -> None:
     for drafts, draws in ((None, False), (Drafts([]), False), (Drafts([]), True)):
         scheduler, engine, _ = make_scheduler(built, FullEngine(loaded(), draws=draws))
         request = make_request(scheduler, token_ids(5).tolist(), max_new_tokens=90, **sampling)
-        ask = Ask(request_id="1", context="", sampling=request.sampling, schema=FORM)
+        ask = Ask(request_id="1", context="", sampling=request.ask.sampling, schema=FORM)
         request.grammar, request.drafts = Grammars(loaded()).make_now(ask, ChatTemplate(loaded().tokenizer)), drafts
         run(scheduler)
         text, done = read(request)

@@ -60,7 +60,7 @@ def test_a_conversation_reuses_its_turns_from_memory(tmp_path) -> None:
             for (said, done), branch in zip(together, (one, other), strict=True):
                 assert computed(done) <= len(SECOND) + 50 + BLOCK_ROWS and done.cached_tokens > len(FIRST)
                 assert said == (await asyncio.to_thread(afresh, tmp_path, branch))
-            counts = backend._prefixes.cache.counts
+            counts = backend._prefixes.cache.blocks.counts
             assert counts.disk_blocks == 0 and counts.memory_blocks < 12, "branches share what they have in common"
 
     asyncio.run(main())
@@ -157,7 +157,7 @@ def test_the_block_records_of_a_long_prompt_take_little_memory(tmp_path) -> None
     try:
         own.keep(range(64_000), lambda start, stop: lambda: torch.zeros(1, dtype=torch.uint8))
         flush(kept)
-        assert kept.counts.memory_blocks == 1000 and tracemalloc.get_traced_memory()[0] < 4_000_000
+        assert kept.blocks.counts.memory_blocks == 1000 and tracemalloc.get_traced_memory()[0] < 4_000_000
         assert kept.num_kept(b"mine", range(64_001)) == 64_000
     finally:
         tracemalloc.stop()
@@ -172,7 +172,7 @@ def test_kept_rows_use_at_most_a_quarter_of_the_free_memory(tmp_path, monkeypatc
     ) as kept:
         kept.find(b"mine", []).keep(range(640), lambda *_: lambda: torch.zeros(30, dtype=torch.uint8))
         flush(kept)
-        assert kept.counts.memory_blocks == 3
+        assert kept.blocks.counts.memory_blocks == 3
     assert "GiB, but only 100 B is used: a quarter of the free memory" in caplog.text
 
 

@@ -8,8 +8,8 @@ import pytest
 from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.requests import make_request, make_scheduler, run
 from workers.serving import scheduler as scheduling
-from workers.serving.context_counts import BuildCounts, ContextCounts
-from workers.serving.metrics import MAX_CONTEXTS, MAX_FORGOTTEN, Metrics
+from workers.serving.build_queue import BuildCounts
+from workers.serving.metrics import MAX_CONTEXTS, MAX_FORGOTTEN, ContextCounts, Metrics
 from workers.serving.step_engine import Fidelity
 
 SEEN = Fidelity(recall=0.5, mass=0.75)
@@ -39,7 +39,7 @@ def test_each_metric_is_documented_by_a_sentence() -> None:
 def test_gauges_report_context_builds_bytes_and_budgets() -> None:
     metrics = Metrics()
     builds = {"registered": BuildCounts(2, 1, 3), "prompt": BuildCounts(num_building=1)}
-    metrics.context_counts = lambda: ContextCounts(builds=builds, loaded_bytes=5, kept_budget=7)
+    metrics.context_counts = lambda: ContextCounts(builds=builds, loaded_context_bytes=5, kept_context_budget_bytes=7)
     value = metrics.registry.get_sample_value
     assert value("csattn_context_builds", {"of": "registered", "state": "waiting"}) == 2
     assert value("csattn_context_builds", {"of": "prompt", "state": "building"}) == 1

@@ -23,12 +23,13 @@ from tests.workers.serving.prompting import DOCUMENT, FIRST, afresh, answer, ans
 from tests.workers.serving.requests import Clock
 from workers.serving import examiner, kept_store, prefixes, prompt_contexts, residency
 from workers.serving.backoff import FIRST_WAIT_S, LONGEST_WAIT_S, BuildBackoff
+from workers.serving.build_queue import BuildCounts
 from workers.serving.context_build import Builder
-from workers.serving.context_counts import BuildCounts, ContextCounts
 from workers.serving.contexts import name_artifact
 from workers.serving.kept_rows import BLOCK_ROWS
 from workers.serving.kept_store import DIRECTORY
 from workers.serving.messages import Ask, ContextNotReadyError, ContextTooLongError, ServingError, Turn, WorkerLostError
+from workers.serving.metrics import ContextCounts
 from workers.serving.prompt_contexts import Found, PromptContexts
 from workers.serving.residency import Residency
 from workers.settings import BuildSettings
@@ -124,7 +125,7 @@ def test_no_context_is_built_for_requests_cancelled_before_its_build(tmp_path, b
             await begun.wait()
             for salt in salts:
                 coming.append(asyncio.create_task(answer(backend, ask(DOCUMENT + "Red?", salt=salt))))
-            while own.counts.num_waiting + own.counts.num_building < len({"first", *salts}):
+            while own.builds.counts.num_waiting + own.builds.counts.num_building < len({"first", *salts}):
                 await asyncio.sleep(0.01)
             for task in coming[:-1]:
                 task.cancel()
@@ -362,7 +363,7 @@ def test_a_failing_build_is_retried_with_exponential_backoff(tmp_path, builds, m
             assert caplog.text.count("tried again") == len(tries)
             [failed] = backend.status().failed_builds
             assert (failed.num_tokens, failed.num_tries, failed.why) == (512, 5, "the disk is full")
-            assert backend._prefixes.prompt_contexts.counts.num_failed == 5
+            assert backend._prefixes.prompt_contexts.builds.counts.num_failed == 5
             is_full = False
             await answer(backend, ask("Another. " + DOCUMENT))
             clock.now += failed.retry_in_s
@@ -443,7 +444,8 @@ def test_kept_contexts_stay_within_their_budget(tmp_path, builds) -> None:
             return sum(own._sizes().values()), backend.context_counts()
 
     num_bytes, counts = asyncio.run(main())
-    assert (counts.kept_bytes, counts.kept_budget) == (num_bytes, 0) and counts.builds["prompt"] == BuildCounts()
+    assert (counts.kept_context_bytes, counts.kept_context_budget_bytes) == (num_bytes, 0)
+    assert counts.builds["prompt"] == BuildCounts()
     left = [path for path in builds[0].iterdir() if path.is_dir()]
     assert len(builds) == 4 and len(left) == 1, "those in use, and the newest, stay"
 
@@ -561,10 +563,10 @@ def test_the_context_budget_shrinks_to_the_free_disk_space(tmp_path, builds, mon
     async def main() -> None:
         async with make_backend(tmp_path) as backend:
             assert caplog.text.count("kept.context_bytes is ") == 1
-            assert backend.context_counts().kept_budget == kept_bytes // 2
+            assert backend.context_counts().kept_context_budget_bytes == kept_bytes // 2
             await answer(backend, ask(f"1 {DOCUMENT}"))
             assert caplog.text.count("kept.context_bytes is ") == 1
-            assert kept_bytes // 2 < backend.context_counts().kept_budget < 2 * kept_bytes
+            assert kept_bytes // 2 < backend.context_counts().kept_context_budget_bytes < 2 * kept_bytes
 
     asyncio.run(main())
     assert len(builds) == 2 and len([path for path in builds[0].iterdir() if path.is_dir()]) == 1

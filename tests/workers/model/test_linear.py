@@ -50,7 +50,7 @@ def run(
     (weight_at, *up_at), (scales_at, *up_scales_at) = weights, scales
     assert (format != FLOATS) == isinstance(weight, QuantizedWeight)
     product = num_rows, x, x.shape[1], format, group_size, weight_at, scales_at, bias
-    gated = ACTIVATIONS.index(activation or "none"), *(up_at or [None]), *(up_scales_at or [None]), up_bias
+    gated = ACTIVATIONS.index(activation), *(up_at or [None]), *(up_scales_at or [None]), up_bias
     groups = 1 + len(x) % 3
     values = *product, *gated, len(weight), groups, out.data_ptr(), out.stride(0), times
     tape = Tape()

@@ -48,7 +48,7 @@ FAULT = "fault: "
 def build_all(loaded: LoadedModel, store: Path) -> list[Path]:
     """Build artifacts of two texts, each with a sketch and with lists."""
     options = [BuildOptions(), BuildOptions(preset="lists", num_subspaces=4, num_centroids=8)]
-    plans = [plan_tokens(tiny.token_ids(CONTEXT_LEN, text), of, loaded, "cpu") for text in (0, 1) for of in options]
+    plans = [plan_tokens(tiny.token_ids(CONTEXT_LEN, text), "", of, loaded, "cpu") for text in (0, 1) for of in options]
     return [Path(build_plan(loaded, plan, store).place) for plan in plans]
 
 

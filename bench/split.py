@@ -42,6 +42,7 @@ from bench.decode.widened import Heads, Which
 from bench.decode.workload import DTYPE, Workload
 from bench.random_weights import random_weights
 from bench.shapes import config_named
+from bench.streamed import streamed_bytes
 from bench.timing import end_as_interrupted, finish, gate, numbers, options_parser
 from csattn.config import IndexConfig, SearchConfig
 from csattn.cpus import available_cpus
@@ -215,7 +216,7 @@ class _Bench:
             prepared.close()
         moved_bytes, roofline_us = roofline(work, weights, prepared, options, facts)
         p50, p99 = (round(float(x), 1) for x in np.percentile(times_us, [50, 99]))
-        of_weights = weights.streamed_bytes, moved_bytes - weights.streamed_bytes
+        of_weights = streamed_bytes(weights), moved_bytes - streamed_bytes(weights)
         least_us = [round(num_bytes / self.ceilings["read_gbps"] / 1e3, 1) for num_bytes in of_weights]
         return {
             "p50_us": p50,

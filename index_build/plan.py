@@ -92,10 +92,12 @@ def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel
     return make_plan(loaded, token_ids, config, {"wrapping": wrapping, "preset": options.preset, "source": source})
 
 
-def plan_tokens(token_ids: NDArray[np.int32], options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:
-    """Plan the artifact of a prompt's first tokens, taken as they are."""
+def plan_tokens(
+    token_ids: NDArray[np.int32], source: str, options: BuildOptions, loaded: LoadedModel, index_device: str
+) -> Plan:
+    """Plan the artifact of token ids [context_len], taken as they are. The other arguments are those of `plan_text`."""
     config = make_config(options.preset, options.index_changes, index_device)
-    notes = {"wrapping": "none", "preset": options.preset, "source": "the beginning of a prompt"}
+    notes = {"wrapping": "none", "preset": options.preset, "source": source}
     return make_plan(loaded, token_ids, config, notes)
 
 

@@ -22,6 +22,7 @@ from bench.decode.workload import Workload
 from bench.random_weights import random_weights
 from bench.shapes import config_named, shape_named
 from bench.split import CLOSE, ShareOfWorkload, compare, main
+from bench.streamed import streamed_bytes
 from bench.timing import GateError, machine
 from csattn.errors import ConfigError
 from csattn.models.weights import LayerWeights
@@ -96,8 +97,8 @@ def test_only_the_share_of_a_model_stays_in_memory(monkeypatch: pytest.MonkeyPat
     for layer in weights.layers:
         linears += [*layer.qkv, layer.out, *layer.gate_up, layer.down]
     assert len(wholes) == 6 and not any(whole() is not None for whole in wholes)
-    assert sum(linear.weight.untyped_storage().nbytes() for linear in linears) == weights.streamed_bytes
-    assert 2 * weights.streamed_bytes == one.streamed_bytes
+    assert sum(linear.weight.untyped_storage().nbytes() for linear in linears) == streamed_bytes(weights)
+    assert 2 * streamed_bytes(weights) == streamed_bytes(one)
 
 
 def test_a_number_of_devices_that_does_not_divide_the_kv_heads_is_refused() -> None:

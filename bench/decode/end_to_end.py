@@ -25,6 +25,7 @@ from bench.decode.steps import RecordedQueries, attention_only, greedy_step
 from bench.decode.workload import DTYPE, Workload
 from bench.random_weights import FEW, Few, random_weights
 from bench.records import Case, Records
+from bench.streamed import streamed_bytes
 from csattn.errors import ConfigError, CsattnError
 from csattn.models.weights import ModelWeights
 from workers.model import ModelRunner, StepAttention
@@ -173,7 +174,7 @@ def roofline(
     work: Workload, weights: ModelWeights, prepared: Prepared, options: Options, facts: dict[str, Any]
 ) -> tuple[float, float]:
     """Return the bytes of device memory that a step must read, and its least µs: for these bytes, or for the link."""
-    least = weights.streamed_bytes + prepared.step_bytes + other_bytes(work, weights)
+    least = streamed_bytes(weights) + prepared.step_bytes + other_bytes(work, weights)
     link_us = facts.get("link_bytes", 0) / options.ceilings["h2d_gbps"] / 1e3
     return least, max(least / options.ceilings["read_gbps"] / 1e3, link_us)
 

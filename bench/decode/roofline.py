@@ -1,6 +1,7 @@
 """The fewest bytes that a step must read."""
 
 from bench.decode.variants import num_segments
+from bench.streamed import streamed_params
 from csattn.config import IndexConfig, ListConfig, SearchConfig, SketchConfig, num_index_heads
 from csattn.models.spec import ModelSpec
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords
@@ -81,4 +82,4 @@ def layer_bytes(
 def weight_bytes(shape: ModelSpec) -> int:
     """Return the bytes of the weights that a token needs (of experts, the chosen ones), with the input embedding."""
     embedding = 0 if shape.tied_embedding else shape.vocab_size * shape.hidden_size
-    return (shape.streamed_params + embedding) * ITEM_BYTES
+    return (streamed_params(shape) + embedding) * ITEM_BYTES

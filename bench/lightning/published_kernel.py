@@ -1,9 +1,5 @@
 """The score kernel that StreamIndex describes: one program for a query and a block of keys, which sums the heads."""
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 import torch
 import triton
 import triton.language as tl

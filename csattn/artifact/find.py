@@ -41,6 +41,8 @@ def require_place_for_store(store: Path) -> None:
 
 def find_artifact(store: Path, prefix: str) -> Path:
     """Return the directory of the only artifact in the store whose id has this prefix, without opening it."""
+    if not store.exists():
+        raise ArtifactNotFoundError(f"there is no store at {store}; give STORE/ID, with the store of `csattn build`")
     entries = store_entries(store)
     names = [name for name in entries if is_artifact_id(name)]
     is_one = prefix in entries and (store / prefix / MANIFEST_FILE).is_file()
@@ -59,8 +61,8 @@ def choose_artifact(names: list[str], store: Path | str, prefix: str) -> str:
         return names[0]
     if not names:
         raise ArtifactNotFoundError(
-            f"there is no artifact {prefix!r} in {store}; give STORE/ID, such as store/{prefix.rpartition('/')[2]}. "
-            "`csattn ls --store STORE` lists the artifacts of a store"
+            f"there is no artifact {prefix!r} in {store}; give STORE/ID, where the first characters of the id suffice: "
+            "`csattn ls --store STORE` lists the ids in a store"
         )
     raise ArtifactNotFoundError(
         f"{len(names)} artifacts in {store} start with {prefix!r} "

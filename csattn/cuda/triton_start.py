@@ -1,9 +1,5 @@
 """Programmatic dependent launch for kernels in Triton: like `early_start` of `csattn.cuda.cuda_kernel`."""
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

@@ -1,9 +1,5 @@
 """Code shared by Triton kernels: launch options and quantisation to FP8."""
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from typing import Any
 
 import torch

@@ -35,7 +35,9 @@ def require_settings_fetched(folder: Path) -> None:
 
 def require_weights(folder: Path, is_quantized: bool) -> None:
     """Raise ModelError if weights files are missing, damaged, or have not been fetched."""
-    if (paths := safetensors_files(folder)) and (is_quantized or not _lacks_index(folder, paths)):
+    paths = safetensors_files(folder)
+    is_found = bool(paths) and (paths[0].name == "model.safetensors" or (folder / _INDEX).is_file())  # by transformers
+    if is_found or (is_quantized and paths):
         for path in paths:
             open_safetensors(path)
         return
@@ -62,11 +64,6 @@ def _require_torch_file(path: Path) -> None:
         is_old = file.read(len(_OLD_TORCH)) == _OLD_TORCH
     if not is_old and not zipfile.is_zipfile(path):
         raise ModelError(f"{path} is no file of weights as torch.save writes them, or only a part; download it again")
-
-
-def _lacks_index(folder: Path, paths: list[Path]) -> bool:
-    """Whether `transformers` would not find these files."""
-    return paths[0].name != "model.safetensors" and not (folder / _INDEX).is_file()
 
 
 def safetensors_files(folder: Path) -> list[Path]:

@@ -77,7 +77,7 @@ def compressed_rows(
     spec: CompressedSpec,
     positions: Tensor,  # [num_rows]: of the first of each row's own `ratio` tokens
 ) -> tuple[Tensor, Tensor | None]:
-    """Return compressed rows, [num_rows, head_dim], and their index keys, [num_rows, key_dim], or None; float32.
+    """Return compressed rows, [num_rows, head_dim], and their index keys, [num_rows, index_dim], or None; float32.
 
     Tokens at positions below 0 (overlap before the first row) do not count.
     """

@@ -75,7 +75,7 @@ def converted(gguf: Path, dtype: torch.dtype) -> Path:
             if not target.is_dir():
                 raise
         fsync_dir(target.parent)
-        shutil.rmtree(_first_directory(gguf), ignore_errors=True)
+        shutil.rmtree(_named(gguf, ""), ignore_errors=True)  # a conversion of the first version, which had no number
     except MemoryError:
         raise
     except ModelError as error:
@@ -126,11 +126,6 @@ def _is_whole(directory: Path, gguf: Path) -> bool:
 def _directory(gguf: Path, dtype: torch.dtype) -> Path:
     # 2: the version of the conversion
     return _named(gguf, "2 " if dtype == torch.float32 else f"2 {dtype} ")
-
-
-def _first_directory(gguf: Path) -> Path:
-    """The directory of conversions of the first version, which had no number."""
-    return _named(gguf, "")
 
 
 def _named(gguf: Path, how: str) -> Path:

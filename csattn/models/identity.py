@@ -42,7 +42,7 @@ def _layer_geometry(layer: LayerSpec) -> LayerGeometry:
     if layer.latent is not None:
         return LayerGeometry(keeps="latents")
     if (of := layer.compressed) is not None:
-        return LayerGeometry(keeps="compressed", window=of.window, ratio=of.ratio, span=of.span, key_width=of.key_dim)
+        return LayerGeometry(keeps="compressed", window=of.window, ratio=of.ratio, span=of.span, key_width=of.index_dim)
     attention = layer.attention
     if attention.reach is None:
         return LayerGeometry(rows_of=attention.rows_of)

@@ -174,7 +174,8 @@ def _continue(tokenizer: Any, prefix: NDArray[np.int32], text: str) -> list[int]
     A tokenizer first splits text at special tokens, so only the prefix from its last special token on has to be
     tokenised again.
     """
-    special = _special_ids(tokenizer)
+    added = tokenizer.added_tokens_decoder.items()
+    special = [i for i, token in added if token.special and not token.normalized]
     last = np.flatnonzero(np.isin(prefix, special))[-1:].tolist()  # the position of the last one, or empty
     for start in dict.fromkeys([*last, 0]):
         known = prefix[start:]
@@ -197,11 +198,6 @@ def _texts_of(tokenizer: Any, ids: NDArray[np.int32], special: list[int]) -> Ite
     yield tokenizer.decode(ids)
     if len(ids) and int(ids[0]) in special:
         yield tokenizer.decode(ids[:1]) + tokenizer.decode(ids[1:])
-
-
-def _special_ids(tokenizer: Any) -> list[int]:
-    """Return the tokens at which the tokenizer splits text first."""
-    return [i for i, token in tokenizer.added_tokens_decoder.items() if token.special and not token.normalized]
 
 
 def _render(tokenizer: Any, wrapping: str, question: str) -> str:

@@ -30,8 +30,7 @@ def read_state(
     quantization_config: Mapping[str, Any],
     dtype: torch.dtype,
     named: Callable[[str], str | None] = str,  # the model's name of a tensor; None: it has none
-    store_decoded: Callable[[Tensor], Tensor]
-    | None = None,  # stores decoded tensors with a quantized form; None: memory
+    store_decoded: Callable[[Tensor], Tensor] | None = None,  # of a quantized form; None: in memory
 ) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
     """Return a checkpoint's tensors by their names in the model, and the quantized form of those that products read.
 

@@ -138,18 +138,12 @@ def padding_bytes(weights: ModelWeights, num_devices: int) -> int:
 
 def share_of_layer(layer: LayerWeights, heads: HeadsSpec, spec: LayerSpec, share: Share) -> LayerWeights:
     """Return a device's share of a layer's weights. heads, spec: the whole layer's."""
-    layer = (
-        _share_of_attention(layer, heads, share)
-        if spec.compressed is None
-        else _share_of_groups(layer, spec.compressed, share)
-    )
-    layer = replace(
-        layer,
-        experts=tuple(
-            _share_of_experts(experts, of_experts, share)
-            for experts, of_experts in zip(layer.experts, spec.experts, strict=True)
-        ),
-    )
+    if spec.compressed is None:
+        layer = _share_of_attention(layer, heads, share)
+    else:
+        layer = _share_of_groups(layer, spec.compressed, share)
+    each = zip(layer.experts, spec.experts, strict=True)
+    layer = replace(layer, experts=tuple(_share_of_experts(experts, of, share) for experts, of in each))
     if spec.mlp is None or layer.down is None:
         return layer
     middle = spec.mlp.intermediate_size

@@ -242,27 +242,3 @@ class ModelSpec:
     def kv_sources(self) -> frozenset[int]:
         """Layers whose rows later layers attend to as well (KV sharing)."""
         return frozenset(x.attention.rows_of for x in self.layers if x.attention.rows_of is not None)
-
-    @property
-    def streamed_params(self) -> int:
-        """Number of parameters in the matrices that a decode step of one token reads, of experts only the chosen ones.
-
-        The output head counts, the row read from the embedding does not.
-        """
-        columns, others = self.vocab_size + 3 * self.num_layers * self.layer_input_width, 0
-        for layer_idx, layer in enumerate(self.layers):
-            if layer.recurrent is not None:
-                columns += layer.recurrent.in_width + layer.recurrent.out_width
-            elif layer.latent is not None:
-                others += layer.latent.num_params(self.hidden_size)
-            elif layer.compressed is not None:
-                others += layer.compressed.num_params(self.hidden_size)
-            elif not layer.mlp_only:
-                heads, has_rows = self.heads_of(layer_idx), layer.attention.rows_of is None
-                columns += heads.qkv_width if has_rows else heads.q_width
-                columns += (1 + layer.attention.gated) * heads.q_width
-            columns += layer.mlp.intermediate_size * (2 + layer.mlp.gated) if layer.mlp is not None else 0
-            columns += sum(x.num_experts + (2 + x.gated) * x.num_chosen * x.intermediate_size for x in layer.experts)
-        if self.streams is not None:
-            others += self.streams.num_params(self.num_layers, self.hidden_size)
-        return self.hidden_size * columns + others

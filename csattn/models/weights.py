@@ -1,8 +1,6 @@
 """The weights of a decode step, by their role: see `module_weights` for those of a loaded model."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -241,34 +239,3 @@ class ModelWeights:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
-
-    @property
-    def streamed_bytes(self) -> int:
-        """Bytes of weights that every decode step reads."""
-        saved = sum(
-            len(linear.weight) * linear.num_in * self.dtype.itemsize - linear.quantized.nbytes
-            for linear in _linears((self.head, self.layers))
-            if linear.quantized is not None
-        )
-        for layer, of_layer in zip(self.layers, self.spec.layers, strict=True):
-            for experts, of in zip(layer.experts, of_layer.experts, strict=True):
-                if experts.quantized is not None:
-                    num_plain = (2 + of.gated) * of.num_experts * of.intermediate_size * self.spec.hidden_size
-                    plain = num_plain * self.dtype.itemsize
-                    saved += (plain - experts.quantized.nbytes) * of.num_chosen // of.num_experts
-        others = (self.spec.vocab_size - len(self.head.weight)) * self.spec.hidden_size  # other devices' head rows
-        mixes = [mix for layer in self.layers for mix in (layer.attention_mix, layer.mlp_mix)] + [self.join]
-        of_mixes = sum(mix.matrix.nbytes - mix.matrix.numel() * self.dtype.itemsize for mix in mixes if mix is not None)
-        return (self.spec.streamed_params - others) * self.dtype.itemsize - saved + of_mixes
-
-
-def _linears(weights: Any) -> Iterator[Linear]:
-    """Yield the linear layers in a structure of weights, except those of experts."""
-    if isinstance(weights, Linear):
-        yield weights
-    elif isinstance(weights, tuple):
-        for part in weights:
-            yield from _linears(part)
-    elif is_dataclass(weights) and not isinstance(weights, ExpertWeights):
-        for field in fields(weights):
-            yield from _linears(getattr(weights, field.name))

@@ -411,6 +411,8 @@ def test_a_renamed_artifact_is_found_by_path_but_not_by_name(artifact_dir: Path,
 def test_a_path_without_an_artifact_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ArtifactNotFoundError, match="there is no artifact 'nothing'"):
         open_artifact(tmp_path / "nothing")
+    with pytest.raises(ArtifactNotFoundError, match=f"there is no store at {tmp_path / 'absent'}"):
+        open_artifact(tmp_path / "absent" / "0123")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArtifactNotFoundError, match="holds no finished artifact"):
         open_artifact(tmp_path / "empty")

@@ -246,7 +246,7 @@ def test_the_build_command_exits_with_1_and_a_report_when_a_job_failed(
         main()
     printed = capsys.readouterr()
     assert ended.value.code == 1
-    report = json.loads(printed.out.splitlines()[-1])
+    report = json.loads(printed.out)
     assert [(entry["line"], entry["outcome"]) for entry in report["jobs"]] == [(1, "failed"), (2, "built")]
     assert (report["built"], report["failed"]) == (1, 1)
     assert "0.txt built in" in printed.err
@@ -272,7 +272,7 @@ def test_json_progress_reports_each_jobs_result_and_no_sync_skips_fsync(
     events = [json.loads(line) for line in printed.err.splitlines()]
     assert [one["progress"] for one in events] == sorted(one["progress"] for one in events)
     assert (events[-1]["progress"], events[-1]["finished"], events[-1]["contexts"]) == (1.0, 2, 2) and len(events) > 4
-    jobs = json.loads(printed.out.splitlines()[-1])["jobs"]
+    jobs = json.loads(printed.out)["jobs"]
     assert [one["job"] for one in events if "job" in one] == jobs
     assert [job["outcome"] for job in jobs] == ["failed", "built"] and "there is no room" in jobs[0]["error"]
 
@@ -295,7 +295,7 @@ def test_a_log_that_cannot_be_written_stops_no_build(
         monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, source + options)])
         with suppress(SystemExit):
             main()
-        assert json.loads(capsys.readouterr().out.splitlines()[-1])[result]
+        assert json.loads(capsys.readouterr().out)[result]
 
 
 def test_sigterm_reports_finished_jobs_and_that_the_build_can_be_resumed(place, tmp_path, capsys, monkeypatch) -> None:
@@ -347,7 +347,7 @@ def test_the_commands_accept_a_url_as_store(place: Path, tmp_path: Path, capsys,
         monkeypatch.setattr(sys, "argv", ["csattn", *map(str, options), "--json"])
         with suppress(SystemExit):
             main()
-        printed: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        printed: dict[str, Any] = json.loads(capsys.readouterr().out)
         assert "error" not in printed, printed
         return printed
 

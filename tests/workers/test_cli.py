@@ -1,4 +1,4 @@
-"""The command line as a user runs it: a process, its exit code, its last line."""
+"""The command line as a user runs it: a process, its exit code, its result."""
 
 import io
 import json
@@ -75,12 +75,12 @@ def test_a_cpu_needs_no_more_than_what_is_installed_for_it(
     command = [sys.executable, "-c", start, *(asked if package == "cli" else ["--version"])]
     done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert package != "cli" or last_line(done)["token_ids"]
+    assert package != "cli" or result_of(done)["token_ids"]
 
 
-def last_line(done: subprocess.CompletedProcess[str]) -> dict:
+def result_of(done: subprocess.CompletedProcess[str]) -> dict:
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def place(tmp_path_factory) -> Path:
     done = csattn(
         "build", "--context", place / "text.txt", "--model", place / "model", "--store", place / "store", "--json"
     )
-    (place / "built.json").write_text(json.dumps(last_line(done)))
+    (place / "built.json").write_text(json.dumps(result_of(done)))
     assert "layer 3/3" in done.stderr, "progress should show as plain lines without a terminal"
     return place
 
@@ -112,7 +112,17 @@ def test_build_reports_its_artifact_and_reuses_it(capsys, place: Path, artifact:
         "build", "--context", "-", "--model", place / "model", "--store", place / "store", "--json",
         capsys=capsys, stdin=(place / "text.txt").read_bytes(),
     )  # fmt: skip
-    assert last_line(again)["reused"] is True
+    assert result_of(again)["reused"] is True
+
+
+def test_build_takes_a_file_of_token_ids_and_records_its_name(capsys, place: Path, tmp_path: Path) -> None:
+    ids = [number % 100 for number in range(300)]
+    (tmp_path / "ids.json").write_text(json.dumps(ids))
+    where = "--model", place / "model", "--store", tmp_path / "store", "--json"
+    built = result_of(in_process("build", "--tokens", tmp_path / "ids.json", *where, capsys=capsys))
+    with open_artifact(built["path"]) as artifact:
+        assert artifact.token_ids.tolist() == ids
+    assert result_of(in_process("inspect", built["path"], "--json", capsys=capsys))["notes"]["source"] == "ids.json"
 
 
 def test_build_warns_of_special_tokens_in_the_text(capsys, place: Path) -> None:
@@ -126,27 +136,16 @@ def test_build_warns_of_special_tokens_in_the_text(capsys, place: Path) -> None:
         build = "build", "--context", "-", "--model", place / "special", "--store", place / "few", *more
         return in_process(*build, capsys=capsys, stdin=text.encode()).stderr
 
-    assert "the text holds 2 special tokens of the model" in told("#A lamp.# It is too short.")
+    warning = next(line for line in told("#A lamp.# It is too short.").splitlines() if "special tokens" in line)
+    assert warning.startswith("the text holds 2 ") and warning.endswith(", not as text"), "a log has it on one line"
     quiet = "--progress", "json"
     assert "special token" not in told("#A lamp.# It is too short.", *quiet), "they would be why a build has ended"
-    assert "special" not in told("A lamp. It is too short.").replace("\n", "").replace(str(place / "special"), "")
+    assert "special" not in told("A lamp. It is too short.").replace(str(place / "special"), "")
 
 
 def test_generate_streams_an_answer_and_compares_it_with_full_attention(capsys, artifact: Path) -> None:
-    done = in_process(
-        "generate",
-        artifact,
-        "--prompt",
-        "who?",
-        "--keep",
-        "1.0",
-        "--max-new-tokens",
-        5,
-        "--compare",
-        "--json",
-        capsys=capsys,
-    )
-    result = last_line(done)
+    asked = "generate", artifact, "--prompt", "who?", "--keep", "1.0", "--max-new-tokens", 5, "--compare"
+    done, result = in_process(*asked, capsys=capsys), result_of(in_process(*asked, "--json", capsys=capsys))
     assert len(result["token_ids"]) == 5
     assert result["token_ids"] == result["full"]["token_ids"], "keep 1.0 is full attention"
     assert (result["keep"], result["rest"]) == (1.0, "none")
@@ -158,7 +157,7 @@ def test_generate_streams_an_answer_and_compares_it_with_full_attention(capsys, 
 def test_generate_labels_answers_of_a_model_with_its_own_selection(capsys, place: Path, tmp_path: Path) -> None:
     save(tmp_path / "model", "deepseek_v32")
     where = "--model", tmp_path / "model", "--store", tmp_path / "store"
-    built = last_line(in_process("build", "--context", place / "text.txt", *where, "--json", capsys=capsys))
+    built = result_of(in_process("build", "--context", place / "text.txt", *where, "--json", capsys=capsys))
     asked = "generate", built["path"], "--prompt", "who?", "--max-new-tokens", 2, "--compare"
     said = in_process(*asked, capsys=capsys).stdout
     assert said.count("the model's own choice") == 2 and "full attention" not in said
@@ -167,13 +166,13 @@ def test_generate_labels_answers_of_a_model_with_its_own_selection(capsys, place
 def test_generate_reads_the_prompt_from_standard_input(capsys, artifact: Path) -> None:
     def asked(prompt: str, stdin: bytes = b"") -> dict:
         arguments = "generate", artifact, "--max-new-tokens", 3, "--json", "--prompt", prompt
-        return last_line(in_process(*arguments, capsys=capsys, stdin=stdin))
+        return result_of(in_process(*arguments, capsys=capsys, stdin=stdin))
 
     assert asked("-", "Who was it, é?".encode())["token_ids"] == asked("Who was it, é?")["token_ids"]
 
 
 def test_generate_reads_less_than_full_attention(capsys, artifact: Path) -> None:
-    result = last_line(
+    result = result_of(
         in_process(
             "generate", artifact, "--prompt", "who?", "--keep", "0.05", "--window-len", 8, "--json", capsys=capsys
         )
@@ -184,8 +183,8 @@ def test_generate_reads_less_than_full_attention(capsys, artifact: Path) -> None
 
 def test_a_context_decodes_within_a_host_budget(capsys, artifact: Path) -> None:
     asked = "generate", artifact, "--prompt", "who?", "--max-new-tokens", 4, "--json", "--compare"
-    within = last_line(in_process(*asked, "--host-budget", "2MiB", capsys=capsys))
-    assert within["full"]["token_ids"] == last_line(in_process(*asked, capsys=capsys))["full"]["token_ids"]
+    within = result_of(in_process(*asked, "--host-budget", "2MiB", capsys=capsys))
+    assert within["full"]["token_ids"] == result_of(in_process(*asked, capsys=capsys))["full"]["token_ids"]
     for wrong, sentence in (
         (["1 potato"], "is not a size; give a number of bytes"),
         (["1kB"], "a host budget of 1,000 bytes is too small for this context"),
@@ -241,8 +240,8 @@ def test_a_gpu_at_keep_1_equals_full_attention_in_the_requested_kv_codec(
     capsys, artifact: Path, placement: str
 ) -> None:
     asked = "generate", artifact, "--prompt", "who?", "--max-new-tokens", 4, "--json", "--kv-codec", "fp8"
-    want = last_line(in_process(*asked, "--selector", "full", capsys=capsys))
-    got = last_line(in_process(*asked, "--keep", 1.0, "--compare", "--placement", placement, capsys=capsys))
+    want = result_of(in_process(*asked, "--selector", "full", capsys=capsys))
+    got = result_of(in_process(*asked, "--keep", 1.0, "--compare", "--placement", placement, capsys=capsys))
     assert got["token_ids"] == got["full"]["token_ids"] == want["token_ids"]
     assert (got["selector"], got["full"]["selector"]) == ("csattn", "full")
 
@@ -258,8 +257,8 @@ def test_a_gpu_decodes_unless_the_cpu_is_asked_for(capsys, artifact: Path) -> No
 def test_generate_and_eval_use_the_requested_kv_codec(capsys, place: Path, artifact: Path) -> None:
     """The codec here is fp8: heads are 16 wide, and q8_0 takes multiples of 32."""
     asked = "generate", artifact, "--prompt", "who?", "--max-new-tokens", 4, "--json"
-    plain = last_line(in_process(*asked, capsys=capsys))
-    assert last_line(in_process(*asked, "--kv-codec", "float32", capsys=capsys))["token_ids"] == plain["token_ids"]
+    plain = result_of(in_process(*asked, capsys=capsys))
+    assert result_of(in_process(*asked, "--kv-codec", "float32", capsys=capsys))["token_ids"] == plain["token_ids"]
     refused = in_process(*asked, "--kv-codec", "q8_0", capsys=capsys)
     assert refused.returncode == 1 and "head_dim is 16, but q8_0 takes multiples of 32" in refused.stderr
     refused = in_process(*asked, "--placement", "gpu", capsys=capsys)
@@ -273,7 +272,7 @@ def test_generate_and_eval_use_the_requested_kv_codec(capsys, place: Path, artif
     done = in_process(
         *of_text, "--presets", "", "--selectors", "full", "--kv-codec", "k=fp8,v=float16", "--json", capsys=capsys
     )
-    result = last_line(done)
+    result = result_of(done)
     assert result["kv_codec"] == "k=fp8,v=float16"
     assert 1e-7 < result["results"][0]["kl"] < 0.1
     assert result["results"][0]["output_error"] > 1e-3
@@ -287,7 +286,7 @@ def test_a_suggested_command_quotes_a_path_with_spaces(capsys, tmp_path: Path) -
 
 def test_an_artifact_is_found_by_the_start_of_its_id(capsys, place: Path, artifact: Path) -> None:
     assert (
-        last_line(in_process("inspect", artifact.parent / artifact.name[:6], "--json", capsys=capsys))["artifact"]
+        result_of(in_process("inspect", artifact.parent / artifact.name[:6], "--json", capsys=capsys))["artifact"]
         == artifact.name
     )
 
@@ -299,7 +298,7 @@ def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
         "--lookahead", "0,1,0", "--json",
         capsys=capsys,
     )  # fmt: skip
-    result = last_line(done)
+    result = result_of(done)
     by_name = {(r.get("preset") or r["selector"], r["lookahead"]): r for r in result["results"]}
     assert len(by_name) == len(result["results"]), "what is asked for twice is measured once"
     assert set(result["search"]) == {"keep", "sink_len", "window_len", "search_period"}, "results tell the others"
@@ -354,14 +353,16 @@ def test_an_eval_that_is_ended_leaves_no_artifact_behind(place: Path, tmp_path: 
 
 def test_eval_with_keep_1_reports_no_rest(capsys, place: Path) -> None:
     of_text = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 300, "--eval-len", 2
-    assert last_line(in_process(*of_text, "--keep", 1, "--json", capsys=capsys))["results"][0]["rest"] == "none"
-    assert last_line(in_process(*of_text, "--json", capsys=capsys))["results"][0]["rest"] == "sketch"
+    assert result_of(in_process(*of_text, "--keep", 1, "--json", capsys=capsys))["results"][0]["rest"] == "none"
+    assert result_of(in_process(*of_text, "--json", capsys=capsys))["results"][0]["rest"] == "sketch"
 
 
-@pytest.mark.parametrize("asked", [("build", "--context", "x", "--store"), ("gc", "--store"), ("demo", "--out")])
+@pytest.mark.parametrize(
+    "asked", [("build", "--context", "x", "--store"), ("gc", "--store"), ("demo", "--out"), ("inspect",)]
+)
 def test_an_empty_path_is_refused_and_not_the_current_directory(capsys, asked: tuple[str, ...]) -> None:
     refused = in_process(*asked, "", capsys=capsys)
-    assert refused.returncode == 2 and "the path is empty; give one" in refused.stderr
+    assert refused.returncode == 2 and refused.stderr.endswith("the path is empty; give one\n")
 
 
 @pytest.mark.parametrize(
@@ -378,7 +379,7 @@ def test_eval_stretches_the_model_to_longer_texts(capsys, place: Path) -> None:
     asked = "eval", "--text", text, "--model", place / "model", "--context-len", 1100, "--eval-len", 4, "--json"
     refused = in_process(*asked, "--presets", "", "--selectors", "full", capsys=capsys)
     assert refused.returncode == 1 and "or a --stretch" in refused.stderr
-    result = last_line(in_process(*asked, "--presets", "", "--selectors", "full", "--stretch", 2, capsys=capsys))
+    result = result_of(in_process(*asked, "--presets", "", "--selectors", "full", "--stretch", 2, capsys=capsys))
     assert result["stretch"] == 2
     assert result["results"][0]["kl"] == pytest.approx(0, abs=1e-5)
 
@@ -386,18 +387,19 @@ def test_eval_stretches_the_model_to_longer_texts(capsys, place: Path) -> None:
 def test_eval_reports_how_the_rest_is_attended_to(capsys, place: Path) -> None:
     """A selector and the preset with the same index give the same results."""
     arguments = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 400, "--eval-len", 9
-    arguments += "--keep", 0.1, "--window-len", 8, "--presets", "default", "--json"
-    done = {
-        rest: in_process(*arguments, "--selectors", "csattn,exact", "--rest", rest, capsys=capsys)
+    arguments += "--keep", 0.1, "--window-len", 8, "--presets", "default"
+    shown = in_process(*arguments, "--selectors", "exact", "--rest", "moments", capsys=capsys).stdout
+    assert "keep 10 %" in shown and "moments" in shown
+    arguments += ("--json",)
+    results = {
+        rest: result_of(in_process(*arguments, "--selectors", "csattn,exact", "--rest", rest, capsys=capsys))["results"]
         for rest in ("none", "moments", "sketch")
     }
-    results = {rest: last_line(said)["results"] for rest, said in done.items()}
     for rest, of_rest in results.items():
         assert [(of["rest"], of["keep"]) for of in of_rest] == [(rest, 0.1)] * 3
         assert of_rest[0]["kl"] == of_rest[1]["kl"]
-        assert "keep 10 %" in done[rest].stdout and rest in done[rest].stdout
     assert len({exact["kl"] for _, _, exact in results.values()}) == 3
-    unsaid = last_line(in_process(*arguments, "--selectors", "csattn,exact,quest", capsys=capsys))["results"]
+    unsaid = result_of(in_process(*arguments, "--selectors", "csattn,exact,quest", capsys=capsys))["results"]
     assert [of["rest"] for of in unsaid] == ["sketch", "sketch", "none", "none"]
     results = {rest: of_rest[:2] for rest, of_rest in results.items()}
     assert len({ours["kl"] for ours, _ in results.values()}) == 3
@@ -412,10 +414,10 @@ def test_eval_reports_how_the_rest_is_attended_to(capsys, place: Path) -> None:
 
 def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> None:
     inspected, verified = (
-        last_line(in_process("inspect", artifact, "--json", capsys=capsys)),
-        last_line(in_process("verify", artifact, "--json", capsys=capsys)),
+        result_of(in_process("inspect", artifact, "--json", capsys=capsys)),
+        result_of(in_process("verify", artifact, "--json", capsys=capsys)),
     )
-    listed = last_line(in_process("ls", "--store", place / "store", "--json", capsys=capsys))
+    listed = result_of(in_process("ls", "--store", place / "store", "--json", capsys=capsys))
     assert inspected["size_bytes"] == verified["size_bytes"] == listed["artifacts"][0]["size_bytes"]
     assert verified["intact"] is True
     assert listed["artifacts"][0]["source"] == inspected["notes"]["source"]
@@ -423,15 +425,15 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
     work.mkdir()
     shown = in_process("ls", "--store", place / "store", "--json", capsys=capsys)
     told = f"unfinished: {work.name}; the same build continues it, `csattn gc` removes it"
-    assert last_line(shown)["unfinished"] == [str(work)] and told in shown.stderr.splitlines()
+    assert result_of(shown)["unfinished"] == [str(work)] and told in shown.stderr.splitlines()
     lock = BuildLock(work.with_name(f"{work.name}.lock")).acquire()
     shown = in_process("ls", "--store", place / "store", "--json", capsys=capsys)
-    assert (last_line(shown)["unfinished"], last_line(shown)["building"]) == ([], [str(work)])
+    assert (result_of(shown)["unfinished"], result_of(shown)["building"]) == ([], [str(work)])
     assert f"being built: {work.name}" in shown.stderr and "csattn gc" not in shown.stderr
-    assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == []
+    assert result_of(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == []
     lock.release()
     for removed in ([str(work)], []):
-        assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == removed
+        assert result_of(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == removed
 
 
 def test_commands_work_with_closed_standard_streams(place: Path, monkeypatch) -> None:
@@ -455,20 +457,21 @@ def test_verify_checks_a_whole_store_and_reports_every_fault(capsys, artifact: P
     broken = tmp_path / ("0" * 16)
     shutil.copytree(artifact, broken)
     done = in_process("verify", tmp_path, "--json", capsys=capsys)
-    assert done.returncode == 1 and done.stderr.count("not intact: ") == 1
-    assert "1 of 2 artifacts in" in done.stdout
-    found = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 1 and done.stderr.count("not intact: ") == 1 and "verifying: 2 artifacts" in done.stderr
+    assert "intact: 1 of 2 artifacts in" in in_process("verify", tmp_path, capsys=capsys).stdout
+    found = json.loads(done.stdout)
     assert found["artifacts"] == [artifact.name] and list(found["broken"]) == [broken.name] and not found["intact"]
     listed = in_process("ls", "--store", tmp_path, "--json", capsys=capsys)
-    assert listed.returncode == 0 and list(last_line(listed)["broken"]) == [broken.name]
+    assert listed.returncode == 0 and list(result_of(listed)["broken"]) == [broken.name]
     reseal(broken, lambda manifest: manifest.update(format_version=1))
     done = in_process("verify", tmp_path, "--json", capsys=capsys)
     assert done.returncode == 1 and "not intact" not in done.stderr and "not readable here: " in done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout)
     assert list(found["unreadable"]) == [broken.name] and not found["broken"] and not found["intact"]
     shutil.rmtree(broken)
     done = in_process("verify", tmp_path, "--json", capsys=capsys)
-    assert last_line(done)["intact"]
+    assert result_of(done)["intact"]
+    assert "verifying: 1 artifact\n" in done.stderr
 
 
 def test_terminal_escapes_from_an_artifact_are_not_printed(capsys, artifact: Path, tmp_path: Path) -> None:
@@ -493,11 +496,11 @@ def test_ls_shows_the_names_of_registered_contexts(capsys, artifact: Path) -> No
     try:
         record = Record(name="handbook", created_at=1.0, artifact_id=artifact.name)
         ContextFile(store).change(lambda records: records.update(handbook=record))
-        listed = last_line(shown := in_process("ls", "--store", store, "--json", capsys=capsys))
+        listed = result_of(in_process("ls", "--store", store, "--json", capsys=capsys))
         assert {of["artifact"]: of["names"] for of in listed["artifacts"]}[artifact.name] == ["handbook"]
-        assert "handbook" in shown.stdout.partition("{")[0]
+        assert "handbook" in in_process("ls", "--store", store, capsys=capsys).stdout
         contexts.write_text("{")
-        listed = last_line(shown := in_process("ls", "--store", store, "--json", capsys=capsys))
+        listed = result_of(shown := in_process("ls", "--store", store, "--json", capsys=capsys))
         assert artifact.name in {of["artifact"] for of in listed["artifacts"]}
         assert "names of contexts cannot be read" in shown.stderr
     finally:
@@ -509,20 +512,23 @@ def test_ls_and_inspect_report_the_quantization_of_an_artifacts_weights(
 ) -> None:
     line = {"context": str(place / "text.txt"), "weights": "fp8", "dtype": "bfloat16"}
     (tmp_path / "jobs").write_text(json.dumps(line))
-    where = "--model", place / "model", "--store", tmp_path / "store", "--json"
+    store = "--store", tmp_path / "store"
+    where = "--model", place / "model", *store, "--json"
     rounded = "build", "--context", place / "text.txt", "--weights", "int4"
-    built = Path(last_line(in_process(*rounded, *where, capsys=capsys))["path"])
-    last_line(in_process("build", "--jobs", tmp_path / "jobs", *where, capsys=capsys))
-    listed = last_line(shown := in_process("ls", "--store", tmp_path / "store", "--json", capsys=capsys))
+    built = Path(result_of(in_process(*rounded, *where, capsys=capsys))["path"])
+    result_of(in_process("build", "--jobs", tmp_path / "jobs", *where, capsys=capsys))
+    listed = result_of(in_process("ls", *store, "--json", capsys=capsys))
     noted = {(of["weights"], of["kv_dtype"]) for of in listed["artifacts"]}
-    assert noted == {("int4", "float32"), ("fp8", "bfloat16")} and "float32, int4" in shown.stdout
+    assert noted == {("int4", "float32"), ("fp8", "bfloat16")}
+    assert "float32, int4" in in_process("ls", *store, capsys=capsys).stdout
     inspected = in_process("inspect", built, capsys=capsys).stdout
     assert "rounded to int4" in inspected and "float32" in inspected
-    plain = last_line(told := in_process("inspect", artifact, "--json", capsys=capsys))
-    assert (plain["weights"], plain["notes"]["weights"]) == ("none", "none") and "as published" in told.stdout
+    plain = result_of(in_process("inspect", artifact, "--json", capsys=capsys))
+    assert (plain["weights"], plain["notes"]["weights"]) == ("none", "none")
+    assert "as published" in in_process("inspect", artifact, capsys=capsys).stdout
     refused = in_process("generate", built, "--prompt", "x", "--weights", "fp8", capsys=capsys)
     assert refused.returncode == 1 and "weights rounded to int4 (add --weights int4" in refused.stderr
-    assert last_line(in_process("generate", built, "--prompt", "x", "--json", capsys=capsys))
+    assert result_of(in_process("generate", built, "--prompt", "x", "--json", capsys=capsys))
 
 
 def test_builds_free_the_quantized_weights(
@@ -542,8 +548,8 @@ def test_builds_free_the_quantized_weights(
     (tmp_path / "jobs").write_text(json.dumps({"context": str(place / "text.txt"), **options}))
     flags = [word for name, value in options.items() for word in (f"--{name}", value)]
     where = "--store", tmp_path / "store"
-    last_line(in_process("build", "--context", place / "text.txt", *flags, *where, "--json", capsys=capsys))
-    last_line(in_process("build", "--jobs", tmp_path / "jobs", *where, "--json", capsys=capsys))
+    result_of(in_process("build", "--context", place / "text.txt", *flags, *where, "--json", capsys=capsys))
+    result_of(in_process("build", "--jobs", tmp_path / "jobs", *where, "--json", capsys=capsys))
     assert Builder()._model(BuildOptions(**options), "cpu").model is models[2]
     assert not [module for model in models for module in model.modules() if hasattr(module, "quantized")]
 
@@ -554,7 +560,7 @@ def test_ls_lists_and_gc_removes_kept_files_on_request(capsys, tmp_path: Path) -
     (tmp_path / "kept" / "0.block").write_bytes(b"x" * 2048)
 
     def kept() -> dict:
-        return last_line(in_process("ls", "--store", tmp_path, "--json", capsys=capsys))["kept"]
+        return result_of(in_process("ls", "--store", tmp_path, "--json", capsys=capsys))["kept"]
 
     shown = in_process("ls", "--store", tmp_path, capsys=capsys).stdout
     assert f"{tmp_path}/kept has 1 context of prompts (" in shown
@@ -562,8 +568,8 @@ def test_ls_lists_and_gc_removes_kept_files_on_request(capsys, tmp_path: Path) -
     there = kept()
     assert (there["num_contexts"], there["row_bytes"]) == (1, 2048) and there["context_bytes"] >= 5000
     collect = "gc", "--store", tmp_path, "--json"
-    assert last_line(in_process(*collect, capsys=capsys))["removed_kept_bytes"] == 0 and kept() == there
-    removed = last_line(in_process(*collect, "--kept", capsys=capsys))["removed_kept_bytes"]
+    assert result_of(in_process(*collect, capsys=capsys))["removed_kept_bytes"] == 0 and kept() == there
+    removed = result_of(in_process(*collect, "--kept", capsys=capsys))["removed_kept_bytes"]
     assert removed == there["context_bytes"] + 2048 and not any(kept().values())
     assert "gc --kept" not in in_process("ls", "--store", tmp_path, capsys=capsys).stdout
     refused = in_process("gc", "--store", "memory://s", "--kept", capsys=capsys)
@@ -588,8 +594,8 @@ def test_rm_removes_artifacts_and_nothing_else(
     with BuildLock(store / f".building-{artifact.name}.lock").acquire():
         assert "another process builds or removes" in refusal(store / artifact.name[:4])
     with open_artifact(store / artifact.name) as reader:
-        done = in_process("rm", store / artifact.name[:4], store / artifact.name, other, "--json", capsys=capsys)
-        assert last_line(done)["removed"] == [str(store / artifact.name), str(other)]
+        done = in_process("rm", store / artifact.name[:4], store / artifact.name, capsys=capsys)
+        assert result_of(in_process("rm", other, "--json", capsys=capsys))["removed"] == [str(other)]
         assert f"removed {store / artifact.name}, which services know as lamps\n" in done.stdout
         assert reader.layer_kv(0).any() and not other.exists()
         assert [path.name for path in store.iterdir() if path.is_dir()] == []
@@ -701,9 +707,10 @@ def test_an_artifact_in_place_of_a_store_is_refused_before_a_model_is_loaded(cap
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model"], 1, "longer text"),
         (["verify", "{place}"], 1, "artifact"),
         (["ls", "--store", "s3:/bucket"], 2, "a URL has two slashes after its colon, got s3:/bucket"),
-        (["ls", "--store", ""], 2, "Invalid value for '--store': the path is empty; give one, or leave the option out"),
+        (["ls", "--store", ""], 2, "Invalid value for '--store': the path is empty; give one"),
         (["frobnicate"], 2, "No such command 'frobnicate'; `csattn --help` shows what to give"),
         (["generate", "{artifact}"], 2, "Missing option '--prompt'; `csattn generate --help` shows what to give"),
+        (["ls", "handbooks"], 2, "unexpected extra argument(s) (handbooks); did you mean --store handbooks?"),
         (["verify", "{artifact}", "--json=3"], 2, "Option '--json' does not take a value; `--help` shows what to give"),
         (["generate", "{artifact}", "--prompt", "x", "--max-new-tokens", "0"], 2, " 1; `csattn generate --help` shows"),
         (["generate", "{artifact}", "--prompt", "x", "--max-new-tokens", "many"], 2, "'many'"),
@@ -731,7 +738,7 @@ def test_bad_input_exits_with_a_code_and_the_reason(capsys, place, artifact, arg
     assert done.returncode == exit_code, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
-    assert words in json.loads(done.stdout.strip().splitlines()[-1])["error"]["message"]
+    assert words in json.loads(done.stdout)["error"]["message"]
     assert sorted((place / "store").iterdir()) == before, "nothing may be left half-written"
 
 

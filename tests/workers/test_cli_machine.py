@@ -14,13 +14,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+import numba
 import numpy as np
 import pytest
 import torch
+from numba.core.event import install_listener
 from rich.console import Console
 
 from csattn import __version__
-from tests.workers.test_cli import csattn, in_process, last_line
+from tests.workers.test_cli import csattn, in_process, result_of
 from workers.cli import doctor_command, generating, serving, store_commands, terminal, version
 from workers.doctor import Facts, examine, gather_facts
 from workers.settings import example
@@ -37,7 +39,7 @@ def file(tmp_path: Path) -> Path:
 def test_config_show_reports_the_origin_of_each_value(capsys, monkeypatch, file: Path) -> None:
     monkeypatch.setenv("CSATTN_SEARCH_KEEP", "0.2")
     done = in_process("config", "show", "--config", file, "--set", "server.port=8200", "--json", capsys=capsys)
-    result = last_line(done)
+    result = result_of(done)
     assert result["file"] == str(file)
     assert result["settings"].keys() == KEYS.keys()
     assert result["settings"]["server.port"] == {"value": 8200, "origin": "flag"}
@@ -51,9 +53,9 @@ def test_config_show_reports_the_origin_of_each_value(capsys, monkeypatch, file:
 def test_config_show_reads_the_file_that_config_example_prints(capsys, tmp_path: Path) -> None:
     done = in_process("config", "example", capsys=capsys)
     assert done.returncode == 0 and done.stdout == example()
-    assert last_line(in_process("config", "example", "--json", capsys=capsys)) == {"toml": example()}
+    assert result_of(in_process("config", "example", "--json", capsys=capsys)) == {"toml": example()}
     (tmp_path / "all.toml").write_text(done.stdout)
-    shown = last_line(in_process("config", "show", "--config", tmp_path / "all.toml", "--json", capsys=capsys))
+    shown = result_of(in_process("config", "show", "--config", tmp_path / "all.toml", "--json", capsys=capsys))
     assert shown["settings"]["server.port"]["value"] == 8000
 
 
@@ -71,7 +73,7 @@ def test_invalid_settings_exit_with_a_code_and_the_reason(capsys, arguments, exi
     done = in_process(*arguments, "--json", capsys=capsys)
     assert done.returncode == exit_code
     assert words in done.stderr and "Traceback" not in done.stderr
-    assert words in json.loads(done.stdout.strip().splitlines()[-1])["error"]["message"]
+    assert words in json.loads(done.stdout)["error"]["message"]
 
 
 def test_doctor_finds_this_machine_usable(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -83,7 +85,7 @@ def test_doctor_finds_this_machine_usable(tmp_path: Path, capsys, monkeypatch) -
     assert found.probes["memory"]["available_bytes"] <= found.probes["memory"]["total_bytes"]
     assert found.openmp_waits == os.environ["OMP_WAIT_POLICY"]
     monkeypatch.setattr(doctor_command, "gather_facts", lambda store: found)
-    result = last_line(in_process("doctor", "--store", tmp_path / "store", "--json", capsys=capsys))
+    result = result_of(in_process("doctor", "--store", tmp_path / "store", "--json", capsys=capsys))
     assert result["healthy"] and result["problems"] == 0
     assert {"python", "torch", "device", "cupy", "faiss", "numba", "ray", "store"} <= {
         finding["check"] for finding in result["findings"]
@@ -99,7 +101,7 @@ def test_doctor_exits_with_1_on_a_problem(capsys, monkeypatch) -> None:
     monkeypatch.setattr(doctor_command, "gather_facts", lambda store: sick)
     done = in_process("doctor", "--json", capsys=capsys)
     assert done.returncode == 1
-    result = json.loads(done.stdout.strip().splitlines()[-1])
+    result = json.loads(done.stdout)
     assert not result["healthy"]
     assert [finding["status"] for finding in result["findings"]] == [finding.status for finding in examine(sick)]
     assert "pip install --force-reinstall torch" in done.stdout
@@ -116,12 +118,15 @@ def test_characters_missing_from_the_terminals_encoding_are_escaped(tmp_path: Pa
     store = tmp_path / "\u5e97\u00e9"  # Big5 can encode the first character, but not the second
     store.mkdir()
     environment = {**os.environ, "PYTHONIOENCODING": "big5"}
-    command = [sys.executable, "-c", "from workers.cli import main; main()", "ls", "--store", str(store), "--json"]
-    done = subprocess.run(command, capture_output=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr.decode("big5")
-    output = done.stdout.decode("big5")
-    assert "\u5e97\\xe9" in output
-    assert json.loads(output.splitlines()[-1])["store"] == str(store)
+
+    def printed(*more: str) -> str:
+        command = [sys.executable, "-c", "from workers.cli import main; main()", "ls", "--store", str(store), *more]
+        done = subprocess.run(command, capture_output=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr.decode("big5")
+        return done.stdout.decode("big5")
+
+    assert "\u5e97\\xe9" in printed()
+    assert json.loads(printed("--json"))["store"] == str(store)
 
 
 def test_table_columns_align_with_escaped_characters() -> None:
@@ -182,6 +187,14 @@ def test_an_answers_whitespace_and_brackets_are_printed_unchanged(monkeypatch, c
     assert capsys.readouterr().out == f"csattn: {said}\n"
 
 
+def test_the_wait_for_kernels_is_announced_once(capsys) -> None:
+    with install_listener("numba:compile", generating.CompileTimer()) as compiling:
+        assert not capsys.readouterr().err
+        for kernel in (numba.njit(lambda value: value + 1), numba.njit(lambda value: value + 2)):
+            kernel(1)
+    assert capsys.readouterr().err == "compiling kernels, once for this machine\n" and compiling.duration > 0
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_reading_progress_is_shown_only_on_a_terminal(monkeypatch, is_terminal: bool) -> None:
     shown = io.StringIO()
@@ -220,7 +233,7 @@ def test_a_service_interrupted_before_it_is_ready_exits_with_the_signals_code(
         assert "loading the model" in process.stderr.readline()
         process.send_signal(number)
         assert process.wait(60) == 128 + number
-        assert json.loads(process.stdout.read().splitlines()[-1])["error"]["type"] == "Interrupted"
+        assert json.loads(process.stdout.read())["error"]["type"] == "Interrupted"
 
 
 @pytest.mark.parametrize(
@@ -241,7 +254,7 @@ def test_an_interrupt_handled_by_ray_exits_with_the_signals_code(
     ray.init = lambda **_: sys.exit(signal.SIGTERM)
     done = in_process(*arguments, "--store", tmp_path / "store", "--json", capsys=capsys)
     assert done.returncode == 143 and "error: interrupted" in done.stderr
-    assert json.loads(done.stdout.strip().splitlines()[-1])["error"]["type"] == "Interrupted"
+    assert json.loads(done.stdout)["error"]["type"] == "Interrupted"
 
 
 def test_an_interrupt_exits_with_130(capsys, monkeypatch) -> None:
@@ -251,7 +264,7 @@ def test_an_interrupt_exits_with_130(capsys, monkeypatch) -> None:
     monkeypatch.setattr(store_commands, "listing", interrupted)
     done = in_process("ls", "--json", capsys=capsys)
     assert done.returncode == 130 and "interrupted" in done.stderr and "build" not in done.stderr
-    assert json.loads(done.stdout.strip().splitlines()[-1])["error"]["type"] == "Interrupted"
+    assert json.loads(done.stdout)["error"]["type"] == "Interrupted"
 
 
 def test_an_interrupt_during_the_first_imports_exits_with_130() -> None:
@@ -290,7 +303,7 @@ def test_out_of_memory_is_reported_with_the_reason(capsys, monkeypatch, error, w
     done = in_process("ls", "--json", capsys=capsys)
     assert done.returncode == 1
     assert "not enough memory (" in done.stderr and words in done.stderr and "`csattn doctor`" in done.stderr
-    assert json.loads(done.stdout.strip().splitlines()[-1])["error"]["type"] == "MemoryError"
+    assert json.loads(done.stdout)["error"]["type"] == "MemoryError"
 
 
 def test_an_unexpected_error_keeps_its_traceback(capsys, monkeypatch) -> None:

@@ -34,6 +34,7 @@ from workers.cli.options import (
     WindowLen,
     directory,
     named,
+    only_json,
     place,
 )
 from workers.cli.streaming import stream
@@ -388,7 +389,10 @@ def serve(
             "--set", metavar="KEY=VALUE", help="Set any setting that `csattn config show` lists; may be repeated."
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the service is ready.")] = False,
+    json: Annotated[
+        bool,
+        typer.Option("--json", callback=only_json, help="Print one JSON object instead of text, when it is ready."),
+    ] = False,
 ) -> None:
     """Serve OpenAI's API over HTTP, from contexts that are built once. Ctrl-C or SIGTERM ends the service."""
     from workers.cli import serving

@@ -16,6 +16,7 @@ from workers.capacity import require_room_for_weights
 from workers.cli.building import use_threads
 from workers.cli.terminal import Bar, err, out, print_json_to_stderr, table
 from workers.cli.usage import UsageError
+from workers.words import counted
 
 HEARTBEAT_S = 15.0  # while there is progress, a line at least this often
 
@@ -33,7 +34,8 @@ def build_jobs(
     """Build and return the command's JSON object. sync: artifacts survive a power failure."""
     jobs, started = read_jobs(jobs_file, defaults), time.perf_counter()
     if progress != "json":
-        err.print(f"{len(jobs)} contexts to build" + (f" on the Ray cluster {ray_address}" if ray_address else ""))
+        where = f" on the Ray cluster {ray_address}" if ray_address else ""
+        err.print(f"{counted(len(jobs), 'context')} to build{where}", soft_wrap=True)
     finished: dict[int, JobResult] = {}
     with nullcontext(JsonBatchProgress(jobs)) if progress == "json" else BatchDisplay(jobs) as display:
 

@@ -43,13 +43,13 @@ def build(
     make_config(options.preset, options.index_changes, device)  # invalid options fail before a model is loaded
     if not is_url(store):
         require_place_for_store(local_path(store))
-    ids = None if tokens is None else read_tokens(tokens)
+    ids = None if tokens is None else (read_tokens(tokens), tokens.name)
     text = "" if context is None else read_text(context)
     options = with_dtype(options, device)
     loaded = show_loading(options.model, options.dtype, device, weights=options.weights)
     drop_quantized(loaded.model)
     if ids is not None:
-        plan = plan_tokens(ids, options, loaded, device)
+        plan = plan_tokens(*ids, options, loaded, device)
     else:
         require_not_far_too_long(text, loaded)
         if progress != "json":  # there, the last text on stderr is taken for the reason of a failure
@@ -78,7 +78,8 @@ def _warn_of_special_tokens(loaded: LoadedModel, text: str) -> None:
     if number := num_special(loaded.tokenizer, text):
         err.print(
             f"the text holds {counted(number, 'special token')} of the model, such as the end of a message; the model "
-            "reads special tokens as such, not as text"
+            "reads special tokens as such, not as text",
+            soft_wrap=True,
         )
 
 
@@ -103,7 +104,8 @@ def show_loading(
     """Load a model, and print so: a first load may convert it, which takes minutes."""
     require_dtype_and_rounding(dtype, weights)
     first = f", converted to {dtype} once" if is_to_be_converted(model, dtype) else ""
-    err.print(f"loading {model_name(model)}{first}" + (f" onto the GPU, in {dtype}" if device == "cuda" else ""))
+    where = f" onto the GPU, in {dtype}" if device == "cuda" else ""
+    err.print(f"loading {model_name(model)}{first}{where}", soft_wrap=True)
     return _load_model(model, dtype, device, stretch, weights)
 
 

@@ -106,11 +106,11 @@ def compare(
             to_build = make_plan(loaded, context, preset(name), {"wrapping": "none", "preset": name})
             report = run_build(loaded, to_build, place)
             artifacts[name] = stack.enter_context(open_artifact(report.path))
-        with counting("full attention", plan.eval_len, "tokens"):
+        with counting("full attention", plan.eval_len, "token"):
             baseline = full_attention(loaded, artifacts[plan.indexed[0]], following)
         for run in runs:
             artifact, search = artifacts[run.preset], replace(plan.config, lookahead=run.lookahead)
-            with counting(f"{run.name}, lookahead {run.lookahead}", plan.eval_len, "tokens") as count:
+            with counting(f"{run.name}, lookahead {run.lookahead}", plan.eval_len, "token") as count:
                 quality = measure(loaded, artifact, search, run.selector, following, baseline, count, plan.kv_format)
             rest = resolve_rest(search, run.selector, artifact.spec.index_config.layout, is_capped)
             shown = {run.kind: run.name, "lookahead": run.lookahead, "keep": search.keep}

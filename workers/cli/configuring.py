@@ -32,7 +32,7 @@ def example(json: Json = False) -> None:
     from workers.cli import terminal
     from workers.settings import example as text
 
-    typer.echo(text(), nl=False)
+    terminal.write(text())
     terminal.end({"toml": text()}, json)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numba.core.event import install_listener
 from numpy.typing import NDArray
 
 from csattn.artifact import Artifact, open_artifact
@@ -19,7 +20,7 @@ from csattn.selector_names import SelectorName
 from index_build.inputs import read_text
 from index_build.plan import plan_text
 from workers.cli.building import run_build, show_loading, use_threads
-from workers.cli.generating import speak
+from workers.cli.generating import CompileTimer, speak
 from workers.cli.terminal import counting, out, table
 from workers.engine.answer import Answer, answer, question_tokens
 from workers.engine.opening import open_engine
@@ -103,7 +104,8 @@ def show(target: Path, document: str, questions: tuple[Question, ...]) -> dict[s
     with _timed(seconds, "build"):
         path = _build(loaded, document, target / "store")
     with open_artifact(path) as artifact:
-        with open_engine(loaded, artifact, _CONFIG, max_requests=1) as engine:
+        compiling = install_listener("numba:compile", CompileTimer())
+        with compiling, open_engine(loaded, artifact, _CONFIG, max_requests=1) as engine:
             with _timed(seconds, "answer"):
                 pairs = []
                 for question in questions:
@@ -204,7 +206,7 @@ def _observe(
     """Answer again, looking at every step: apart from the timed answers, because looking reads all keys."""
     exchanges = []
     out.print()
-    with counting("comparing what was read with exact Top-K", len(questions), "answers") as count:
+    with counting("comparing what was read with exact Top-K", len(questions), "answer") as count:
         for question, (sparse, full) in zip(questions, pairs, strict=True):
             probe = AttentionProbe(artifact)
             ids = question_tokens(loaded, artifact, question.text)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from numba.core.event import TimingListener, install_listener
+from numba.core.event import Event, TimingListener, install_listener
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.artifact.manifest import NOT_ROUNDED
@@ -85,7 +85,7 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
         elif options.placement != "cpu" and options.num_devices == 1:
             require_weights(name, dtype, weights, options.placement)
         loaded = show_loading(name, dtype, weights=weights)
-        with install_listener("numba:compile", TimingListener()) as compiling:
+        with install_listener("numba:compile", CompileTimer()) as compiling:
             sparse = _answer(loaded, artifact, config, options.selector, prompt, options)
         compile_s = compiling.duration if compiling.done else 0.0
         result = {**sparse.to_json(), **_requested(config, sparse, artifact), "compile_s": compile_s}
@@ -102,6 +102,15 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
     return result
 
 
+class CompileTimer(TimingListener):  # type: ignore[misc]  # numba has no types
+    """Times how long kernels are compiled, and says so when it begins: nothing else is shown meanwhile."""
+
+    def on_start(self, event: Event) -> None:
+        if self._depth == 0 and not self.done:
+            err.print("compiling kernels, once for this machine")
+        super().on_start(event)
+
+
 def _placed(options: AskOptions, name: str, weights: str | None, artifact: Artifact) -> AskOptions:
     """Choose a placement for this artifact."""
     placement, reason = "cpu", ""
@@ -114,7 +123,7 @@ def _placed(options: AskOptions, name: str, weights: str | None, artifact: Artif
         )
         placement, reason = choose_placement(name, artifact.spec.kv_dtype, weights, of, artifact.spec)
     if reason:
-        err.print(f"decoding on the CPU: {reason}")
+        err.print(f"decoding on the CPU: {reason}", soft_wrap=True)
     return replace(options, placement=placement)
 
 

@@ -20,7 +20,7 @@ def place(text: Any) -> Path | str:
 def directory(text: Any) -> Path:
     """Parse a directory; an empty text is refused, and so is a URL, which would become a directory `s3:`."""
     if not str(text).strip():
-        raise ValueError("the path is empty; give one, or leave the option out")
+        raise ValueError("the path is empty; give one")
     if "://" in str(text):
         raise ValueError(f"wanted a directory of this machine, got the URL {text}; give a path")
     return Path(os.path.expanduser(text))  # a shell leaves `--store=~/x` as it is
@@ -32,7 +32,16 @@ def named(model: str | None) -> str | None:
     return model
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+def only_json(context: typer.Context, asked: bool) -> bool:
+    """With `--json`, keep the command's text away from stdout, which then holds the object alone."""
+    from workers.cli import terminal
+
+    if asked:
+        context.with_resource(terminal.only_json())
+    return asked
+
+
+Json = Annotated[bool, typer.Option("--json", callback=only_json, help="Print one JSON object instead of text.")]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="TOML file with settings.", show_default="$CSATTN_CONFIG, or none")
 ]

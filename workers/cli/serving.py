@@ -116,7 +116,7 @@ def _chosen(settings: Settings, left: Sequence[str], contexts: Sequence[tuple[st
     given = model.name, build.dtype, model.weights, build.preset, asdict(engine), left
     found = ask("auto", to_json(given))
     if may_use_gpu and (reason := found.get("error") or found["reason"]):
-        err.print(f"decoding on the CPU: {reason}")
+        err.print(f"decoding on the CPU: {reason}", soft_wrap=True)
     if "error" in found:
         return settings
     engine, build = replace(engine, placement=found["placement"]), replace(build, dtype=found["dtype"])

@@ -92,7 +92,7 @@ def verify(place: Path | str) -> dict[str, Any]:
         return _verify_store(place, names)
     total = read_manifest(place).size_bytes
     seen = 0
-    with counting("verifying", total, "bytes") as count:
+    with counting("verifying", total, "byte") as count:
 
         def progress(done: int, total: int) -> None:
             nonlocal seen
@@ -113,7 +113,7 @@ def _artifacts(store: Path) -> list[str]:
 
 def _verify_store(store: Path, names: list[str]) -> dict[str, Any]:
     intact, broken, unreadable = list[str](), dict[str, str](), dict[str, str]()
-    with counting("verifying", len(names), "artifacts") as count:
+    with counting("verifying", len(names), "artifact") as count:
         for name in names:
             try:
                 verify_artifact(store / name)
@@ -125,7 +125,7 @@ def _verify_store(store: Path, names: list[str]) -> dict[str, Any]:
                 broken[name] = str(error)
                 err.print(f"not intact: {name}: {error}", soft_wrap=True)
             count(1)
-    out.print(f"{len(intact)} of {counted(len(names), 'artifact')} in {store} are intact")
+    out.print(f"intact: {len(intact)} of {counted(len(names), 'artifact')} in {store}")
     found = {"artifacts": intact, "broken": broken, "unreadable": unreadable}
     return {"store": str(store), "intact": not (broken or unreadable), **found}
 

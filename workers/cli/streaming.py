@@ -58,7 +58,8 @@ def stream(
             write("\n")
     err.print(
         f"{streamed.num_new_tokens} tokens after {streamed.prompt_len}, {streamed.tokens_per_s:.1f} tokens/s; "
-        f"at most {config.max_rows} rows a layer, {size(streamed.kv_bytes)} in all layers"
+        f"at most {config.max_rows} rows a layer, {size(streamed.kv_bytes)} in all layers",
+        soft_wrap=True,
     )
     end({**streamed.to_json(), "text": "".join(texts)}, json)
 

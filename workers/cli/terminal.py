@@ -1,4 +1,4 @@
-"""What the command line shows: progress, tables, one JSON line, and errors as sentences."""
+"""What the command line shows: progress, and tables or one JSON line."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from workers.words import printable
+from workers.words import counted, printable
 
 if TYPE_CHECKING:  # commands that only look must not wait for torch, nor fail if it is broken
     from index_build.board import BuildProgress
@@ -49,12 +49,23 @@ err = _StderrConsole(stderr=True, highlight=False, markup=False, emoji=False)
 
 def write(text: str) -> None:
     """Write a piece of an answer without rich, which would turn its tabs into spaces."""
-    sys.stdout.write(printable(text))
-    sys.stdout.flush()
+    if not out.quiet:
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
+
+
+@contextmanager
+def only_json() -> Iterator[None]:
+    """Print nothing but JSON to stdout within the block."""
+    out.quiet = True
+    try:
+        yield
+    finally:
+        out.quiet = False
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print one JSON object on one line of stdout, the last line of a command."""
+    """Print one JSON object on one line of stdout."""
     is_utf = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     line = json.dumps(value, ensure_ascii=not is_utf)
     sys.stdout.write(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")
@@ -154,12 +165,15 @@ class JsonProgress:
 
 
 @contextmanager
-def counting(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Yield a callback (how many more are done) for a bar; a line at the end, without a terminal also at the start."""
+def counting(what: str, total: int, one: str) -> Iterator[Callable[[int], None]]:
+    """Yield a callback (how many more are done) for a bar; a line at the end, without a terminal also at the start.
+
+    one: the singular of what is counted.
+    """
     columns = (TextColumn(f"{what}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     started = time.monotonic()
     if not err.is_terminal:
-        err.print(f"{what}: {total} {unit}")
+        err.print(f"{what}: {counted(total, one)}")
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
         yield partial(bar.advance, bar.add_task("", total=total))
     err.print(f"{what}: done in {time.monotonic() - started:.1f} s")

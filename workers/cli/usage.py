@@ -1,5 +1,6 @@
 """Usage errors of `csattn`: typer's classes, with messages of our own."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,8 +30,10 @@ def sentence_of(error: Any, app: typer.Typer) -> str:
 
 
 def _message(error: Any) -> str:
-    """Return a ClickError's message with the value that came, which newer versions of typer leave out."""
+    """Return a ClickError's message, with the value that came, which newer versions of typer leave out."""
     told: str = error.format_message()
+    if extra := re.fullmatch(r"Got unexpected extra argument.* \((\S+)\)", told):
+        return f"{told}{_as_option(error.ctx.command, extra[1])}"
     find_faults = getattr(error.__cause__, "errors", None)  # of pydantic's error, which the message repeats
     if find_faults is None:
         return told
@@ -39,6 +42,14 @@ def _message(error: Any) -> str:
         return told
     wanted = _WANTED.get(fault["type"], fault["msg"].replace("Input should be", "a number"))
     return told.replace(fault["msg"], f"got {str(fault['input'])[:_MAX_SHOWN]!r}, wanted {wanted}")
+
+
+def _as_option(verb: Any, word: str) -> str:
+    """Suggest a word that was given alone as the value of the command's first option, such as `build --context`."""
+    for option in verb.params:
+        if option.param_type_name == "option" and not option.is_flag:
+            return f"; did you mean {option.opts[0]} {word}?"
+    return ""
 
 
 def _verbs_with(app: typer.Typer, option: str) -> list[str]:

@@ -168,12 +168,12 @@ class Devices:
         for memory in pickler.memories:
             dist.send(memory.to(self.device), rank)
 
-    def receive(self, rank: int = 0) -> Any:
-        """Return what process `rank` sends, with its tensors on this process's device."""
+    def receive(self) -> Any:
+        """Return what process 0 sends, with its tensors on this process's device."""
 
         def received(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
             buffer = torch.empty(size, dtype=dtype, device=device)
-            dist.recv(buffer, rank)
+            dist.recv(buffer, 0)
             return buffer
 
         cpu = torch.device("cpu")

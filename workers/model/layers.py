@@ -390,9 +390,11 @@ class StepLayers:
         gated = self._gated[spec.mlp.intermediate_size]
         ops.linear(x, layer.gate_up, gated, spec.mlp.activation, spec.mlp.gated)
         ops.linear(Normed(gated), [layer.down], branch)
-        ops.linear(ops.read_normed(self._stream, norms.router, expert_in), [weights.router], buffers.logits)
+        ops.norm(self._stream.hidden, norms.router, expert_in)
+        ops.linear(Normed(expert_in), [weights.router], buffers.logits)
         ops.choose_experts(weights, experts, self._rows, buffers)
-        ops.experts(ops.read_normed(self._stream, norms.pre_experts, expert_in), weights, experts, buffers)
+        ops.norm(self._stream.hidden, norms.pre_experts, expert_in)
+        ops.experts(Normed(expert_in), weights, experts, buffers)
         ops.experts_out(weights, experts, buffers, expert_out)
         ops.norm(branch, norms.post_mlp, branch)
         ops.norm(expert_out, norms.post_experts, branch, adds=True)

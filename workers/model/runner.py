@@ -69,13 +69,10 @@ class ModelRunner:
                 for batch_size in self.batch_sizes
             }
             if weights.device.type == "cuda" and use_graphs:
+                pool = torch.cuda.graph_pool_handle()
                 with _no_collection():
-                    self._capture()
-
-    def _capture(self) -> None:
-        pool = torch.cuda.graph_pool_handle()
-        for step in reversed(self._steps.values()):  # the largest first: the others fit in its memory pool
-            step.capture(pool)
+                    for step in reversed(self._steps.values()):  # the largest first: the others fit in its memory pool
+                        step.capture(pool)
 
     def rows(self, batch_size: int) -> StepRows:
         """Return the rows of the next step of that batch size, on the device; they may be written there."""

@@ -195,14 +195,6 @@ class TorchOps:
             products = products + weights.down_bias[ids].float()
         buffers.parts.copy_(products if spec.on_input else products * buffers.shares[..., None])
 
-    def read_normed(self, stream: Stream, norm: Tensor, out: Tensor) -> Normed:
-        """Return norm(stream) as an operand, for a norm [hidden_size] float32 that is not in the stream's `Readers`.
-
-        out: [batch_size, hidden_size], written; the operand's tensor.
-        """
-        out.copy_(stream.hidden.float() * norm)
-        return Normed(out, stream.squares)
-
     def norm(self, x: Tensor, norm: Tensor, out: Tensor, adds: bool = False) -> None:
         """out = norm(x), both [batch_size, width], norm [width] float32; with `adds`, out += that"""
         normed = _norm(x.float(), norm, self._eps)

@@ -341,11 +341,14 @@ def _needed(records: dict[str, Record]) -> set[str]:
 
 
 def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> None:
-    """Give a name to an artifact of the store. The same name for the same artifact again changes nothing.
+    """Give a name to an artifact of the store. The same name for the same artifact again changes nothing, and needs no
+    store that can be written.
 
-    Raises as `record_of` does.
+    Raises as `record_of` does, and ArtifactError or StoreFullError for a new name that cannot be written.
     """
     new = record_of(store, name, artifact_id, dtype)
+    if name in ContextFile(store).read():
+        return
 
     def edit(records: dict[str, Record]) -> None:
         _require_free(records, new)

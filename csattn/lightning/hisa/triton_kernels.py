@@ -1,9 +1,5 @@
 """HISA's small steps in Triton: those between its other launches, and the update of block keys."""
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -5,10 +5,6 @@ be ascending, so that rows of a page are read together. With several splits, a s
 Softmaxes are sums of powers of two throughout.
 """
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -7,10 +7,6 @@ The heads' scores never leave the registers. Where FP8 products are accumulated 
 scores differ from the definition's by about 2^-13 of the largest product.
 """
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 import torch
 import triton
 import triton.language as tl

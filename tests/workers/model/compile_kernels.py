@@ -69,7 +69,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
             for parts in (1, 3)
         ],
     ),
-    (token_kernels.norm_kernel, [{"BLOCK": 1024, "IS_WHOLE": is_it, "ADDS": is_it} for is_it in (True, False)]),
+    (token_kernels.norm_kernel, [{"BLOCK": 1024, "ADDS": adds} for adds in (True, False)]),
     (remix_kernels.add_to_streams_kernel, [STREAMS | {"BLOCK": 64, "FIRST": first} for first in (False, True)]),
     (
         remix_kernels.read_streams_kernel,

@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from bench.random_weights import random_weights
+from bench.streamed import streamed_bytes, streamed_params
 from csattn.errors import ModelError
 from csattn.models import load_model
 from csattn.models.module_weights import weights_of
@@ -37,8 +38,8 @@ def test_taken_weights_have_the_models_shapes_and_parameter_count(family) -> Non
     assert (weights.layers[0].qkv[0].bias is not None) == (family == "qwen2")
     assert (weights.layers[0].head_norms is not None) == (family == "qwen3")
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    assert shape.streamed_params == matrices - shape.vocab_size * shape.hidden_size
-    assert weights.streamed_bytes == 4 * shape.streamed_params
+    assert streamed_params(shape) == matrices - shape.vocab_size * shape.hidden_size
+    assert streamed_bytes(weights) == 4 * streamed_params(shape)
 
 
 def test_taken_weights_are_copies() -> None:
@@ -78,7 +79,7 @@ def test_quantized_weights_are_taken_without_decoding(rounding, tmp_path) -> Non
     head, linears = weights.head, [(*x.qkv, x.out, *x.gate_up, x.down) for x in weights.layers]
     assert (None if head.quantized is None else head.quantized.format) == {"fp8": None, "int4": "fp8"}[rounding]
     of_head = head.weight.nbytes if head.quantized is None else head.quantized.nbytes
-    assert weights.streamed_bytes == sum(linear.quantized.nbytes for of in linears for linear in of) + of_head
+    assert streamed_bytes(weights) == sum(linear.quantized.nbytes for of in linears for linear in of) + of_head
 
 
 @pytest.mark.parametrize(

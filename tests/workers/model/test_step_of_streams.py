@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from bench.streamed import streamed_bytes, streamed_params
 from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.team import Team
 from csattn.models.module_weights import stream_weights, weights_of
@@ -161,8 +162,8 @@ def test_parameter_and_byte_counts_include_the_stream_mixing_weights() -> None:
     matrices = (2 * plain.spec.num_layers * (3 + 2) * 3 + 3) * 3 * plain.spec.hidden_size
     for weights, item_bytes in ((plain, 4), (take_weights(model.bfloat16(), "cpu"), 2)):
         several, _ = with_streams(weights, 3)
-        assert several.spec.streamed_params == plain.spec.streamed_params + matrices
-        assert several.streamed_bytes == item_bytes * plain.spec.streamed_params + 4 * matrices
+        assert streamed_params(several.spec) == streamed_params(plain.spec) + matrices
+        assert streamed_bytes(several) == item_bytes * streamed_params(plain.spec) + 4 * matrices
 
 
 def test_stream_mixing_weights_stay_float32() -> None:

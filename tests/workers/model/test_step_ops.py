@@ -237,19 +237,6 @@ def test_triton_add_normed_equals_torch(batch_size, hidden_size, read_by, dtype)
     torch.testing.assert_close(got.hidden.float(), scale * (before.float() + added), **tolerance(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 63), (3, 100), (5, 576)])
-def test_triton_read_normed_equals_torch(batch_size, hidden_size, dtype) -> None:
-    stream, norm = prepared(batch_size, hidden_size, dtype), 1 + randn(hidden_size, scale=0.3)
-    out, linear = randn(batch_size, hidden_size, dtype=dtype), make_linear(40, hidden_size, dtype, bias=False)
-    read = [ops.read_normed(stream, norm, out.clone()) for ops in (TritonOps(DEVICE, EPS), TorchOps(EPS))]
-    torch.testing.assert_close(read[0].x, read[1].x, **tolerance(dtype))
-    products = torch.zeros(batch_size, 40, device=DEVICE)
-    TorchOps(EPS).linear(read[0], [linear], products)
-    whole = torch.nn.functional.rms_norm(stream.hidden.float(), (hidden_size,), norm, EPS)
-    torch.testing.assert_close(products, whole @ linear.weight.float().T, **tolerance(torch.bfloat16))
-
-
 def test_a_sum_over_devices_is_added_unnormed_in_float32() -> None:
     """The sum is float32, whatever the stream's dtype, and is not normed."""
     x, read = randn(3, 100, scale=3.0), readers("both", 100)

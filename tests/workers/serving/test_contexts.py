@@ -328,16 +328,19 @@ def test_closing_ends_builds_and_leaves_no_process(place: Path) -> None:
     ContextFile(place / "store").change(lambda records: records.pop("closed"))
 
 
-def test_artifacts_are_named_and_renaming_conflicts_are_refused(tmp_path: Path) -> None:
+def test_artifacts_are_named_and_renaming_conflicts_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifact_id = build(tmp_path, text_of("named"))
     name_artifact(tmp_path, "my.context-1", artifact_id[:6], "float32")
     named = ContextFile(tmp_path).read()
     assert [(record.name, record.state, record.artifact_id) for record in named.values()] == [
         ("my.context-1", "ready", artifact_id)
     ]
-    name_artifact(tmp_path, "my.context-1", artifact_id, "float32")
-    name_artifact(tmp_path, "my.context-1", str(tmp_path / artifact_id), "float32")
-    assert ContextFile(tmp_path).read() == named
+    with monkeypatch.context() as read_only:  # a service starts again, with the same --context
+        read_only.setattr(ContextFile, "change", lambda *given: pytest.fail("writes to the store"))
+        name_artifact(tmp_path, "my.context-1", artifact_id, "float32")
+        name_artifact(tmp_path, "my.context-1", str(tmp_path / artifact_id), "float32")
     other = build(tmp_path, text_of("other"))
     with pytest.raises(ContextExistsError, match=other):
         name_artifact(tmp_path, "my.context-1", other, "float32")

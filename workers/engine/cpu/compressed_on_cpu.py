@@ -60,7 +60,7 @@ class _Layer:
         self._pending = torch.zeros(num_tails, self._num_pending if spec.ratio else 0, width, dtype=torch.float32)
         num_rows = tail_capacity // spec.ratio + 1 if spec.ratio else 0
         self._rows = _reserved(num_tails, num_rows, spec.head_dim, self._dtype)
-        self._keys = _reserved(num_tails, num_rows, spec.key_dim, self._dtype)
+        self._keys = _reserved(num_tails, num_rows, spec.index_dim, self._dtype)
 
     def begin_request(self, request_slot: int, state: CompressedState, context_len: int) -> None:
         if self._spec.ratio:

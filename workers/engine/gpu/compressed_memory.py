@@ -166,7 +166,7 @@ class LayerMemory:
         num_rows = self.nowhere + 1  # the last one is never read
         self.rows = torch.zeros(first_compressed + num_rows, of.head_dim, dtype=shape.dtype, device=device)
         self.compressed = self.rows[first_compressed:]
-        self.keys = torch.zeros(num_rows if of.key_dim else 0, of.key_dim, dtype=shape.dtype, device=device)
+        self.keys = torch.zeros(num_rows if of.index_dim else 0, of.index_dim, dtype=shape.dtype, device=device)
         # a ring buffer, by position: a step's tokens must not overwrite those that its compressed rows are made of
         num_pending = max(shape.batch_sizes) + of.span if of.ratio else 0
         width = 2 * sum(of.compressed_widths)

@@ -242,9 +242,8 @@ def latents_working_bytes(shape: EngineShape) -> int:
 
 def _key_numbers(shape: EngineShape) -> int:
     """How many numbers a layer's index keys of all contexts take, padded so that the rows after them are aligned."""
-    indexer, unit = _latents(shape).indexer, _ALIGNMENT // shape.dtype.itemsize
-    num = shape.num_contexts * shape.max_context_len * (indexer.head_dim if indexer is not None else 0)
-    return -(-num // unit) * unit
+    unit = _ALIGNMENT // shape.dtype.itemsize
+    return -(-shape.num_contexts * shape.max_context_len * _latents(shape).index_dim // unit) * unit
 
 
 def _num_seen(shape: EngineShape) -> int:

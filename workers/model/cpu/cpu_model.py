@@ -82,10 +82,8 @@ class CpuModel:
         self._compressed = [layers.compressed(layer_idx) for layer_idx in range(spec.num_layers)]
         # for each layer, q [max_rows, num_q_heads, head_dim] and attended [max_rows, q_width]
         head_buffers = [layers.heads(layer_idx) for layer_idx in range(spec.num_layers)]
-        self.queries, self.outputs = (
-            [x.q.numpy() for x in head_buffers],
-            [x.attended.flatten(1).numpy() for x in head_buffers],
-        )
+        self.queries = [x.q.numpy() for x in head_buffers]
+        self.outputs = [x.attended.flatten(1).numpy() for x in head_buffers]
         # the buffers that all indexed layers share
         first = indexed[0] if indexed else 0
         self.q, self.attended = self.queries[first], self.outputs[first]

@@ -18,7 +18,7 @@ from csattn.models.weights import ExpertWeights
 from workers.model.cpu.linear import TILE
 from workers.model.cpu.linear_stage import ACTIVATIONS, activate, num_groups
 from workers.model.cpu.quantized_products import FLOATS, FORMATS, multiply
-from workers.model.cpu.scalars import sigmoid, softplus
+from workers.model.cpu.row_stages import sigmoid, softplus
 from workers.model.cpu.stage_recorder import StageRecorder
 from workers.model.ops import LEAST_SUM, ExpertBuffers, Normed, Readers, Stream
 

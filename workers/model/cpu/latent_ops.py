@@ -14,17 +14,11 @@ from csattn.models.latent_spec import LatentSpec
 from csattn.models.query import Rotation
 from csattn.models.weights import LatentWeights
 from workers.model.cpu.linear import TILE, add_up_rows, products
-from workers.model.cpu.row_stages import inverse_rms, rotate_pairs
-from workers.model.cpu.stage_recorder import StageRecorder
+from workers.model.cpu.row_stages import ROTATION, inverse_rms, rotate_pairs
+from workers.model.cpu.stage_recorder import StageRecorder, rotation_arguments
 from workers.model.ops import LatentBuffers
 
 # Arguments of the stages: sizes, and addresses of float32 arrays unless stated otherwise.
-_ROPE = (
-    "cos",  # [num_rows, half]
-    "sin",
-    "half",  # the number of pairs that RoPE rotates
-    "interleaved",
-)
 APPEND = (
     "inputs",  # [num_rows, in_width]
     "in_width",
@@ -37,7 +31,7 @@ APPEND = (
     "q_norm",  # [q_rank]
     "kv_norm",  # [kv_rank]
     "index_norm",  # [2, index_dim]: weights and biases
-    *_ROPE,
+    *ROTATION,
     "tails",  # of the layer, [num_tails, tail_capacity, width], of the model's dtype
     "tail_capacity",
     "width",
@@ -55,8 +49,7 @@ QUERIES = (
     "kv_rank",
     "up_k",  # of the model's dtype; heads of [nope_dim, kv_rank], head_stride apart
     "head_stride",  # elements
-    *_ROPE,
-    "q_scale",  # [num_rows]: a factor of the queries, not of index heads'
+    *ROTATION,
     "num_index_heads",
     "index_dim",
     "index_interleaved",
@@ -113,14 +106,14 @@ class TapeLatentOps(StageRecorder):
             tail_ids=rows.tail_ids,
             tail_lens=rows.tail_lens,
             q_latents=buffers.q_latents,
-            **_rope_arguments(rotation),
+            **rotation_arguments(rotation),
         )
 
     def project_latent_queries(
         self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, buffers: LatentBuffers
     ) -> None:
         indexer, queries = spec.indexer, buffers.queries
-        num_index_heads, index_dim = (0, 0) if indexer is None else (indexer.num_heads, indexer.head_dim)
+        num_index_heads, index_dim = spec.num_index_heads, spec.index_dim
         index = [of for of in (queries.index_q, queries.index_weights) if of is not None]
         assert weights.up_k.stride()[1:] == (spec.kv_rank, 1)
         self._record(
@@ -144,8 +137,7 @@ class TapeLatentOps(StageRecorder):
             q=queries.q,
             index_q=queries.index_q,
             index_weights=queries.index_weights,
-            q_scale=rotation.q_scale,
-            **_rope_arguments(rotation),
+            **rotation_arguments(rotation),
         )
 
     def latent_values(self, weights: LatentWeights, spec: LatentSpec, buffers: LatentBuffers) -> None:
@@ -163,15 +155,6 @@ class TapeLatentOps(StageRecorder):
             v_dim=spec.v_dim,
             values=buffers.values,
         )
-
-
-def _rope_arguments(rotation: Rotation) -> dict[str, Any]:
-    return {
-        "cos": rotation.cos,
-        "sin": rotation.sin,
-        "half": rotation.cos.shape[1],
-        "interleaved": rotation.interleaved,
-    }
 
 
 def append_stage(arguments: int, row: int, thread: int, like: Any) -> int:

@@ -14,7 +14,7 @@ from csattn.cpu.arguments import floats_of, number_at, word_of, words_at
 from csattn.cpu.jit import exact_kernel
 from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
 from csattn.models.weights import RecurrentWeights
-from workers.model.cpu.scalars import sigmoid, softplus
+from workers.model.cpu.row_stages import sigmoid, softplus
 from workers.model.cpu.stage_recorder import StageRecorder
 from workers.model.ops import RecurrentBuffers, RecurrentState
 
@@ -105,7 +105,7 @@ class TapeRecurrentOps(StageRecorder):
             mix_stage,
             MIX,
             writes=[mixed],
-            per_row=mix_pieces(spec.num_channels),
+            per_row=-(-spec.num_channels // BLOCK),
             is_gated=is_gated,
             conv=weights.conv,
             conv_bias=weights.conv_bias,
@@ -158,11 +158,6 @@ class TapeRecurrentOps(StageRecorder):
                 group_width=spec.out_width // spec.num_groups,
                 out=buffers.out,
             )
-
-
-def mix_pieces(num_channels: int) -> int:
-    """Return the number of pieces of a row in `mix_stage`."""
-    return -(-num_channels // BLOCK)
 
 
 def mix_stage(arguments: int, piece: int, thread: int, unused: int) -> int:

@@ -9,8 +9,7 @@ from csattn.cpu.lanes import fma
 from csattn.cpu.simd import LANES, F32x16, fill, load, store
 from csattn.models.spec import StreamsSpec
 from csattn.models.weights import Linear, StreamWeights
-from workers.model.cpu.row_stages import inverse_rms, write_scaled
-from workers.model.cpu.scalars import sigmoid
+from workers.model.cpu.row_stages import inverse_rms, sigmoid, write_scaled
 from workers.model.cpu.stage_recorder import StageRecorder
 from workers.model.ops import Readers, Stream, StreamsBuffers
 

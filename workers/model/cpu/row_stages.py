@@ -38,6 +38,13 @@ PREPARE = (
     "eps",
     "centred",  # 1: the mean is subtracted from hidden before the norms
 )
+ROTATION = (
+    "cos",  # [num_rows, half]
+    "sin",
+    "q_scale",  # [num_rows]: a factor of the queries, not of index heads'; or 0
+    "half",  # the number of pairs that RoPE rotates: the first 2 * half dimensions
+    "interleaved",  # 1: dimensions 2i and 2i + 1 are a pair; 0: i and i + half
+)
 _OF_HEADS = (
     "num_q_heads",
     "head_dim",
@@ -45,11 +52,7 @@ _OF_HEADS = (
     "together",  # 1: q_norm and k_norm apply to all heads together, [num_heads * head_dim]
     "after_rope",  # 1: the weights of q_norm and k_norm multiply after RoPE
     "eps",
-    "cos",  # [num_rows, half]
-    "sin",
-    "q_scale",  # [num_rows], or 0
-    "half",  # the number of pairs that RoPE rotates: the first 2 * half dimensions
-    "interleaved",  # 1: dimensions 2i and 2i + 1 are a pair; 0: i and i + half
+    *ROTATION,
     "q",  # [num_rows, num_q_heads, head_dim], written
 )
 ROTATE = (
@@ -362,3 +365,13 @@ def rotate_pairs(
             out[to + half + i] = second * cos[i] + first * sin[i]
     for i in range(2 * half, head_dim):
         out[to + i] = x[at + i]
+
+
+@exact_kernel
+def sigmoid(x: np.float32) -> Any:
+    return np.float32(1.0) / (np.float32(1.0) + np.exp(-x))
+
+
+@exact_kernel
+def softplus(x: np.float32) -> Any:
+    return max(x, np.float32(0.0)) + np.log1p(np.exp(-abs(x)))

@@ -11,11 +11,12 @@ from torch import Tensor
 from csattn.cpu.addresses import KindStage, Stage
 from csattn.cpu.arguments import words_of
 from csattn.cpu.tape import Tape
+from csattn.models.query import Rotation
 from csattn.models.spec import Activation
 from csattn.models.weights import Linear
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, groups_of_piece, linear_stage, num_groups
 from workers.model.cpu.quantized_products import FLOATS, FORMATS
-from workers.model.cpu.row_stages import PREPARE, prepare_stage
+from workers.model.cpu.row_stages import PREPARE, ROTATION, prepare_stage
 from workers.model.ops import Readers, Stream
 
 
@@ -125,6 +126,14 @@ class StageRecorder:
     def _number(self, value: float) -> NDArray[np.float64]:
         """Return an array that holds the number, for stages to read by its address."""
         return self._numbers.setdefault(value, np.array([value]))
+
+
+def rotation_arguments(rotation: Rotation | None) -> dict[str, Any]:
+    """Return the arguments named ROTATION."""
+    if rotation is None:
+        return dict.fromkeys(ROTATION)
+    fields = {"cos": rotation.cos, "sin": rotation.sin, "q_scale": rotation.q_scale}
+    return fields | {"half": rotation.cos.shape[1], "interleaved": rotation.interleaved}
 
 
 def weights_of_product(linears: Sequence[Linear]) -> tuple[list[Tensor], list[Tensor | None], int, int]:

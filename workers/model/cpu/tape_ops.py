@@ -1,7 +1,6 @@
 """Records the operations of a step on tapes, which a team of threads runs later for any number of rows."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from workers.model.cpu.row_stages import (
     predict_stage,
     rotate_stage,
 )
+from workers.model.cpu.stage_recorder import rotation_arguments
 from workers.model.ops import Normed, Readers, Stream
 
 
@@ -131,10 +131,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             **self._of_heads(norms, rotation, q),
         )
 
-    def read_normed(self, stream: Stream, norm: Tensor, out: Tensor) -> Normed:
-        self._prepare(replace(stream, scaled=out, scaled_ahead=out, centred=False), Readers(norm))
-        return Normed(out)
-
     def norm(self, x: Tensor, norm: Tensor, out: Tensor, adds: bool = False) -> None:
         if adds:
             self._prepare(Stream(out, out, out, out), Readers(None), x, norm)
@@ -228,10 +224,6 @@ class TapeOps(TapeExpertOps, TapeRecurrentOps, TapeLatentOps, TapeRemixOps):
             "together": norms is not None and len(norms.q) > head_dim,
             "after_rope": norms is not None and norms.after_rope,
             "eps": self._eps,
-            "cos": None if rotation is None else rotation.cos,
-            "sin": None if rotation is None else rotation.sin,
-            "q_scale": None if rotation is None else rotation.q_scale,
-            "half": 0 if rotation is None else rotation.cos.shape[1],
-            "interleaved": rotation is not None and rotation.interleaved,
             "q": q,
+            **rotation_arguments(rotation),
         }

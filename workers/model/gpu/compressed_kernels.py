@@ -3,10 +3,6 @@
 Channels 2i and 2i + 1 are a pair; RoPE rotates the last HALF pairs. A row has one program, or several.
 """
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 import triton
 import triton.language as tl
 

@@ -1,9 +1,5 @@
 """How kernels on several GPUs sum what each of them has computed: by words that they write into each other's memory."""
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 import triton
 import triton.language as tl
 

@@ -1,9 +1,5 @@
 """MoE kernels: routing, and experts' products, in which an expert's weights are read once for up to BLOCK_M rows."""
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, index"
-
 import triton
 import triton.language as tl
 

@@ -1,9 +1,5 @@
 """Kernels for heads: norms and RoPE with the append to the tail, the predicted query, and the gates of outputs."""
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 import triton
 import triton.language as tl
 

@@ -1,9 +1,5 @@
 """Kernels for layers of latents (MLA), each row by itself: see `csattn.models.latent`."""
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 import triton
 import triton.language as tl
 

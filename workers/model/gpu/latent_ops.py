@@ -29,7 +29,6 @@ class TritonLatentOps(Launches):
         tail: Tensor,
         buffers: LatentBuffers,
     ) -> None:
-        index_dim = 0 if spec.indexer is None else spec.indexer.head_dim
         append_latents_kernel[(rows.batch_size,)](
             buffers.inputs,
             weights.kv_norm if weights.q_norm is None else weights.q_norm,
@@ -47,10 +46,10 @@ class TritonLatentOps(Launches):
             EPS,
             Q_RANK=spec.q_rank or 0,
             KEY_AT=spec.in_widths[0],
-            INDEX_DIM=index_dim,
+            INDEX_DIM=spec.index_dim,
             BLOCK_Q=triton.next_power_of_2(spec.q_rank or 1),
             BLOCK_KV=triton.next_power_of_2(spec.kv_rank),
-            BLOCK_INDEX=triton.next_power_of_2(max(1, index_dim)),
+            BLOCK_INDEX=triton.next_power_of_2(max(1, spec.index_dim)),
             num_warps=4,
             **_rope_constants(spec, rotation),
             **self._launch(),
@@ -59,8 +58,8 @@ class TritonLatentOps(Launches):
     def project_latent_queries(
         self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, buffers: LatentBuffers
     ) -> None:
-        queries, indexer, projected = buffers.queries, spec.indexer, buffers.projected
-        num_index_heads, index_dim = (0, 0) if indexer is None else (indexer.num_heads, indexer.head_dim)
+        queries, projected = buffers.queries, buffers.projected
+        num_index_heads, index_dim = spec.num_index_heads, spec.index_dim
         make_latent_queries_kernel[(len(projected), spec.num_heads + num_index_heads)](
             buffers.inputs,
             projected,

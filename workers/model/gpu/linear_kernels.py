@@ -7,10 +7,6 @@ product in a transformer layer is fused into its epilogue. The epilogue's other 
 so that it does not wait for memory. Sums are taken in an order that does not depend on the device.
 """
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803, N806
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, index"
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

@@ -4,10 +4,6 @@ Decoded codes are exact in bfloat16, because a group's scale multiplies its sum,
 defines the layout: two or four codes in a word of 16 bits, each from another part of a run of 128 inputs.
 """
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803, N806
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, index"
-
 import triton
 import triton.language as tl
 

@@ -3,10 +3,6 @@
 The program of a request's first row in the step processes all of its rows, in the order in which they stand there.
 """
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, index"
-
 import triton
 import triton.language as tl
 

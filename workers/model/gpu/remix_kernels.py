@@ -5,10 +5,6 @@ the result by its columns of the matrix, which it has loaded before. In the seco
 in an order that does not depend on the number of rows.
 """
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 import triton
 import triton.language as tl
 

@@ -8,12 +8,8 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.cuda import limits
-from workers.model.gpu.token_kernels import (
-    add_normed_kernel,
-    begin_kernel,
-    norm_kernel,
-)
-from workers.model.ops import SQUARES_BLOCK, Exchange, Normed, Readers, Stream
+from workers.model.gpu.token_kernels import add_normed_kernel, begin_kernel, norm_kernel
+from workers.model.ops import SQUARES_BLOCK, Exchange, Readers, Stream
 
 _ADDED_COLUMNS = 1024  # that a program adds to a row of the stream, if it need not know the whole row
 
@@ -50,7 +46,9 @@ class TritonStreamOps(Launches):
     """The part of `TritonOps` for the residual stream."""
 
     def norm(self, x: Tensor, norm: Tensor, out: Tensor, adds: bool = False) -> None:
-        self._norm(x, norm, out, adds=adds)
+        num_rows, width = out.shape
+        block = triton.next_power_of_2(width)
+        norm_kernel[(num_rows,)](x, norm, out, width, self._eps, adds, BLOCK=block, num_warps=8, **self._launch())
 
     def begin(
         self,
@@ -82,17 +80,6 @@ class TritonStreamOps(Launches):
         readers: Readers,
     ) -> None:
         self._add_parts(x, 1, norm, multiplier, scale, stream, readers)
-
-    def read_normed(self, stream: Stream, norm: Tensor, out: Tensor) -> Normed:
-        self._norm(stream.hidden, norm, out, is_whole=False)
-        return Normed(out, stream.squares)
-
-    def _norm(self, x: Tensor, norm: Tensor, out: Tensor, is_whole: bool = True, adds: bool = False) -> None:
-        num_rows, width = out.shape
-        block = triton.next_power_of_2(width)
-        norm_kernel[(num_rows,)](
-            x, norm, out, width, self._eps, is_whole, adds, BLOCK=block, num_warps=8, **self._launch()
-        )
 
     def _add_parts(
         self,

@@ -4,10 +4,6 @@ With torch's own kernels, a step of four rows with 128 256 logits took 46 µs lo
 37 µs, here 4.
 """
 
-# Triton kernels are untyped, and their constants upper case by custom.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 import triton
 import triton.language as tl
 
@@ -159,10 +155,9 @@ def add_normed_kernel(
 def norm_kernel(
     x,  # [num_rows, width]
     norm,  # [width] float32
-    out,  # [num_rows, width] <- x * norm, divided by the root mean square of x when IS_WHOLE; added to it when ADDS
+    out,  # [num_rows, width] <- norm(x); added to it when ADDS
     width,
     eps,
-    IS_WHOLE: tl.constexpr,
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,  # at least width
     PDL: tl.constexpr,
@@ -173,9 +168,7 @@ def norm_kernel(
     weight = tl.load(norm + i, mask=inside, other=0.0)
     wait_for_earlier(PDL)
     value = tl.load(x + row * width + i, mask=inside, other=0.0).to(tl.float32)
-    if IS_WHOLE:
-        value *= tl.math.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-    value *= weight
+    value *= tl.math.rsqrt(tl.sum(value * value, axis=0) / width + eps) * weight
     if ADDS:
         value += tl.load(out + row * width + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + i, value.to(out.dtype.element_ty), mask=inside)

@@ -24,7 +24,7 @@ from hypothesis import settings
 from csattn.cpu import compile_together
 from tests.ampere import take_for_ampere
 from tests.cuda_on_cpu.emulated import Emulator
-from tests.interpreted import search_language_once
+from tests.interpreted import interpret_faster
 
 # under nohup and in a shell's background these signals are ignored, and processes that tests start would inherit that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -102,10 +102,9 @@ def no_more_processes_than_cores() -> Generator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def language_searched_once() -> Generator[None]:
-    """Calls in interpreted Triton kernels take a third less time."""
+def kernels_interpreted_faster() -> Generator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        search_language_once(monkeypatch)
+        interpret_faster(monkeypatch)
         yield
 
 

@@ -2,6 +2,7 @@
 
 Numba drops a cached kernel when the kernel's own file changes. But the functions that it calls and the constants that
 it uses are compiled into it as well, and come from other files. So a stamp covers everything that its module imports.
+A module's packages do not count as imported: nothing in a kernel comes through them, and they import most of csattn.
 """
 
 import hashlib
@@ -16,20 +17,27 @@ _IMPORT = re.compile(rb"^\s*from\s+([\w.]+)\s+import\s+(\([^)]*\)|[^\n#]+)|^\s*i
 
 @cache
 def source_stamp(module: str) -> str:
-    """A digest of the module's source and of all modules of csattn and of its own package that it imports, directly or
-    not."""
+    """A digest of the module's source, of all modules of csattn and of its own package that it imports, directly or
+    not, and of their packages' own files."""
     packages = frozenset({b"csattn", module.split(".")[0].encode()})
-    seen: set[str] = set()
-    waiting = [*_files_of(module.encode())]
+    files, seen, waiting = set[str](), set[bytes](), [module.encode()]
     while waiting:
-        file = waiting.pop()
-        if file not in seen:
-            seen.add(file)
-            waiting += [
-                found for name in _imports(file) if name.split(b".")[0] in packages for found in _files_of(name)
-            ]
-    digests = b"".join(hashlib.sha256(_read(file)).digest() for file in sorted(seen))
+        name = waiting.pop()
+        if name in seen or name.split(b".")[0] not in packages:
+            continue
+        seen.add(name)
+        for place in _places(name):
+            files.update(_files_of(place))
+        for file in _files_of(name):
+            waiting += _imports(file)
+    digests = b"".join(hashlib.sha256(_read(file)).digest() for file in sorted(files))
     return hashlib.sha256(digests).hexdigest()
+
+
+def _places(name: bytes) -> list[bytes]:
+    """The names of the packages that a module is in, and its own."""
+    parts = name.split(b".")
+    return [b".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 @cache
@@ -38,7 +46,7 @@ def _imports(file: str) -> tuple[bytes, ...]:
     names: list[bytes] = []
     for package, imported, module in _IMPORT.findall(_read(file)):
         if module:
-            names.append(module)
+            names += _places(module)  # all of them are reached by this import
             continue
         names.append(package)
         names += [package + b"." + name for name in re.findall(rb"(\w+)(?:\s+as\s+\w+)?", imported)]
@@ -47,13 +55,11 @@ def _imports(file: str) -> tuple[bytes, ...]:
 
 @cache
 def _files_of(name: bytes) -> tuple[str, ...]:
-    """The existing files of the module and of its parent packages, as strings, which compare faster than paths."""
+    """The module's existing files, as strings, which compare faster than paths."""
     top, *parts = name.decode().split(".")
-    found: list[str] = []
-    for root in getattr(sys.modules.get(top), "__path__", ()):
-        places = [os.path.join(root, *parts[:depth], "__init__.py") for depth in range(len(parts) + 1)]
-        found += [file for file in (*places, os.path.join(root, *parts) + ".py") if os.path.isfile(file)]
-    return tuple(found)
+    places = [os.path.join(root, *parts) for root in getattr(sys.modules.get(top), "__path__", ())]
+    files = [file for place in places for file in (os.path.join(place, "__init__.py"), place + ".py")]
+    return tuple(filter(os.path.isfile, files))
 
 
 @cache

@@ -129,8 +129,8 @@ def hash_codes(x: Tensor, projections: Tensor, num_tables: int) -> Tensor:
     projections: [head_dim, num_tables * num_bits].
     """
     signs = (x @ projections > 0).view(*x.shape[:-1], num_tables, -1)
-    places = 1 << torch.arange(signs.shape[-1], device=x.device)
-    return (signs * places).sum(-1).to(torch.int16)
+    places = (1 << torch.arange(signs.shape[-1], device=x.device)).to(torch.int16)
+    return (signs * places).sum(-1, dtype=torch.int16)
 
 
 def sampling_probability(cosines: Tensor, num_bits: int, num_tables: int) -> Tensor:

@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numba
@@ -110,7 +111,9 @@ def test_the_code_of_other_sources_is_removed_when_a_kernel_is_compiled_again(pa
     assert now and len(files()) == len(now)
 
 
-def test_a_source_stamp_covers_imported_files_only(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def stamp(package: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """Return the stamp of the package's kernel, as a new process computes it."""
     found = type(sys)("near")
     found.__path__ = [str(package)]
     monkeypatch.setitem(sys.modules, "near", found)
@@ -120,6 +123,10 @@ def test_a_source_stamp_covers_imported_files_only(package: Path, monkeypatch: p
             cached.cache_clear()
         return source_stamp("near.kernel")
 
+    return stamp
+
+
+def test_a_source_stamp_covers_imported_files_only(package: Path, stamp: Callable[[], str]) -> None:
     before = stamp()
     (package / "unused.py").write_text("nothing = 1\n")
     assert stamp() == before
@@ -128,6 +135,31 @@ def test_a_source_stamp_covers_imported_files_only(package: Path, monkeypatch: p
         file.write_text(file.read_text() + "\n# another\n")
         assert stamp() != before
         before = stamp()
+
+
+@pytest.mark.parametrize(
+    ("statement", "covers"),
+    [
+        ("from near.package.module import FACTOR", False),  # what else the package imports does not matter
+        ("from near.package import FACTOR", True),
+        ("from near.package import module", True),
+        ("import near.package.module", True),
+    ],
+)
+def test_a_source_stamp_covers_what_a_package_imports_if_names_come_from_it(
+    package: Path, stamp: Callable[[], str], statement: str, covers: bool
+) -> None:
+    (package / "package").mkdir()
+    (package / "package" / "__init__.py").write_text("from near.origin import FACTOR\n")
+    (package / "package" / "module.py").write_text("FACTOR = 3\n")
+    (package / "origin.py").write_text("FACTOR = 5\n")
+    (package / "constants.py").write_text(f"{statement}\n")
+    before = stamp()
+    (package / "origin.py").write_text("FACTOR = 7\n")
+    assert (stamp() != before) == covers
+    before = stamp()
+    (package / "package" / "module.py").write_text("FACTOR = 4\n")
+    assert (stamp() != before) == ("module" in statement)
 
 
 def test_the_source_stamp_of_score_covers_plan() -> None:

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from csattn.cuda import as_argument, limits, source_text
+from offload import slot_cache
 from tests.cuda_on_cpu import nvrtc
 
 HERE = Path(__file__).resolve().parent
@@ -132,6 +133,8 @@ class Emulator:
                 monkeypatch.setattr(module, "tensor_map", tensor_map)
             if hasattr(module, "num_multiprocessors"):
                 monkeypatch.setattr(module, "num_multiprocessors", lambda device: multiprocessors)
+            if module is slot_cache:  # a lookup takes as long as its threads are many, whatever it looks up
+                monkeypatch.setattr(module, "_THREADS", 128)
 
     def cuda_kernel(
         self,

@@ -22,8 +22,6 @@ from tests.offload.soundness import check
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the kernels on the CPU if there is no GPU."""
     emulator.stand_in(monkeypatch, slot_cache, gather)
-    if DEVICE.type == "cpu":  # emulating each thread of a block takes time
-        monkeypatch.setattr(slot_cache, "_THREADS", 128)
 
 
 def make_shape(**changes: int) -> SlotCacheShape:

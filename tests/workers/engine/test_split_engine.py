@@ -35,8 +35,8 @@ from offload.codecs.formats import KvFormat
 from offload.errors import MemoryPlanError
 from tests.cuda_on_cpu import emulated
 from tests.tiny import byte_tokenizer, loaded, make_model, token_ids
+from tests.workers.engine import emulated_follower
 from tests.workers.engine.emulated_engine import emulate
-from tests.workers.engine.emulated_follower import KERNELS
 from workers.engine.gpu import followers, step_model
 from workers.engine.gpu.engine import GpuEngine
 from workers.engine.gpu.split_engine import SplitEngine
@@ -45,7 +45,7 @@ from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 
 ON_GPUS = torch.cuda.device_count() > 1
 DEVICE = torch.device("cuda", 0) if ON_GPUS else torch.device("cpu")
-MODULE = followers.MODULE if ON_GPUS else "tests.workers.engine.emulated_follower"
+MODULE = followers.MODULE if ON_GPUS else emulated_follower.MODULE
 CLOSE = 2e-3 if ON_GPUS else 5e-4
 CONFIG = SearchConfig(keep=0.1, window_len=16)
 CONTEXT_LENS = (300, 340)
@@ -66,10 +66,23 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def start(emulator: emulated.Emulator) -> Iterator[Callable[..., Any]]:
+    """How followers are started: on the CPU by a nursery, because each would import what it needs for seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(emulated_follower.KERNELS, str(emulator.directory))
+        if ON_GPUS:
+            yield followers._start
+            return
+        nursery = emulated_follower.Nursery()
+        yield nursery.start
+        nursery.close()
+
+
 @pytest.fixture(autouse=True)
-def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(emulator: emulated.Emulator, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(emulator, monkeypatch)
-    monkeypatch.setenv(KERNELS, str(emulator.directory))
+    monkeypatch.setattr(followers, "_start", start)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +119,8 @@ def close_shared() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def close_shared_after_all_tests() -> Iterator[None]:
+def close_shared_after_all_tests(start: Callable[..., Any]) -> Iterator[None]:
+    """Before a nursery ends, and its followers with it: one that is lost ends this process, too."""
     yield
     close_shared()
 
@@ -139,7 +153,8 @@ def talk(
     engine.close_request(1)
     engine.remove_context(1)
     engine.open(1, 0, config, selector)
-    engine.write_rows(1, rows)
+    if config.search_period == 1:  # as `write_rows` requires
+        engine.write_rows(1, rows)
     return said, np.concatenate([logits_of(engine, 0, said[0][3:]), logits_of(engine, 1, said[0][3:])])
 
 

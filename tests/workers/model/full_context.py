@@ -147,15 +147,16 @@ def _attend_compressed(model: Any, weights: list[Any], batch_sizes: tuple[int, .
 
 
 @torch.no_grad()
-def greedy(model: Any, context_id: int, question: list[int], num_tokens: int) -> list[int]:
-    """Return the tokens that transformers generates after context and question."""
-    ids = torch.cat([contexts_of(model)[context_id], torch.tensor(question, device=model.device)])[None]
-    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
-    return whole[0, ids.shape[1] :].tolist()
-
-
-@torch.no_grad()
 def logits_after(model: Any, context_id: int, continuation: list[int]) -> Tensor:
     """Return transformers' logits at each token of a continuation [len(continuation), vocab_size] float32."""
     ids = torch.cat([contexts_of(model)[context_id], torch.tensor(continuation, device=model.device)])[None]
-    return model(ids).logits[0, -len(continuation) :].float()
+    logits: Tensor = model(ids).logits
+    return logits[0, -len(continuation) :].float()
+
+
+def assert_greedy(tokens: list[int], model: Any, context_id: int, question: list[int]) -> None:
+    """Require the tokens that transformers generates greedily after context and question.
+
+    Each is the likeliest one after those before it, all of which one pass over them finds.
+    """
+    assert tokens == logits_after(model, context_id, question + tokens[:-1])[-len(tokens) :].argmax(1).tolist()

@@ -13,7 +13,7 @@ from tests.attention.device_steps import change_rows
 from tests.tiny import FAMILIES, make_model, token_ids
 from tests.workers.model.decoding import decode, prefill
 from tests.workers.model.full_attention import FullAttention
-from tests.workers.model.full_context import CONTEXT_LENS, full_attention, greedy, logits_after, make_runner
+from tests.workers.model.full_context import CONTEXT_LENS, assert_greedy, full_attention, logits_after, make_runner
 from workers.model import ModelRunner, take_weights
 
 pytestmark = pytest.mark.gpu
@@ -190,7 +190,7 @@ def test_float32_generates_the_tokens_of_transformers(family) -> None:
     runner = make_runner(model, (1, 3))
     first = int(prefill(runner, QUESTION, 1, CONTEXT_LENS[1], tail_id=0).next_ids)
     runner.fill(1, [first], [CONTEXT_LENS[1] + len(QUESTION)], [1], [0], [len(QUESTION) + 1])
-    assert [first, *decode(runner, 1, 31)[:, 0].tolist()] == greedy(model, 1, QUESTION, 32)
+    assert_greedy([first, *decode(runner, 1, 31)[:, 0].tolist()], model, 1, QUESTION)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,10 +9,10 @@ from tests.workers.model.decoding import decode, prefill
 from tests.workers.model.full_attention import FullAttention
 from tests.workers.model.full_context import (
     CONTEXT_LENS,
+    assert_greedy,
     context_kv,
     contexts_of,
     full_attention,
-    greedy,
     logits_after,
     make_runner,
 )
@@ -52,13 +52,13 @@ def test_greedy_tokens_equal_those_of_transformers() -> None:
     runner = make_runner(model)
     for tail_id, question in enumerate(QUESTIONS):
         context_id = tail_id % 2
-        assert ask(runner, context_id, tail_id, question, 32) == greedy(model, context_id, question, 32)
+        assert_greedy(ask(runner, context_id, tail_id, question, 32), model, context_id, question)
 
 
 @pytest.mark.parametrize("rope_type", ROPES)
 def test_greedy_tokens_equal_those_of_transformers_for_every_rope_type(rope_type) -> None:
     model = make_model(rope_parameters=ROPES[rope_type])
-    assert ask(make_runner(model), 0, 0, QUESTIONS[1], 32) == greedy(model, 0, QUESTIONS[1], 32)
+    assert_greedy(ask(make_runner(model), 0, 0, QUESTIONS[1], 32), model, 0, QUESTIONS[1])
 
 
 @pytest.mark.parametrize("use_qk_norm", [True, False])
@@ -71,7 +71,7 @@ def test_logits_equal_transformers_if_norms_after_rope_undo_its_scaling(use_qk_n
 @pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"num_key_value_heads": 4}, {"hidden_size": 72}])
 def test_greedy_tokens_equal_those_of_transformers_for_other_model_shapes(changes) -> None:
     model = make_model("llama", **changes)
-    assert ask(make_runner(model), 1, 0, QUESTIONS[2], 32) == greedy(model, 1, QUESTIONS[2], 32)
+    assert_greedy(ask(make_runner(model), 1, 0, QUESTIONS[2], 32), model, 1, QUESTIONS[2])
 
 
 def test_requests_in_one_batch_generate_the_tokens_they_generate_alone() -> None:
@@ -86,7 +86,7 @@ def test_requests_in_one_batch_generate_the_tokens_they_generate_alone() -> None
     runner.fill(4, *zip(*rows, strict=True))
     together = decode(runner, 4, 20).T.tolist()
     for row, (question, tokens) in enumerate(zip(QUESTIONS, together, strict=False)):
-        assert [rows[row][0], *tokens] == greedy(model, row % 2, question, 21)
+        assert_greedy([rows[row][0], *tokens], model, row % 2, question)
 
 
 def test_idle_rows_and_their_tails_do_not_change() -> None:

@@ -82,6 +82,15 @@ def require_room(request_slot: int, num_rows: int, room: int) -> None:
         )
 
 
+def require_rows_suffice(search_period: int) -> None:
+    """Raise ConfigError if a request's next step needs more of the steps before it than the rows they wrote."""
+    if search_period > 1:
+        raise ConfigError(
+            f"rows cannot be written to a request whose search_period is {search_period}: the choice that its next "
+            "tokens reuse is not among them; use 1"
+        )
+
+
 def require_token(next_id: int) -> int:
     """Return a step's next id. Raises ModelError if it is no token: NaN or infinity was the largest logit."""
     if next_id < 0:

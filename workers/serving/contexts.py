@@ -347,7 +347,8 @@ def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> None:
     Raises as `record_of` does, and ArtifactError or StoreFullError for a new name that cannot be written.
     """
     new = record_of(store, name, artifact_id, dtype)
-    if name in ContextFile(store).read():
+    known = ContextFile(store).read().get(name)
+    if known is not None and known.artifact_id == new.artifact_id:
         return
 
     def edit(records: dict[str, Record]) -> None:

@@ -99,6 +99,14 @@ def test_written_rows_can_be_read_before_the_next_step(artifact: Artifact, place
         assert torch.equal(engine.read_rows(0, 0, rows.shape[2])(), rows)
 
 
+def test_rows_for_a_request_that_reuses_choices_are_refused(artifact: Artifact, rng) -> None:
+    config = SearchConfig(window_len=16, search_period=3)
+    with gpu_engine(artifact, "hybrid", config) as engine:
+        engine.open(0, 0, config, "csattn")
+        with pytest.raises(ConfigError, match="search_period is 3"):
+            engine.write_rows(0, make_rows(60, rng))
+
+
 @pytest.mark.parametrize(
     ("placement", "lookahead"),
     [

@@ -97,6 +97,15 @@ def test_rows_beyond_the_tail_capacity_are_refused(artifact) -> None:
         assert torch.equal(engine.read_rows(1, 0, 100)(), rows)
 
 
+def test_rows_for_a_request_that_reuses_choices_are_refused(artifact) -> None:
+    with make_engine(artifact) as engine:
+        engine.open(0, 0, SearchConfig(), "csattn")
+        feed(engine, 0, TOKENS)
+        engine.open(1, 0, SearchConfig(search_period=3), "csattn")
+        with pytest.raises(ConfigError, match="search_period is 3"):
+            engine.write_rows(1, engine.read_rows(0, 0, 100)())
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma4_text"])
 def test_logits_without_a_context_equal_transformers(family: str) -> None:
     with make_engine(None, family) as engine:

@@ -38,6 +38,7 @@ from workers.engine.checks import (
     require_new_context,
     require_num_rows,
     require_room,
+    require_rows_suffice,
     require_unused,
     require_watch,
     seen_lens,
@@ -186,7 +187,7 @@ class CpuEngine(StepEngine):
 
     def write_rows(self, request_slot: int, rows: Tensor) -> None:
         request, num_rows = self.request(request_slot), rows.shape[2]
-        assert request.search_period == 1, "the choice that the next rows would reuse is not among the rows"
+        require_rows_suffice(request.search_period)
         self._require_room(request_slot, num_rows)
         self._model.whole_tails[:, request_slot, :, request.tail_len : request.tail_len + num_rows] = rows
         request.tail_len += num_rows

@@ -33,6 +33,7 @@ from workers.engine.checks import (
     require_new_context,
     require_num_rows,
     require_room,
+    require_rows_suffice,
     require_unused,
     require_watch,
     seen_lens,
@@ -236,7 +237,7 @@ class GpuEngine(StepEngine):
 
     def write_rows(self, request_slot: int, rows: Tensor) -> None:
         request = self._request(request_slot)
-        assert request.config.search_period == 1, "the choice that the next rows would reuse is not among the rows"
+        require_rows_suffice(request.config.search_period)
         self._require_room(request_slot, rows.shape[2])
         self._placing.ready().own_rows.write(request_slot, request.tail_len, rows)
         request.tail_len += rows.shape[2]

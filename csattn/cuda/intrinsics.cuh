@@ -131,6 +131,18 @@ __device__ __forceinline__ float4 load_relaxed(const float* from) {
                  : "memory");
     return x;
 }
+// The same for words, each of which is written as a whole.
+__device__ __forceinline__ void store_relaxed(u32* to, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint4 load_relaxed(const u32* from) {
+    uint4 x;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from)
+                 : "memory");
+    return x;
+}
 // The same for eight bytes, which arrive as a whole.
 __device__ __forceinline__ void store_relaxed(u64* to, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
@@ -138,18 +150,6 @@ __device__ __forceinline__ void store_relaxed(u64* to, u64 value) {
 __device__ __forceinline__ u64 load_relaxed(const u64* from) {
     u64 value;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-    return value;
-}
-
-// A counter at which blocks synchronise: what is visible to the thread before it adds is visible to threads that acquire the sum.
-__device__ __forceinline__ u32 add_and_release(u32* count, u32 number) {
-    u32 before;
-    asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(count), "r"(number) : "memory");
-    return before;
-}
-__device__ __forceinline__ u32 acquire(const u32* count) {
-    u32 value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
     return value;
 }
 

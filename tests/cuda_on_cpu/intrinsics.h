@@ -80,16 +80,15 @@ static inline float4 load_relaxed(const float* from) {
     std::memcpy(&x, from, sizeof x);
     return x;
 }
+static inline void store_relaxed(u32* to, u32 value) { *to = value; }
+static inline uint4 load_relaxed(const u32* from) {
+    pause_thread();  // another block may be about to store it
+    return {from[0], from[1], from[2], from[3]};
+}
 static inline void store_relaxed(u64* to, u64 value) { *to = value; }
 static inline u64 load_relaxed(const u64* from) {
     if (!*from) pause_thread();  // another thread of the block may be about to write it
     return *from;
-}
-
-static inline u32 add_and_release(u32* count, u32 number) { return __atomic_fetch_add(count, number, __ATOMIC_RELEASE); }
-static inline u32 acquire(const u32* count) {
-    pause_thread();  // another block may be about to add to it
-    return __atomic_load_n(count, __ATOMIC_ACQUIRE);
 }
 
 static inline void prefetch_l2(const void*) {}

@@ -65,10 +65,10 @@ class Searched:
         self.shape = shape_of(indexes[0], q.shape[1])
         longest = max(index.context_len for index in indexes)
         most_segments = max(index.num_segments for index in indexes)
-        loaded = DeviceIndexes(1, len(indexes), config, DEVICE, most_segments)
+        self.loaded = loaded = DeviceIndexes(1, len(indexes), config, DEVICE, most_segments)
         for number, index in enumerate(indexes):
             loaded.load(number, index.context_len, [to_device(index, DEVICE)])
-        search = DeviceSearch(
+        self.search = search = DeviceSearch(
             self.shape,
             batch_size=len(q),
             max_context_len=longest,
@@ -220,8 +220,23 @@ def test_a_choice_made_by_several_blocks_agrees_with_the_definition(
     index, q = make_index(3700, 2, group_size)
     config = SearchConfig(keep=keep, sink_len=4, window_len=16)
     searched = Searched([index], q[:1], [0], config, scale)
-    assert searched.pass_over._choosing == min(8, 2 ** int(np.ceil(np.log2(4096 / keys_of_block))))
+    assert searched.pass_over._choosing == min(8, -(-4096 // keys_of_block))
     assert_right(searched.selection(0), q[0], index, config, scale)
+
+
+def test_choices_by_several_blocks_step_after_step_agree_with_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More steps than what blocks tell each other has numbers for, with idle ones between."""
+    monkeypatch.setattr(sketch_pass, "LEAST_CHOOSING_KEYS", 400)
+    monkeypatch.setattr(sketch_pass, "multiprocessors", lambda device: 16)
+    index, q = make_index(1100, 1, 2)
+    searched = Searched([index], q[:1], [0])
+    assert searched.pass_over._choosing > 2
+    for step in range(1, 20):
+        ids = torch.tensor([-1 if step % 4 == 3 else 0], dtype=torch.int32, device=DEVICE)
+        queries = torch.tensor(q[step : step + 1], dtype=torch.float32, device=DEVICE)
+        searched.search.search(queries, searched.loaded, 0, ids, searched.out)
+        if ids >= 0:
+            assert_right(searched.selection(0), q[step], index)
 
 
 def test_a_choice_by_a_block_with_many_keys_agrees_with_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:

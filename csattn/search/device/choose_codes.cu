@@ -2,22 +2,18 @@
 // neither the device nor the division of keys makes a difference: see csattn.sketch.reference.group_scores.
 //
 // A radix select: group scores are counted in bins, one for each score if there is room, from the greatest possible down to one that as
-// many keys as are wanted certainly reach. Every block posts the prefix sums of its counts: for each bin, how many of its keys are in it
-// or in a higher one. After a barrier, each block finds for itself the bin of the last key to choose, and how many keys the blocks before
-// it choose.
+// many keys as are wanted certainly reach. Every block posts its counts. From all of them each block finds for itself the bin of the
+// last key to choose, and how many keys the blocks before it choose.
 
 #include "codes.cuh"
 
-constexpr u32 NUM_BINS = 4096;
+// In two steps: first the coarse bin of the last key to choose, then which of its FINE_BINS it is.
+constexpr u32 NUM_BINS = 4096, FINE_BINS = 32, COARSE_BINS = NUM_BINS / FINE_BINS;
+constexpr u32 NUMBER_BITS = 8, NUMBERS = (1 << NUMBER_BITS) - 1, MOST_MESSAGES = 16;  // of messages; of a launch: see `Counts`
 constexpr int TOTAL_BITS = 24, LOG_BITS = 16;  // of reference.normaliser
 constexpr int UNIT_KEYS = 8;                   // 16 bytes of scores
 constexpr u32 MARKED = 65535, LEAST = 1;       // group scores, in 16 bits; 0: may not be chosen
 constexpr u32 TWICE = 0x00010001u;             // times a number of 16 bits: the number in both halves
-constexpr u32 EACH = NUM_BINS / THREADS / 4;  // a thread's bins, by fours
-static_assert(EACH * 4 * THREADS == NUM_BINS, "threads share out the bins");
-// A bin is found in two steps: first its piece of neighbouring bins, by one sample of each piece, then the bin in this piece.
-constexpr u32 SAMPLES = THREADS / BLOCKS, PIECE = NUM_BINS / SAMPLES;
-static_assert(BLOCKS <= 16, "half a warp has all blocks' counts of a bin");
 
 // The neighbouring keys of a block and of one of its warps, in units.
 struct Share {
@@ -190,91 +186,90 @@ struct Bins {
     }
 };
 
-// A barrier of the blocks of a slot. All of them run at the same time: all slots together have no more than the device has room for.
-struct SlotBarrier {
-    u32* num_arrived;  // keeps counting from launch to launch
-
-    // Wait for all blocks. What any of their threads wrote to memory before, all of them see afterwards.
-    __device__ __forceinline__ void wait() const {
-        __syncthreads();
-        if (BLOCKS == 1) return;
-        if (threadIdx.x == 0) {
-            const u32 when_all = (add_and_release(num_arrived, 1) / BLOCKS + 1) * BLOCKS;
-            while (static_cast<int>(acquire(num_arrived) - when_all) < 0) {}
-        }
-        __syncthreads();
-    }
-};
-
-// The posted counts of all blocks of a slot, double-buffered: rounds alternate.
+// What the blocks of a slot count, each among its own keys, goes from block to block in messages. A word is a count and, in the lowest
+// bits, the message's number. So a block polls the words of others until they have that number, and no barrier is needed. All blocks of
+// a slot run at the same time: all slots together have no more than the device has room for.
 struct Counts {
-    u32 (*posted)[BLOCKS][NUM_BINS];  // [2]: keys in each bin or a higher one
-    u32 sampled[THREADS], in_piece[PIECE * BLOCKS], scratch[WARPS];
+    u32* posted;  // [2][BLOCKS * COARSE_BINS]: messages alternate. Who posts one has read the last one, so the one before it is read by all
+    alignas(16) u32 of_blocks[BLOCKS * COARSE_BINS];
+    uint2 sums[COARSE_BINS];  // of a bin: over all blocks, and over those before this one
 
-    // By the whole block: post the prefix sums of its counts, and clear these.
-    __device__ __forceinline__ void post(uint4* counts, int round) {
-        uint4* own_counts = counts + threadIdx.x * EACH;
-        uint4 up_to[EACH];
-        u32 sum = 0, total;
-#pragma unroll
-        for (u32 i = 0; i < EACH; ++i) {
-            const uint4 four = own_counts[i];
-            own_counts[i] = make_uint4(0, 0, 0, 0);
-            up_to[i] = make_uint4(sum + four.x, sum + four.x + four.y, sum + four.x + four.y + four.z, sum + four.x + four.y + four.z + four.w);
-            sum = up_to[i].w;
-        }
-        const u32 before = sum_before(sum, scratch, total);
-        uint4* to = reinterpret_cast<uint4*>(posted[round % 2][blockIdx.x]) + threadIdx.x * EACH;
-#pragma unroll
-        for (u32 i = 0; i < EACH; ++i)
-            to[i] = make_uint4(before + up_to[i].x, before + up_to[i].y, before + up_to[i].z, before + up_to[i].w);
-    }
+    __device__ __forceinline__ u32* words(u32 number) const { return posted + number % 2 * (BLOCKS * COARSE_BINS); }
 
-    // The sum of a count over all blocks, which neighbouring lanes have.
-    __device__ __forceinline__ static u32 over_blocks(u32 count) {
-        for (u32 step = 1; step < BLOCKS; step <<= 1) count += __shfl_xor_sync(ALL_LANES, count, step);
-        return count;
+    // Post this block's count of one of NUM bins.
+    template <u32 NUM> __device__ __forceinline__ void post(u32 number, u32 bin, u32 count) {
+        const u32 place = blockIdx.x * NUM + bin;
+        if (BLOCKS == 1)
+            of_blocks[place] = count;
+        else
+            store_relaxed(words(number) + place, count << NUMBER_BITS | number & NUMBERS);
     }
 
     struct Found {
-        u32 bin;                               // of the wanted key
-        u32 above;                             // keys in higher bins
-        u32 above_in_before, equal_in_before;  // of those, and of the bin's, how many the blocks before this one have
+        u32 bin;                                // of the wanted key
+        u32 above;                              // keys in higher bins
+        u32 above_in_before, inside_in_before;  // of those, and of the bin's, how many the blocks before this one have
     };
 
-    // By the whole block, when all have posted; at least as many keys as are wanted must be counted.
-    __device__ __forceinline__ Found find(u32 wanted, int round) {
-        const u32 rank = threadIdx.x % BLOCKS, place = threadIdx.x / BLOCKS, lane = threadIdx.x % 32;
-        const u32* of_rank = posted[round % 2][rank];
-        sampled[threadIdx.x] = __ldcg(of_rank + (place + 1) * PIECE - 1);
-        const u32 piece = __syncthreads_count(over_blocks(sampled[threadIdx.x]) < wanted) / BLOCKS;
-        constexpr u32 EACH_OF_PIECE = (PIECE * BLOCKS + THREADS - 1) / THREADS;
-        u32 up_to_bin[EACH_OF_PIECE], before = 0;
+    // By the whole block: when all blocks have posted their counts of NUM bins, the highest first, find the bin of the wanted key.
+    template <u32 NUM> __device__ __forceinline__ Found find(u32 number, u32 wanted) {
+        if (BLOCKS > 1) receive<NUM>(number);
+        __syncthreads();
+        if (threadIdx.x < NUM) {
+            u32 all = 0, before = 0;
 #pragma unroll
-        for (u32 k = 0; k < EACH_OF_PIECE; ++k) {
-            const u32 i = threadIdx.x + k * THREADS;
-            up_to_bin[k] = i < PIECE * BLOCKS ? __ldcg(of_rank + piece * PIECE + i / BLOCKS) : 0;
+            for (u32 block = 0; block < BLOCKS; ++block) {
+                const u32 count = of_blocks[block * NUM + threadIdx.x];
+                all += count, before += block < blockIdx.x ? count : 0;
+            }
+            sums[threadIdx.x] = make_uint2(all, before);
         }
+        __syncthreads();
+        constexpr u32 EACH = NUM / 32;  // a lane's bins
+        const u32 lane = threadIdx.x % 32;
+        uint2 of_lane = make_uint2(0, 0);
 #pragma unroll
-        for (u32 k = 0; k < EACH_OF_PIECE; ++k) {
-            const u32 i = threadIdx.x + k * THREADS;
-            if (i < PIECE * BLOCKS) in_piece[i] = up_to_bin[k];
-            before += over_blocks(up_to_bin[k]) < wanted && i < PIECE * BLOCKS;
+        for (u32 i = 0; i < EACH; ++i) of_lane.x += sums[lane * EACH + i].x, of_lane.y += sums[lane * EACH + i].y;
+        const u32 up_to = sum_up_to_lane(of_lane.x);
+        Found found{lane * EACH, up_to - of_lane.x, sum_up_to_lane(of_lane.y) - of_lane.y, 0};
+#pragma unroll
+        for (u32 i = 1; i < EACH; ++i) {
+            const uint2 higher = sums[found.bin];
+            if (found.above + higher.x < wanted) ++found.bin, found.above += higher.x, found.above_in_before += higher.y;
         }
-        u32 at;
-        sum_before(before, scratch, at);
-        at /= BLOCKS;
-        Found found{piece * PIECE + at, 0, 0, 0};
-        u32 up_to = 0, above = 0;  // of block `lane`: keys in the bin or above, and above it
-        if (lane < BLOCKS) {
-            up_to = in_piece[at * BLOCKS + lane];
-            above = at > 0 ? in_piece[(at - 1) * BLOCKS + lane] : piece > 0 ? sampled[(piece - 1) * BLOCKS + lane] : 0;
-        }
-        found.above = __reduce_add_sync(ALL_LANES, above);
-        found.above_in_before = __reduce_add_sync(ALL_LANES, lane < blockIdx.x ? above : 0);
-        found.equal_in_before = __reduce_add_sync(ALL_LANES, lane < blockIdx.x ? up_to - above : 0);
-        __syncthreads();  // others may still read what the next call writes
+        const u32 with_it = __popc(__ballot_sync(ALL_LANES, up_to < wanted));  // the lane that has the bin
+        found.bin = __shfl_sync(ALL_LANES, found.bin, with_it);
+        found.above = __shfl_sync(ALL_LANES, found.above, with_it);
+        found.above_in_before = __shfl_sync(ALL_LANES, found.above_in_before, with_it);
+        found.inside_in_before = sums[found.bin].y;
         return found;
+    }
+
+    // Wait for the message of all blocks.
+    template <u32 NUM> __device__ __forceinline__ void receive(u32 number) {
+        constexpr u32 FOURS = BLOCKS * NUM / 4, EACH = (FOURS + THREADS - 1) / THREADS;
+        const u32* from = words(number);
+        uint4 four[EACH];
+#pragma unroll
+        for (u32 k = 0; k < EACH; ++k) four[k] = make_uint4(~number, 0, 0, 0);
+        for (bool all = false; !all;) {
+            all = true;
+#pragma unroll
+            for (u32 k = 0; k < EACH; ++k)
+                if (const u32 i = threadIdx.x + k * THREADS; i < FOURS && differ(four[k], number)) four[k] = load_relaxed(from + 4 * i);
+#pragma unroll
+            for (u32 k = 0; k < EACH; ++k)
+                if (threadIdx.x + k * THREADS < FOURS && differ(four[k], number)) all = false;
+        }
+#pragma unroll
+        for (u32 k = 0; k < EACH; ++k) {
+            const uint4 x = make_uint4(four[k].x >> NUMBER_BITS, four[k].y >> NUMBER_BITS, four[k].z >> NUMBER_BITS, four[k].w >> NUMBER_BITS);
+            if (const u32 i = threadIdx.x + k * THREADS; i < FOURS) reinterpret_cast<uint4*>(of_blocks)[i] = x;
+        }
+    }
+    // Whether one of the words has another number.
+    __device__ __forceinline__ static bool differ(const uint4& four, u32 number) {
+        return ((four.x ^ number | four.y ^ number | four.z ^ number | four.w ^ number) & NUMBERS) != 0;
     }
 };
 
@@ -313,8 +308,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const uint4* scores, long long max_keys,  // as score_codes writes them
     const u32* octaves,           // [slots, GROUP_SIZE, NUM_OCTAVES], as score_codes writes them
     uint4* spilled_group_scores,  // [slots, max_keys / UNIT_KEYS], if a block's group scores do not fit into its shared memory
-    u32* num_arrived,             // [slots, 32]: see `SlotBarrier`
-    u32* posted,                  // [slots, 2, BLOCKS, NUM_BINS]: see `Counts`
+    u32* num_launches,            // [slots, BLOCKS]: of which each block has chosen keys
+    u32* posted,                  // [slots, 2, BLOCKS, COARSE_BINS]: see `Counts`
     int* kv_indices,              // [batch_size, num_index_heads, max_top_k], written
     int* valid_len,               // [batch_size, num_index_heads], written
     long long max_top_k
@@ -322,17 +317,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     extern __shared__ uint4 memory[];  // group scores of the block's keys
     __shared__ Normalisers normalisers;
     __shared__ Counts all;
-    __shared__ uint4 counts[NUM_BINS / 4];
+    __shared__ u32 counts[NUM_BINS], scratch[WARPS], launch;
     __shared__ AboveAndEqual of_warps[WARPS];
     const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
     const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
     const Share share(context.num_keys);
-    const SlotBarrier barrier{num_arrived + 32 * slot};
     const bool uses_marks = context_id >= 0 && context.top_k >= min_top_ks_for_marks[context_id];
     const u8* marks = uses_marks ? sketches[context_id].marks : nullptr;
 #pragma unroll 1
-    for (u32 i = threadIdx.x; i < NUM_BINS / 4; i += THREADS) counts[i] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x == 0) all.posted = reinterpret_cast<u32 (*)[BLOCKS][NUM_BINS]>(posted) + 2 * slot;
+    for (u32 i = threadIdx.x; i < NUM_BINS; i += THREADS) counts[i] = 0;
     wait_then_let_next_start(context.num_keys + static_cast<u32>(reinterpret_cast<u64>(marks)));
     const u32 wanted = context.top_k;
     int* chosen = kv_indices + slot * max_top_k;
@@ -340,12 +333,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     for (long long i = wanted + blockIdx.x * THREADS + threadIdx.x; i < max_top_k; i += BLOCKS * THREADS) chosen[i] = -1;
     if (blockIdx.x == 0 && threadIdx.x == 0) valid_len[slot] = wanted;
     if (wanted == 0) return;
+    if (threadIdx.x == 0) {
+        launch = ++num_launches[slot * BLOCKS + blockIdx.x];
+        all.posted = posted + slot * (2 * BLOCKS * COARSE_BINS);
+    }
+    const long long plane = max_keys / UNIT_KEYS;
+    scores += slot * GROUP_SIZE * plane;
     static_assert(GROUP_SIZE <= WARPS && NUM_OCTAVES == 4 * 32, "a warp has the counts of a query");
     const int of_warp = min(static_cast<int>(threadIdx.x) / 32, GROUP_SIZE - 1);
     const uint4 of_octaves = __ldcg(reinterpret_cast<const uint4*>(octaves + (slot * GROUP_SIZE + of_warp) * NUM_OCTAVES) + threadIdx.x % 32);
     const int exponent = Unit(Queries{coordinates, means, unit_exponents, max_segments}, slot).exponent;
-    const long long plane = max_keys / UNIT_KEYS;
-    scores += slot * GROUP_SIZE * plane;
     uint4* group_scores = (IN_SHARED ? memory : spilled_group_scores + slot * plane + share.of_block) - share.of_block;
     const int resident = context.sink_end + context.num_keys - context.window_start;  // in fewer than resident / UNIT_KEYS + 4 units
     if (GROUP_SIZE > 1) normalisers.find(of_octaves, exponent, wanted + resident / UNIT_KEYS + 4);
@@ -354,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     for (int g = 0; GROUP_SIZE > 1 && g < GROUP_SIZE; ++g)
         if (normalisers.tops[g] == 65535)
             normalisers.find_from_all_units(g, scores + g * plane, (context.num_keys + UNIT_KEYS - 1) / UNIT_KEYS, exponent,
-                                            all.scratch);
+                                            scratch);
     __syncthreads();
     const GroupScores of_scores = GROUP_SIZE > 1 ? GroupScores(normalisers) : GroupScores();
     if (marks) marks += head * static_cast<long long>((context.num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS) * (BLOCK_KEYS / 8);
@@ -366,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
 #pragma unroll 1
         for (int i = 0; i < UNIT_KEYS; ++i) {
             const u32 group_score = eight.x & 0xffffu;
-            if (bins.has(group_score)) atomicAdd(reinterpret_cast<u32*>(counts) + bins.bin_of(group_score), 1u);
+            if (bins.has(group_score)) atomicAdd(counts + bins.bin_of(group_score), 1u);
             eight = i % 2 ? make_uint4(eight.y, eight.z, eight.w, 0) : make_uint4(eight.x >> 16, eight.y, eight.z, eight.w);
         }
     };
@@ -378,16 +375,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
         count(eight);
     });
     u32 above = 0, above_before = 0, equal_before;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int round = 0;; ++round) {
+    for (u32 number = launch * MOST_MESSAGES;; number += 2) {
         __syncthreads();
-        all.post(counts, round);
-        barrier.wait();
-        const Counts::Found found = all.find(wanted - above, round);
-        above += found.above, above_before += found.above_in_before, equal_before = found.equal_in_before;
-        const bool is_one_score = bins.is_one_score(found.bin);
-        bins = bins.of_bin(found.bin);
+        u32 of_lane = 0;  // this block's count in coarse bin `warp + lane * WARPS`
+#pragma unroll 4
+        for (u32 i = 0; i < (COARSE_BINS + WARPS - 1) / WARPS; ++i) {
+            const u32 bin = warp + i * WARPS;
+            const u32 sum = __reduce_add_sync(ALL_LANES, bin < COARSE_BINS ? counts[bin * FINE_BINS + lane] : 0);
+            if (lane == i) of_lane = sum;
+        }
+        if (const u32 bin = warp + lane * WARPS; bin < COARSE_BINS) all.post<COARSE_BINS>(number, bin, of_lane);
+        const Counts::Found coarse = all.find<COARSE_BINS>(number, wanted - above);
+        if (warp == 0) all.post<FINE_BINS>(number + 1, lane, counts[coarse.bin * FINE_BINS + lane]);
+        above += coarse.above, above_before += coarse.above_in_before;
+        const Counts::Found fine = all.find<FINE_BINS>(number + 1, wanted - above);
+        above += fine.above, above_before += fine.above_in_before, equal_before = fine.inside_in_before;
+        const u32 bin = coarse.bin * FINE_BINS + fine.bin;
+        const bool is_one_score = bins.is_one_score(bin);
+        bins = bins.of_bin(bin);
         if (is_one_score) break;
+#pragma unroll 1
+        for (u32 i = threadIdx.x; i < NUM_BINS; i += THREADS) counts[i] = 0;
+        __syncthreads();
         share.for_each<1>([&](int unit) { count(group_scores[unit]); });
     }
     const u32 last = bins.lowest, quota = wanted - above;  // quota: how many of the keys with that group score are chosen
@@ -402,7 +413,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const u32 above_here = __reduce_add_sync(ALL_LANES, here & 0xffffu), equal_here = __reduce_add_sync(ALL_LANES, here >> 16);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = {above_here, equal_here};
     __syncthreads();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     above_before += __reduce_add_sync(ALL_LANES, lane < warp ? of_warps[lane].above : 0);
     equal_before += __reduce_add_sync(ALL_LANES, lane < warp ? of_warps[lane].equal : 0);
 

@@ -17,16 +17,17 @@ from csattn.table.lists import CHUNK_KEYS
 
 LEAST_TILE_KEYS, MOST_TILE_KEYS = 256, 1024
 TILES_OF_CONTEXT = 512  # if a context has more, tiles are doubled: later kernels read every tile's sums
-PASS_WARPS, WIDE_PASS_WARPS, MOST_STAGES = 12, 8, 4  # warps of a block, the second for wide heads; stages of a ring
-# shared memory of a block that scores, besides its warps' rings and counts; of one that chooses, besides group scores
-OTHER_PASS_BYTES, OTHER_CHOOSING_BYTES = 19 << 10, 35 << 10
+COARSE_BINS = 128  # as in choose_codes.cu
+PASS_WARPS, WIDE_PASS_WARPS, MOST_STAGES = 12, 8, 3  # warps of a block, the second for wide heads; stages of a ring
+OTHER_PASS_BYTES = 19 << 10  # shared memory of a block that scores, besides its warps' rings and counts
+# of one that chooses, besides group scores: in all, and for each block of its slot
+OTHER_CHOOSING_BYTES, CHOOSING_BLOCK_BYTES = 21 << 10, 4 * COARSE_BINS
 # Threads of a block of `attend_rest`. The latter where few blocks are waiting for memory at a time: because each has
 # several segments, or takes too much shared memory
 REST_THREADS, MOST_REST_THREADS = 128, 256
 BLOCK_BYTES = 2 << 10  # shared memory that CUDA reserves for each block, and small variables
 MOST_STAGED = 4 / 7  # of a block's shared memory, for a segment's transform; a larger one is read from global memory
-CHOOSE_BINS = 4096
-MOST_CHOOSING, LEAST_CHOOSING_KEYS = 16, 4096  # blocks that choose for one slot, and keys of each
+MOST_CHOOSING, LEAST_CHOOSING_KEYS = 32, 2048  # blocks that choose for one slot, and keys of each
 # keys from which such a block has 1024 threads: it takes all registers of a multiprocessor, and the next kernel begins
 # later
 MANY_KEYS = 16384
@@ -76,8 +77,8 @@ class SketchPass:
         self._octave_counts = memory(queries * keeps_scores, NUM_OCTAVES, dtype=torch.int32)
         spills = keeps_scores and not self._group_scores_fit
         self._group_scores = memory(slots * self.max_keys * spills, dtype=torch.int16)
-        self._arrived = memory(slots * keeps_scores, 32, dtype=torch.int32)
-        self._counted = memory(slots * keeps_scores, 2, self._choosing, CHOOSE_BINS, dtype=torch.int32)
+        self._launches = memory(slots * keeps_scores, self._choosing, dtype=torch.int32)
+        self._counted = memory(slots * keeps_scores, 2, self._choosing, COARSE_BINS, dtype=torch.int32)
         self._exponents = memory(queries * sums_rest, self.max_tiles)
         self._sums = memory(queries * self.max_tiles * sums_rest, self._num_sums)
 
@@ -119,7 +120,7 @@ class SketchPass:
             *(indexes.context_lens, indexes.top_ks, context_ids, top_ks),
             *(config.sink_len, config.window_len, indexes.min_top_ks_for_marks),
             *(indexes.tables[layer_idx], *self._queries),
-            *(self._scores, self.max_keys, self._octave_counts, self._group_scores, self._arrived, self._counted),
+            *(self._scores, self.max_keys, self._octave_counts, self._group_scores, self._launches, self._counted),
             *(out.kv_indices, out.valid_len, out.kv_indices.shape[2]),
         )
 
@@ -227,7 +228,8 @@ class SketchPass:
 
     @property
     def _group_scores_fit(self) -> bool:
-        return self._block_group_score_bytes <= limits().block_bytes - OTHER_CHOOSING_BYTES
+        other_bytes = OTHER_CHOOSING_BYTES + CHOOSING_BLOCK_BYTES * self._choosing
+        return self._block_group_score_bytes + other_bytes <= limits().block_bytes
 
     def _rest(self, rest_parts: int) -> CudaKernel:
         threads = self._rest_threads(rest_parts)
@@ -263,11 +265,4 @@ def tile_keys(max_context_len: int) -> int:
 
 def blocks_that_choose(num_slots: int, max_keys: int, num_multiprocessors: int) -> int:
     """Return how many blocks choose for a slot: one, or as many as run at the same time, with a multiprocessor each."""
-    size = 1
-    while (
-        2 * size <= MOST_CHOOSING
-        and 2 * size * num_slots <= num_multiprocessors
-        and size * LEAST_CHOOSING_KEYS < max_keys
-    ):
-        size *= 2
-    return size
+    return max(1, min(MOST_CHOOSING, num_multiprocessors // num_slots, -(-max_keys // LEAST_CHOOSING_KEYS)))

@@ -298,7 +298,7 @@ def test_each_row_of_a_batch_chooses_with_its_own_top_k() -> None:
 
 
 def test_group_scores_too_large_for_shared_memory_give_the_defined_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sketch_pass, "OTHER_CHOOSING_BYTES", limits().block_bytes - 1024)
+    monkeypatch.setattr(sketch_pass, "CHOOSING_BYTES", limits().block_bytes - 1024)
     index, q = make_index(3700)
     searched = Searched([index], q[:2], [0, 0])
     assert_right(searched.selection(0), q[0], index)

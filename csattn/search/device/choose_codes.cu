@@ -28,7 +28,7 @@ struct Share {
         end = min(end_of_block, first + of_warp);
     }
 
-    // use(unit) for each of the thread's units, with TOGETHER loads in flight. Nothing else is unrolled: it gains nothing, and five
+    // use(unit) for each of the thread's units, with TOGETHER loads in flight. Little else is unrolled: it gains nothing, and five
     // kernels a layer are many instructions.
     template <int TOGETHER, class Use> __device__ __forceinline__ void for_each(Use use) const {
 #pragma unroll TOGETHER
@@ -358,13 +358,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
 
     // find the group score of the last key that is chosen
     Bins bins = Bins::over(of_scores.top, of_scores.floor, true);
-    auto count = [&](uint4 eight) {
+    auto count = [&](const uint4& eight) {
         if (greatest_of(eight) < bins.lowest) return;
-#pragma unroll 1
+#pragma unroll
         for (int i = 0; i < UNIT_KEYS; ++i) {
-            const u32 group_score = eight.x & 0xffffu;
+            const u32 group_score = word_of(eight, i / 2) >> 16 * (i % 2) & 0xffffu;
             if (bins.has(group_score)) atomicAdd(counts + bins.bin_of(group_score), 1u);
-            eight = i % 2 ? make_uint4(eight.y, eight.z, eight.w, 0) : make_uint4(eight.x >> 16, eight.y, eight.z, eight.w);
         }
     };
     share.for_each<2>([&](int unit) {

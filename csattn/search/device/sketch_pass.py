@@ -21,16 +21,16 @@ COARSE_BINS = 128  # as in choose_codes.cu
 PASS_WARPS, WIDE_PASS_WARPS, MOST_STAGES = 12, 8, 3  # warps of a block, the second for wide heads; stages of a ring
 OTHER_PASS_BYTES = 19 << 10  # shared memory of a block that scores, besides its warps' rings and counts
 # of one that chooses, besides group scores: in all, and for each block of its slot
-OTHER_CHOOSING_BYTES, CHOOSING_BLOCK_BYTES = 21 << 10, 4 * COARSE_BINS
+CHOOSING_BYTES, CHOOSING_BLOCK_BYTES = 18 << 10, 4 * COARSE_BINS
 # Threads of a block of `attend_rest`. The latter where few blocks are waiting for memory at a time: because each has
 # several segments, or takes too much shared memory
 REST_THREADS, MOST_REST_THREADS = 128, 256
 BLOCK_BYTES = 2 << 10  # shared memory that CUDA reserves for each block, and small variables
 MOST_STAGED = 4 / 7  # of a block's shared memory, for a segment's transform; a larger one is read from global memory
 MOST_CHOOSING, LEAST_CHOOSING_KEYS = 32, 2048  # blocks that choose for one slot, and keys of each
-# keys from which such a block has 1024 threads: it takes all registers of a multiprocessor, and the next kernel begins
-# later
-MANY_KEYS = 16384
+# The keys of such a block up to which it has 256 threads, and from which it has 1024: these take all registers of a
+# multiprocessor, and the next kernel begins later. Between, it has 512.
+FEW_KEYS, MANY_KEYS = 4096, 16384
 NUM_OCTAVES = 128  # in which the pass counts scores
 SEGMENT_STEP = 16  # segments that kernels read at a time
 
@@ -64,7 +64,8 @@ class SketchPass:
         self.max_tiles = self.max_keys // self._tile_keys
         slots = batch_size * shape.num_index_heads
         queries = slots * shape.group_size
-        self._choosing = blocks_that_choose(slots, self.max_keys, multiprocessors(device))
+        self._choosing = blocks_that_choose(slots, self.max_keys, self._num_blocks)
+        self._chooses_at_once = slots * self._choosing <= self._num_blocks
 
         def memory(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -212,6 +213,9 @@ class SketchPass:
     @cached_property
     def _choose(self) -> CudaKernel:
         dtype, shared_bytes = torch.float32, self._block_group_score_bytes * self._group_scores_fit
+        if self._chooses_at_once:
+            # two blocks must not fit: a multiprocessor whose scoring ends early would get them, and others none
+            shared_bytes = max(shared_bytes, limits().block_bytes // 2 + BLOCK_BYTES - self._other_choosing_bytes)
         more = {"TILE_KEYS": self._tile_keys, "BLOCKS": self._choosing, "IN_SHARED": int(self._group_scores_fit)}
         return compiled(
             "choose_codes.cu", "choose_codes", self.shape, dtype, self._choosing_threads, shared_bytes, **more
@@ -219,7 +223,9 @@ class SketchPass:
 
     @property
     def _choosing_threads(self) -> int:
-        return 512 if self.max_keys < MANY_KEYS * self._choosing else 1024
+        if self.max_keys >= MANY_KEYS * self._choosing:
+            return 1024
+        return 256 if self.max_keys <= FEW_KEYS * self._choosing and self.shape.group_size <= 8 else 512
 
     @property
     def _block_group_score_bytes(self) -> int:
@@ -228,8 +234,11 @@ class SketchPass:
 
     @property
     def _group_scores_fit(self) -> bool:
-        other_bytes = OTHER_CHOOSING_BYTES + CHOOSING_BLOCK_BYTES * self._choosing
-        return self._block_group_score_bytes + other_bytes <= limits().block_bytes
+        return self._block_group_score_bytes + self._other_choosing_bytes + BLOCK_BYTES <= limits().block_bytes
+
+    @property
+    def _other_choosing_bytes(self) -> int:
+        return CHOOSING_BYTES + CHOOSING_BLOCK_BYTES * self._choosing
 
     def _rest(self, rest_parts: int) -> CudaKernel:
         threads = self._rest_threads(rest_parts)

@@ -28,9 +28,12 @@ REST_THREADS, MOST_REST_THREADS = 128, 256
 BLOCK_BYTES = 2 << 10  # shared memory that CUDA reserves for each block, and small variables
 MOST_STAGED = 4 / 7  # of a block's shared memory, for a segment's transform; a larger one is read from global memory
 MOST_CHOOSING, LEAST_CHOOSING_KEYS = 32, 2048  # blocks that choose for one slot, and keys of each
-# The keys of such a block up to which it has 256 threads, and from which it has 1024: these take all registers of a
-# multiprocessor, and the next kernel begins later. Between, it has 512.
+# The keys of such a block up to which it has 256 threads, if alone, and from which it has 1024: these take all
+# registers of a multiprocessor, and the next kernel begins later. Otherwise it has 512.
 FEW_KEYS, MANY_KEYS = 4096, 16384
+# Query heads of a group up to which blocks that choose are alone on their multiprocessor. With more, `attend_rest` has
+# so much to do that does not need the choice that it must begin beside them
+MOST_QUERIES_ALONE = 4
 NUM_OCTAVES = 128  # in which the pass counts scores
 SEGMENT_STEP = 16  # segments that kernels read at a time
 
@@ -65,7 +68,8 @@ class SketchPass:
         slots = batch_size * shape.num_index_heads
         queries = slots * shape.group_size
         self._choosing = blocks_that_choose(slots, self.max_keys, self._num_blocks)
-        self._chooses_at_once = slots * self._choosing <= self._num_blocks
+        at_once = slots * self._choosing <= self._num_blocks
+        self._chooses_alone = at_once and shape.group_size <= MOST_QUERIES_ALONE
 
         def memory(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -213,8 +217,8 @@ class SketchPass:
     @cached_property
     def _choose(self) -> CudaKernel:
         dtype, shared_bytes = torch.float32, self._block_group_score_bytes * self._group_scores_fit
-        if self._chooses_at_once:
-            # two blocks must not fit: a multiprocessor whose scoring ends early would get them, and others none
+        if self._chooses_alone:
+            # two blocks must not fit: a multiprocessor whose scoring ends early would get them, and another none
             shared_bytes = max(shared_bytes, limits().block_bytes // 2 + BLOCK_BYTES - self._other_choosing_bytes)
         more = {"TILE_KEYS": self._tile_keys, "BLOCKS": self._choosing, "IN_SHARED": int(self._group_scores_fit)}
         return compiled(
@@ -225,7 +229,7 @@ class SketchPass:
     def _choosing_threads(self) -> int:
         if self.max_keys >= MANY_KEYS * self._choosing:
             return 1024
-        return 256 if self.max_keys <= FEW_KEYS * self._choosing and self.shape.group_size <= 8 else 512
+        return 256 if self.max_keys <= FEW_KEYS * self._choosing and self._chooses_alone else 512
 
     @property
     def _block_group_score_bytes(self) -> int:

@@ -2,6 +2,8 @@
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +25,7 @@ class RequestCache(AttendingCache):
         """freed_request_slots: receives the slot when the request is garbage-collected."""
         self.session, self.request_slot = session, request_slot
         self.decoded = _DecodedTokens(session.artifact.spec.context_len)
+        self.is_generating = False  # within a `generate` whose arguments were checked
         engine = session.engine
         on_cpu = engine.request(request_slot) if isinstance(engine, CpuEngine) else None
         self._read = None if on_cpu is None else (on_cpu.count, on_cpu.index_bytes)  # also after the session has ended
@@ -31,6 +34,15 @@ class RequestCache(AttendingCache):
 
     def __repr__(self) -> str:
         return f"<RequestCache of {self.decoded.kv_len} tokens, {len(self.decoded.token_ids)} of its own>"
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """A call of `generate` whose arguments were checked."""
+        self.is_generating = True
+        try:
+            yield
+        finally:
+            self.is_generating = False
 
     def begins(self, token_ids: list[int]) -> bool:
         """Whether token_ids begin with all ids of the context."""

@@ -32,7 +32,7 @@ from workers.interrupts import interrupts_wait
 from workers.model.rows import ids_of, require_tokens
 from workers.request_cache import RequestCache
 from workers.serving.step_engine import StepRow
-from workers.session_model import Method
+from workers.session_model import METHODS, Method
 
 
 @contextmanager
@@ -96,7 +96,7 @@ class Session:
         if self._has_begun:
             raise ConfigError("this session is open already, or has ended; open another with `csattn_session`")
         self._has_begun = True
-        self._methods = [Method.begin_session(self.loaded.model, name) for name in ("forward", "generate")]
+        self._methods = [Method.begin_session(self.loaded.model, name) for name in METHODS]
         self._is_open = True
         return self
 

@@ -146,7 +146,7 @@ def broadcast(
     """
     fd = None if memory is None else memory.fd
     await_answers([channel for channel in channels if channel.send_request(kind, text, fd)], patience_s)
-    failures = [channel.failure for channel in channels if not channel.lost]
+    failures = [channel.mail.failure for channel in channels if not channel.lost]
     return next((failure for failure in failures if failure), None)
 
 

@@ -1,6 +1,6 @@
 """The checks: small functions from facts to findings, so that tests can try any machine without having it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from csattn.config import KMEANS_ON_CPU
@@ -38,25 +38,21 @@ def check_torch(facts: Facts) -> Sequence[Finding]:
     return [Finding("torch", "ok", text)]
 
 
-def check_device(facts: Facts) -> Sequence[Finding]:
+def check_device(facts: Facts) -> Iterator[Finding]:
     torch, seen = facts.probes["torch"], facts.gpus
     if "error" in torch:
-        return []
-    devices = torch["devices"]
-    if not devices:
-        if seen and torch.get("cuda"):
-            text = (
-                f"The driver {seen[0].driver} shows {seen[0].name}, but torch for CUDA {torch['cuda']} cannot use it."
-            )
-            remedy = "Update the driver, or install a torch for an older CUDA; also check CUDA_VISIBLE_DEVICES."
-            return [Finding("device", "problem", text, remedy)]
+        return
+    if not torch["devices"] and seen and torch.get("cuda"):
+        text = f"The driver {seen[0].driver} shows {seen[0].name}, but torch for CUDA {torch['cuda']} cannot use it."
+        remedy = "Update the driver, or install a torch for an older CUDA; also check CUDA_VISIBLE_DEVICES."
+        yield Finding("device", "problem", text, remedy)
+    elif not torch["devices"]:
         text = "No GPU is in use: prefill, search and decoding run on the CPU."
         if multiplies_bfloat16():
             text += " It has instructions for bfloat16, and computes models in bfloat16 or in fewer bits with them."
-        return [Finding("device", "ok", text)]
+        yield Finding("device", "ok", text)
     driver = f", driver {seen[0].driver}" if seen else ""
-    findings = []
-    for idx, device in enumerate(devices):
+    for idx, device in enumerate(torch["devices"]):
         free_bytes = device["free_bytes"]
         text = (
             f"GPU {idx} is {device['name']} (compute capability {device['capability']}{driver}) with "
@@ -64,16 +60,11 @@ def check_device(facts: Facts) -> Sequence[Finding]:
         )
         if device["missing"] is not None:
             text = f"{text[:-1]}, but csattn cannot decode on it: its kernels need {device['missing']}."
-            findings.append(
-                Finding("device", "warning", text, "Decode on the CPU, or on another GPU, such as an H100.")
-            )
+            yield Finding("device", "warning", text, "Decode on the CPU, or on another GPU, such as an H100.")
         elif free_bytes < LOW_DEVICE_BYTES:
-            findings.append(
-                Finding("device", "warning", text, "End the processes that hold its memory: `nvidia-smi` lists them.")
-            )
+            yield Finding("device", "warning", text, "End the processes that hold its memory: `nvidia-smi` lists them.")
         else:
-            findings.append(Finding("device", "ok", text))
-    return findings
+            yield Finding("device", "ok", text)
 
 
 def check_cupy(facts: Facts) -> Sequence[Finding]:
@@ -167,27 +158,25 @@ def check_ray(facts: Facts) -> Sequence[Finding]:
     return [Finding("ray", "ok", f"Ray {ray['version']}.")]
 
 
-def check_memory(facts: Facts) -> Sequence[Finding]:
+def check_memory(facts: Facts) -> Iterator[Finding]:
     memory = facts.probes["memory"]
     if "error" in memory:
-        return [Finding("memory", "warning", f"The amount of memory is unknown: {sentence(memory['error'])}")]
+        yield Finding("memory", "warning", f"The amount of memory is unknown: {sentence(memory['error'])}")
+        return
     available, total = memory["available_bytes"], memory["total_bytes"]
     text = f"{gib(available)} of host memory is available, of {gib(total)} in the machine."
     remedy = "" if available >= LOW_HOST_BYTES else "End other programs, or raise the container's memory limit."
-    findings = [Finding("memory", "warning" if remedy else "ok", text, remedy)]
+    yield Finding("memory", "warning" if remedy else "ok", text, remedy)
     if facts.probes["torch"].get("devices") and memory["locked_limit_bytes"] < available:
         text = (
             f"`ulimit -l` lets a process lock {gib(memory['locked_limit_bytes'])}; some drivers count pinned memory "
             "towards it."
         )
-        findings.append(
-            Finding("memory", "warning", text, "If pinning fails: ulimit -l unlimited, or --ulimit memlock=-1.")
-        )
+        yield Finding("memory", "warning", text, "If pinning fails: ulimit -l unlimited, or --ulimit memlock=-1.")
     shared = facts.shared_memory_bytes
     if shared is not None and shared < LOW_SHARED_BYTES:
         text = f"/dev/shm has {gib(shared)} free; Ray and searches in other processes exchange data there."
-        findings.append(Finding("memory", "warning", text, "Start the container with --shm-size=4g."))
-    return findings
+        yield Finding("memory", "warning", text, "Start the container with --shm-size=4g.")
 
 
 def check_cpus(facts: Facts) -> Sequence[Finding]:
@@ -198,7 +187,7 @@ def check_cpus(facts: Facts) -> Sequence[Finding]:
     return [Finding("cpus", "ok", text)]
 
 
-CHECKS: tuple[Callable[[Facts], Sequence[Finding]], ...] = (
+CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
     check_python,
     check_cpus,
     check_memory,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from csattn.cpus import available_cpus
+from workers.child import module_command
 
 IMPORTS = ("faiss", "cupy", "triton", "ray")
 _FAMILIES = ("faiss", "cupy", "torch", "triton", "numba", "ray", "csattn")
@@ -84,8 +85,7 @@ def _ended_probes(pool: ThreadPoolExecutor) -> Iterator[None]:
 
 def ask(probe: str, *arguments: str, timeout_s: float = _PROBE_TIMEOUT_S) -> Answer:
     """Run a probe in its own process; return its answer, or why it failed."""
-    command = [sys.executable, "-P", "-m", "workers.doctor.probes", probe, *arguments]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command, environment = module_command("workers.doctor.probes", probe, *arguments)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace", env=environment) as process:
         _running.add(process)

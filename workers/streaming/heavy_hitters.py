@@ -43,15 +43,9 @@ class HeavyRows(StreamRows):
         heavy = (self._before_rope, self._heavy_k, self._heavy_v, self._heavy_mass, self._window_mass)
         return self._window.num_bytes + sum(tensor.nbytes for tensor in heavy)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
-        outs, start = [], 0
-        while start < q.shape[1]:
-            num_tokens = max(1, min(self._block_len, q.shape[1] - start, self._window_len - self.kv_len))
-            block = slice(start, start + num_tokens)
-            self._store(k[:, block], v[:, block])
-            outs.append(self._attend_block(q[:, block], softmax_scale))
-            start += num_tokens
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    @property
+    def _num_together(self) -> int:
+        return max(1, min(self._block_len, self._window_len - self.kv_len))
 
     def _store(self, k: Tensor, v: Tensor) -> None:
         if self.kv_len >= self._window_len:
@@ -89,7 +83,6 @@ class HeavyRows(StreamRows):
         self._heavy_k[head, heavy] = self._places.rotate(self._before_rope[head, heavy], heavy)
 
     def _attend_block(self, q: Tensor, softmax_scale: float) -> Tensor:
-        """Attend from the last rows stored: q [num_q_heads, num_tokens, head_dim] -> out, same shape."""
         num_kv_heads, num_tokens, end = len(self._heavy_k), q.shape[1], self._window.end
         oldest = max(0, end - self._window_len)
         last_place = self._num_heavy + end - oldest - 1

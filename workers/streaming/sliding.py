@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from workers.streaming.places import Places
@@ -92,10 +93,24 @@ class StreamRows(ABC):
         """Attend from the tokens given to `append`: q [num_q_heads, num_tokens, head_dim], before RoPE -> out, same
         shape."""
         assert self._pending is not None, "queries come after their tokens' keys"
-        out = self._attend(q, *self._pending, softmax_scale)
+        (k, v), outs, start = self._pending, [], 0
+        while start < q.shape[1]:
+            block = slice(start, start + self._num_together)
+            self._store(k[:, block], v[:, block])
+            outs.append(self._attend_block(q[:, block], softmax_scale))
+            start = block.stop
         self._pending = None
-        return out
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    @property
+    def _num_together(self) -> int:
+        """How many of the next tokens attend together."""
+        return self._block_len
 
     @abstractmethod
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
-        """`attend`, for tokens with the rows k, v: [num_kv_heads, num_tokens, head_dim]."""
+    def _store(self, k: Tensor, v: Tensor) -> None:
+        """Store the rows of tokens that attend together: [num_kv_heads, num_tokens, head_dim], before RoPE."""
+
+    @abstractmethod
+    def _attend_block(self, q: Tensor, softmax_scale: float) -> Tensor:
+        """Attend from the last tokens stored: q [num_q_heads, num_tokens, head_dim], before RoPE -> out, same shape."""

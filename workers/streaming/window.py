@@ -34,16 +34,6 @@ class WindowRows(StreamRows):
         """Bytes of memory allocated, whether filled yet or not."""
         return self._sinks.nbytes + self._window.num_bytes
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
-        outs = []
-        for start in range(0, q.shape[1], self._block_len):
-            block = slice(start, start + self._block_len)
-            self._store(k[:, block], v[:, block])
-            sinks = self._attend_sinks(q[:, block], softmax_scale)
-            window = self._attend_window(q[:, block], softmax_scale)
-            outs.append(merge_state(*sinks, *window)[0])
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-
     def _store(self, k: Tensor, v: Tensor) -> None:
         num_sinks = max(0, min(self._sink_len - self.kv_len, k.shape[1]))
         if num_sinks:
@@ -53,6 +43,9 @@ class WindowRows(StreamRows):
         if num_sinks < k.shape[1]:
             self._window.store(k[:, num_sinks:], v[:, num_sinks:])
         self.kv_len += k.shape[1]
+
+    def _attend_block(self, q: Tensor, softmax_scale: float) -> Tensor:
+        return merge_state(*self._attend_sinks(q, softmax_scale), *self._attend_window(q, softmax_scale))[0]
 
     def _attend_sinks(self, q: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         """Attend from the last tokens stored to the sinks.

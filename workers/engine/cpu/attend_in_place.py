@@ -73,12 +73,10 @@ class AttendInPlace:
             self._kv[:, row] = request.context.kv_words
             self._moments[:, row] = [word(moments.table) for moments in request.moments] or 0
             self._model.maps[:, row] = request.context.map_words if request.looks_ahead else 0
-        heads = [
-            0 if attends_per_row else request.num_index_heads
-            for request, attends_per_row in zip(requests, plan.attends_per_row, strict=True)
-        ]
-        values = {
-            "context_lens": [request.view.context_len for request in requests],
+        alone = zip(requests, plan.attends_per_row, strict=True)
+        heads = [0 if attends_per_row else request.num_index_heads for request, attends_per_row in alone]
+        values: dict[str, Any] = {
+            "context_lens": plan.context_lens,
             "sink_ends": [request.near[0] for request in requests],
             "window_starts": [request.near[1] for request in requests],
             "num_index_heads": heads,
@@ -115,11 +113,10 @@ class AttendInPlace:
 
     def set_lens(self, plan: RowPlan, tail_lens: NDArray[np.int64]) -> None:
         """Set the lengths of the next step's rows, and divide its work into pieces."""
-        context_lens = np.array([request.view.context_len for request in plan.requests])
         for local in self._indexless:
-            local.set_lens(context_lens, tail_lens)
+            local.set_lens(plan.context_lens, tail_lens)
         if self.compressed is not None:
-            self.compressed.set_lens([request.request_slot for request in plan.requests], context_lens, tail_lens)
+            self.compressed.set_lens(plan.request_slots, plan.context_lens, tail_lens)
         if not self._arguments:
             return
         heads = int(self._by_row["num_index_heads"][: len(tail_lens)].max())

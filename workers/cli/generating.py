@@ -1,8 +1,7 @@
 """`csattn generate`: answer one question from one artifact, token by token; on request with full attention too."""
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -169,25 +168,18 @@ def speak(
     selector: SelectorName,
     ids: list[int],  # the question's
     max_new_tokens: int,
-    name: str,  # printed before the answer
+    name: str,
 ) -> Answer:
-    """Answer, printing the text as it comes once the question is read."""
-    with _speaking(name) as on_read:
-        return answer(engine, loaded, artifact, config, ids, max_new_tokens, write, selector, on_read=on_read)
-
-
-@contextmanager
-def _speaking(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a callback (done, total) for reading the question, which then prints the name; at exit, end the line."""
+    """Answer, printing the name once the question is read, and then the text as it comes."""
     with reading("reading the question") as show, ExitStack() as line:
 
         def on_read(done: int, total: int) -> None:
             show(done, total)
             if done == total:
                 out.print(f"{name}: ", end="", style="bold")
-                line.callback(out.print)
+                line.callback(out.print)  # ends the line
 
-        yield on_read
+        return answer(engine, loaded, artifact, config, ids, max_new_tokens, write, selector, on_read=on_read)
 
 
 def comparison(title: str, sparse: Answer, full: Answer) -> Any:

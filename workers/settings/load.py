@@ -11,15 +11,7 @@ from csattn.build_options import AUTO
 from csattn.errors import ConfigError
 from workers.settings.convert import SECRETS, convert, shown, wanted
 from workers.settings.parts import KEYS, SECTIONS, UNTIL_CHOSEN, Secret, Settings, default_lookahead
-from workers.settings.sources import (
-    CONFIG_VARIABLE,
-    PREFIX,
-    Leaf,
-    Origin,
-    from_environment,
-    from_file,
-    variable_of,
-)
+from workers.settings.sources import CONFIG_VARIABLE, PREFIX, Leaf, Origin, from_environment, from_file, variable_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +79,7 @@ def nearest(unknown: str) -> str | None:
     by_spelling = {variable_of(key) if unknown.startswith(PREFIX) else key: key for key in KEYS}
     if close := get_close_matches(unknown, by_spelling, n=1, cutoff=0.7):
         return by_spelling[close[0]]
-    by_name: dict[str, str] = {}
-    for key in KEYS:
-        by_name.setdefault(key.split(".")[1], key)
+    by_name = {key.split(".")[1]: key for key in reversed(KEYS)}  # of equal names the first
     close = get_close_matches(unknown.removeprefix(PREFIX).lower().split(".")[-1], by_name, n=1, cutoff=0.7)
     return by_name[close[0]] if close else None
 

@@ -301,11 +301,8 @@ class Contexts:
     def _fault(self, record: Record) -> str:
         """Why this service cannot answer from the record's artifact, and what a client can do; empty if it can answer,
         or if there is no artifact yet."""
-        if record.artifact_id is None:
+        if record.artifact_id is None or not (found := self._examine(self._store / record.artifact_id)).fault:
             return ""
-        found = self._examine(self._store / record.artifact_id)
-        if not found.fault or found.is_foreign:
-            return found.fault
         remedy = "only the service's operator can mend that"
         if found.is_lost and record.text_sha256 is not None:
             remedy = "send its text again with POST /v1/contexts, and it is built again"

@@ -57,17 +57,10 @@ class AskOptions:
     host_budget: str | None = None  # host memory for the context's rows; None: as much as they take
 
     def __post_init__(self) -> None:
-        kv_format, budget_bytes = self.kv_format, self.budget_bytes
+        kv_format = None if self.kv_codec is None else KvFormat.parse(self.kv_codec)
+        budget_bytes = None if self.host_budget is None else parse_size(self.host_budget)
         if self.placement != AUTO:
             require_together(self.placement, self.selector, budget_bytes, self.num_devices, kv_format)
-
-    @property
-    def kv_format(self) -> KvFormat | None:
-        return None if self.kv_codec is None else KvFormat.parse(self.kv_codec)
-
-    @property
-    def budget_bytes(self) -> int | None:
-        return None if self.host_budget is None else parse_size(self.host_budget)
 
 
 def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOptions) -> dict[str, Any]:
@@ -148,8 +141,8 @@ def _answer(
             selector,
             placement=where,
             num_devices=options.num_devices,
-            kv_format=options.kv_format,
-            host_budget_bytes=options.budget_bytes,
+            kv_format=options.kv_codec,
+            host_budget_bytes=options.host_budget,
             max_requests=1,
             tail_capacity=len(ids) + at_most,
             num_threads=options.threads,

@@ -118,12 +118,10 @@ def _verify_store(store: Path, names: list[str]) -> dict[str, Any]:
             try:
                 verify_artifact(store / name)
                 intact.append(name)
-            except ArtifactMismatchError as error:
-                unreadable[name] = str(error)
-                err.print(f"not readable here: {name}: {error}", soft_wrap=True)
             except ArtifactError as error:
-                broken[name] = str(error)
-                err.print(f"not intact: {name}: {error}", soft_wrap=True)
+                is_sound = isinstance(error, ArtifactMismatchError)
+                (unreadable if is_sound else broken)[name] = str(error)
+                err.print(f"not {'readable here' if is_sound else 'intact'}: {name}: {error}", soft_wrap=True)
             count(1)
     out.print(f"intact: {len(intact)} of {counted(len(names), 'artifact')} in {store}")
     found = {"artifacts": intact, "broken": broken, "unreadable": unreadable}

@@ -53,11 +53,10 @@ class Facts:
 
 def gather_facts(store: Path) -> Facts:
     """Gather all facts. Takes a few seconds: each library is loaded once, in a process of its own."""
-    wanted = [("torch", "torch"), ("numba", "numba"), ("memory", "memory"), ("store", "store", str(store))]
-    wanted += [("kept", "kept", str(store))]
-    wanted += [(name, "import", name) for name in IMPORTS]
+    wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in ("torch", "numba", "memory")}
+    wanted |= {name: (name, str(store)) for name in ("store", "kept")} | {name: ("import", name) for name in IMPORTS}
     with ThreadPoolExecutor(min(4, available_cpus())) as pool, _ended_probes(pool):
-        answers = {name: pool.submit(ask, *probe) for name, *probe in wanted}
+        answers = {name: pool.submit(ask, *probe) for name, probe in wanted.items()}
         return Facts(
             python=sys.version_info[:2],
             packages=installed_packages(),

@@ -37,11 +37,12 @@ class SearchWorker:
     when it returns. The host must not restart the worker: the client notices the end at once, and launches a new one.
     """
 
+    _connection: socket.socket  # these two from `serve` on
+    _searches: StepSearches
+
     def __init__(self, spec: WorkerSpec, open_context: Callable[[Path], Artifact] = open_artifact) -> None:
         self.spec, self._open_context = spec, open_context
-        self._connection: socket.socket | None = None
         self._mail: Mail | None = None
-        self._searches: StepSearches | None = None
         self._step_memory: NDArray[np.uint8] | None = None  # received, but not attached yet
         self._artifacts: dict[int, Artifact] = {}
         self._num_answers = 0
@@ -80,7 +81,6 @@ class SearchWorker:
 
     def _listen(self) -> bool:
         """Sleep until the client sends something, and take new memory that comes with it; false if it has gone."""
-        assert self._connection is not None
         data, fds, _, _ = socket.recv_fds(self._connection, 64, 4)
         for fd in fds:
             memory = map_memory(fd)
@@ -92,7 +92,7 @@ class SearchWorker:
         return data != b""
 
     def _answer(self) -> None:
-        assert self._mail is not None and self._connection is not None
+        assert self._mail is not None, "a request has come through it"
         mail, status, since_ns = self._mail, DONE, time.perf_counter_ns()
         try:
             self._execute(mail)
@@ -104,7 +104,6 @@ class SearchWorker:
             self._connection.send(WAKE_UP)
 
     def _execute(self, mail: Mail) -> None:
-        assert self._searches is not None
         kind = int(mail.words[KIND])
         if kind == STEP:
             plan, records, layer_idx, since = mail.read_step()

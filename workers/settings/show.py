@@ -5,10 +5,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from workers.settings.convert import SECRETS, wanted
-from workers.settings.load import Loaded
+from workers.settings.load import SECRETS, Loaded, variable_of, wanted
 from workers.settings.parts import KEYS, SECTIONS, Key, Secret
-from workers.settings.sources import variable_of
 
 _HEAD = """\
 Settings of csattn, all at their defaults: keep the lines that you change.

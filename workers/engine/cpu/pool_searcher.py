@@ -21,7 +21,6 @@ class RowSearch:
 
     context_id: int
     q: NDArray[np.float32]  # [num_rows, num_q_heads, head_dim], after RoPE
-    top_k: int
     sink_len: int
     window_len: int
     softmax_scale: float
@@ -70,7 +69,6 @@ class PoolSearcher:
     def _search(self, layer_idx: int, search: RowSearch) -> LayerSearch:
         of_layers = self._kept.setdefault(search, {})
         if layer_idx not in of_layers:
-            assert search.out.kv_indices.shape[2] == search.top_k
             index = self._indexes[search.context_id][layer_idx]
             of_layers[layer_idx] = LayerSearch(
                 search.q, index, None, search.sink_len, search.window_len, search.softmax_scale, search.out

@@ -247,15 +247,7 @@ def _group(model: CpuModel, first: int, requests: list[CpuRequest], softmax_scal
 
     def search(q: NDArray[np.float32], out: TokenSelections) -> RowSearch:
         config = request.view.config
-        return RowSearch(
-            context_id=request.context_id,
-            q=q[rows],
-            top_k=request.top_k,
-            sink_len=config.sink_len,
-            window_len=config.window_len,
-            softmax_scale=softmax_scale,
-            out=out,
-        )
+        return RowSearch(request.context_id, q[rows], config.sink_len, config.window_len, softmax_scale, out)
 
     late = search(model.q, one), search(model.q, two)
     early = (search(model.q_ahead[0], one), search(model.q_ahead[1], two)) if request.looks_ahead else None

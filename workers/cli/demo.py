@@ -204,14 +204,14 @@ def _observe(
     """Answer again, looking at every step: apart from the timed answers, because looking reads all keys."""
     exchanges = []
     out.print()
-    with counting("comparing what was read with exact Top-K", len(questions), "answer") as count:
+    with counting("comparing what was read with exact Top-K", len(questions), "answer") as bar:
         for question, (sparse, full) in zip(questions, pairs, strict=True):
             probe = AttentionProbe(artifact)
             ids = question_tokens(loaded, artifact, question.text)
             answer(engine, loaded, artifact, _CONFIG, ids, _MAX_NEW_TOKENS, observer=probe)
             recall, reads = probe.per_head(probe.recall), probe.per_head(probe.reads)
             exchanges.append(Exchange(question, sparse, full, recall, reads))
-            count(1)
+            bar.advance(1)
     return exchanges
 
 

@@ -170,8 +170,8 @@ class JsonProgress:
 
 
 @contextmanager
-def counting(what: str, total: int, one: str) -> Iterator[Callable[[int], None]]:
-    """Yield a callback (how many more are done) for a bar; a line at the end, without a terminal also at the start.
+def counting(what: str, total: int, one: str) -> Iterator[Bar]:
+    """Yield a bar to be advanced; print a line at the end, without a terminal also at the start.
 
     one: the singular of what is counted.
     """
@@ -180,7 +180,7 @@ def counting(what: str, total: int, one: str) -> Iterator[Callable[[int], None]]
         err.print(f"{what}: {counted(total, one)}")
     with Bar(TimeRemainingColumn(), transient=True) as bar:
         bar.show(what, 0, total)
-        yield bar.advance
+        yield bar
     err.print(f"{what}: done in {time.monotonic() - started:.1f} s")
 
 

@@ -188,7 +188,8 @@ struct Bins {
 
 // What the blocks of a slot count, each among its own keys, goes from block to block in messages. A word is a count and, in the lowest
 // bits, the message's number. So a block polls the words of others until they have that number, and no barrier is needed. All blocks of
-// a slot run at the same time: all slots together have no more than the device has room for.
+// a slot run at the same time: all slots together have no more than the device has room for, and no other kernel whose blocks wait for
+// each other may run beside this one.
 struct Counts {
     // [2][BLOCKS * COARSE_BINS]: messages alternate. Who posts one has read the last one, and so all have read the one before that.
     u32* posted;

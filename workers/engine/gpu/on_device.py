@@ -142,6 +142,7 @@ def make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -
             device=device,
             max_segments=shape.max_segments,
             sums_rest=shape.rest == "sketch" and not shape.has_separate_rest_pass,
+            beside=shape.searches_beside,
         )
         for batch_size in shape.batch_sizes
     }

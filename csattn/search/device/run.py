@@ -27,6 +27,7 @@ class DeviceSearch:
         device: torch.device,
         max_segments: int = 0,  # sketches only
         sums_rest: bool = False,  # sketches only: `scores.attend_rest` may follow a search
+        beside: bool = False,  # whether it runs beside another search, on another stream
     ) -> None:
         self.shape, self.batch_size, self.max_context_len = shape, batch_size, max_context_len
         self.scores: SketchPass | ListsPass
@@ -41,6 +42,7 @@ class DeviceSearch:
                 device=device,
                 keeps_scores=True,
                 sums_rest=sums_rest,
+                beside=beside,
             )
         else:
             self.scores = ListsPass(

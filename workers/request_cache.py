@@ -2,8 +2,6 @@
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,15 +34,6 @@ class RequestCache(AttendingCache):
 
     def __repr__(self) -> str:
         return f"<RequestCache of {self.decoded.kv_len} tokens, {len(self.decoded.token_ids)} of its own>"
-
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """A call of `generate` whose arguments were checked."""
-        self.is_generating = True
-        try:
-            yield
-        finally:
-            self.is_generating = False
 
     def begins(self, token_ids: list[int]) -> bool:
         """Whether token_ids begin with all ids of the context."""

@@ -85,8 +85,11 @@ class Method:
             return self._decode(cache, given)
         if self.name == "generate":  # before any step: only `generate` sees all ids
             _require_generable(cache, given, self._model.generation_config)
-            with cache.generating():
+            cache.is_generating = True
+            try:
                 return self._method(*args, **kwargs)
+            finally:
+                cache.is_generating = False
         if not cache.is_generating:
             raise ConfigError(
                 "this `generate` was taken from the model before a session of it opened, and would not check that the "

@@ -255,5 +255,5 @@ class _LocalRows:
 def _scores_anew(plan: RowPlan, row: int) -> bool:
     """Whether attention to the rest by its codes runs here, because no search does it on the way."""
     request = plan.requests[row]
-    by_search = request.searches_attend and not plan.reuses(row)
+    by_search = request.searches_attend and plan.sources[row] == row
     return bool(request.sketches) and not plan.attends_per_row[row] and not by_search

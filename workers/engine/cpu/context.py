@@ -315,10 +315,6 @@ class CpuRequest:
         stays = over_sketch or self.selector == "full"
         return 0 if stays else max(0, tail_len - self.view.config.window_len)
 
-    def own_segments(self, tail_len: int) -> int:
-        """Return how many own segments are in use for a token that sees tail_len own rows."""
-        return self.own.num_segments(tail_len) if self.own is not None else 0
-
     def selects_per_row(self, tail_len: int) -> bool:
         """Whether a token that sees tail_len own rows chooses by `choices`, not in a search with other rows."""
         return self.has_selector or (self.selector == "csattn" and self.num_outside_window(tail_len) > 0)

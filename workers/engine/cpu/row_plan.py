@@ -34,7 +34,7 @@ class RowKind:
         """tail_len: rows of its tail that the row sees, its own included."""
         token = (tail_len - 1) % request.search_period
         per_row = request.selects_per_row(tail_len), request.attends_per_row(tail_len)
-        return cls(token, *per_row, request.own_segments(tail_len))
+        return cls(token, *per_row, 0 if request.own is None else request.own.num_segments(tail_len))
 
     @property
     def is_searched(self) -> bool:
@@ -70,10 +70,6 @@ class RowPlan:
     groups: list[Group]
     owns: list[OwnSearch | None]  # the search of the own segments that the row reads
     ahead: bool  # whether any row needs predicted queries
-
-    def reuses(self, row: int) -> bool:
-        """Whether the row attends to what another token's query has chosen."""
-        return self.sources[row] != row
 
     def selection(self, row: int, indexed_idx: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
         """Return kv_indices [num_index_heads, top_k] and valid_len that the row reads; None without a search."""

@@ -66,7 +66,7 @@ def gather_facts(store: Path) -> Facts:
             openmp_waits=os.environ.get("OMP_WAIT_POLICY"),
             num_cpus=available_cpus(),
             cpu_quota=cpu_quota(),
-            shared_memory_bytes=_free_bytes(Path("/dev/shm")),
+            shared_memory_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
         )
 
 
@@ -145,7 +145,3 @@ def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
     except (OSError, ValueError):
         return None
     return None if quota == "max" else int(quota) / int(period)
-
-
-def _free_bytes(path: Path) -> int | None:
-    return shutil.disk_usage(path).free if path.is_dir() else None

@@ -27,7 +27,9 @@ def example() -> str:
         for key, spec in KEYS.items():
             if key.startswith(f"{section}."):
                 lines += [f"# {line}" for line in textwrap.wrap(_explain(spec), 110)]
-                lines.append(_assignment(key.split(".")[1], spec.default))
+                name, default = key.split(".")[1], spec.default
+                # TOML has no null; its strings, numbers and empty lists are those of JSON
+                lines.append(f"# {name} =" if default is None else f"{name} = {json.dumps(_plain(default))}")
     return "\n".join(lines) + "\n"
 
 
@@ -38,11 +40,6 @@ def _explain(spec: Key) -> str:
     bounds += [f"at most {spec.highest:g}"] if spec.highest is not None else []
     takes = "a list of keys" if spec.hint == SECRETS else wanted(spec.hint)
     return f"{spec.words} ({', '.join([takes, *bounds])})"
-
-
-def _assignment(name: str, default: Any) -> str:
-    # TOML has no null; its strings, numbers and empty lists are those of JSON
-    return f"# {name} =" if default is None else f"{name} = {json.dumps(_plain(default))}"
 
 
 def _plain(value: Any) -> Any:

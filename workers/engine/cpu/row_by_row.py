@@ -62,7 +62,10 @@ class RowByRow:
             choice = choices[indexed_idx]
             tail = self._model.indexed_tails[indexed_idx][request.request_slot]
             num_outside = request.num_outside_window(tail_len)
-            _append_rows(choice, tail, num_outside)
+            while choice.num_appended < num_outside:  # rows that have left the tail's window go to the selector
+                k, v = tail[:, choice.num_appended].float().unbind(1)
+                choice.selector.append(k.numpy(), v.numpy())
+                choice.num_appended += 1
             if (tail_len - 1) % request.view.config.search_period == 0:
                 ahead = request.looks_ahead and indexed_idx > 0  # then the token's own row must not be read
                 q = (self._model.q_ahead[indexed_idx % 2] if ahead else self._model.q)[row]
@@ -206,14 +209,6 @@ def _choices(request: CpuRequest) -> list[LayerChoice]:
     if request.choices is None:
         return [LayerChoice(selector) for selector in request.make_selectors()]
     return [choice.snapshot() for choice in request.choices]
-
-
-def _append_rows(choice: LayerChoice, tail: Tensor, num_outside: int) -> None:
-    """Hand rows of the tail [num_kv_heads, tail_capacity, 2, head_dim] that have left its window to the selector."""
-    while choice.num_appended < num_outside:
-        k, v = tail[:, choice.num_appended].float().unbind(1)
-        choice.selector.append(k.numpy(), v.numpy())
-        choice.num_appended += 1
 
 
 def _attend(

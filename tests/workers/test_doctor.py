@@ -483,6 +483,14 @@ def test_the_reported_disk_need_includes_experts(tmp_path: Path, monkeypatch: py
     assert "--weights int4 --dtype bfloat16" in examine_model(str(tmp_path), small)[0].remedy
 
 
+def test_a_model_that_streams_refuse_is_reported(tmp_path: Path) -> None:
+    """Its norms after RoPE are of rows at their first positions."""
+    for family, is_refused in (("hunyuan_v1_dense", True), ("llama", False)):
+        tiny_config(family, max_position_embeddings=65_536).save_pretrained(tmp_path)
+        texts = [finding.text for finding in examine_model(str(tmp_path), machine())]
+        assert any("csattn stream" in text for text in texts) == is_refused
+
+
 def test_placements_of_models_with_their_own_selection_are_reported(tmp_path: Path) -> None:
     tiny_config("deepseek_v32", max_position_embeddings=65_536).save_pretrained(tmp_path)
     found = needs, on_gpu, stream = examine_model(str(tmp_path), machine())

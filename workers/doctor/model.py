@@ -33,6 +33,7 @@ from workers.doctor.findings import Finding, gib
 from workers.engine.gpu.memory import require_heads
 from workers.engine.model_choice import cached_row_kind, index_key_share, model_selects_rows, require_choice_placed
 from workers.settings import EngineSettings
+from workers.streaming.session import can_stream
 
 _ITEM_BYTES = 2  # of bfloat16
 _MODELS = "Name a directory with a config.json, a .gguf file or a hub id, of a family that docs/models.md lists."
@@ -162,10 +163,9 @@ def _refusals(spec: ModelSpec) -> Iterator[Finding]:
             kept = cached_row_kind(spec)
             text = f"On a GPU, all of its {kept} are on the device: placements `hybrid` and `host` are refused."
         yield Finding("model", "ok", text)
-    kinds = [layer.attention for layer in spec.layers]
-    if any(kind.logit_cap is not None for kind in kinds):
+    if any(layer.attention.logit_cap is not None for layer in spec.layers):
         text = "Its attention logits are capped: rows that are not chosen are left out, and `rest` is refused."
         yield Finding("model", "warning", text, "Keep more rows: --keep 0.1.")
-    if any(kind.rope is None or kind.sinks for kind in kinds) or len(spec.indexed_layers) < spec.num_layers:
-        text = "`csattn stream` refuses it: its layers differ, or keep something other than keys and values."
+    if not can_stream(spec):
+        text = "`csattn stream` refuses it: rows of some layers cannot be moved to other positions."
         yield Finding("model", "ok", text)

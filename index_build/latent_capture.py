@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from csattn.models.latent import (
-    attend_latents,
-    choose_rows,
-    latent_queries,
-    latent_rows,
-    latent_values,
-    query_latents,
-)
+from csattn.models.latent import attend_latents, choose_rows, latent_queries, latent_rows, latent_values, query_latents
 from csattn.models.latent_spec import LatentSpec
 from csattn.models.module_weights import latent_weights
 from csattn.models.query import Rotation

@@ -38,11 +38,6 @@ class TokenSelections:
         return Selection(self.kv_indices[token], self.valid_len[token])
 
 
-def empty_selection(num_index_heads: int, top_k: int) -> Selection:
-    """Return a selection of no rows, with room for top_k per head."""
-    return Selection(np.full((num_index_heads, top_k), -1, np.int32), np.zeros(num_index_heads, np.int32))
-
-
 def empty_token_selections(num_tokens: int, num_index_heads: int, top_k: int) -> TokenSelections:
     """Return selections of no rows for several tokens, with room for top_k per head."""
     shape = num_tokens, num_index_heads
@@ -116,11 +111,7 @@ def _slot_arrays(group_size: int, stride: int, score_bytes: int, part_words: int
             "at_group_shifts": 2 * group_size,
             "at_parts": 4 * per_range * part_words,
         }
-    return common | {
-        "at_shifts": 8 * per_range,
-        "at_totals": 8 * per_range,
-        "at_terms": 4 * 4 * group_size,
-    }
+    return common | {"at_shifts": 8 * per_range, "at_totals": 8 * per_range, "at_terms": 4 * 4 * group_size}
 
 
 def _places(sizes: dict[str, int]) -> tuple[dict[str, int], int]:

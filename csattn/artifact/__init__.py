@@ -20,13 +20,7 @@ from csattn.artifact.places import (
 )
 from csattn.artifact.reader import Artifact
 from csattn.artifact.remote import RemoteStore, cache_store, shrink_cache
-from csattn.artifact.store import (
-    ArtifactSummary,
-    collect_garbage,
-    is_being_built,
-    scan_store,
-    unfinished_builds,
-)
+from csattn.artifact.store import ArtifactSummary, collect_garbage, is_being_built, scan_store, unfinished_builds
 from csattn.artifact.work import WorkDir
 from csattn.artifact.writer import ArtifactWriter
 

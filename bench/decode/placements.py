@@ -22,7 +22,7 @@ from csattn.cpus import available_cpus
 from csattn.index import ListIndex
 from csattn.models.spec import ModelSpec
 from csattn.search import LayerSearch, SearchPool
-from csattn.search.device import DeviceLayerIndex, IndexShape, index_shape
+from csattn.search.device import DeviceLayerIndex, IndexShape, index_shape, to_device
 from csattn.search.workspace import empty_token_selections
 from csattn.sketch import SketchIndex
 from offload.budget import host_memory_bytes
@@ -176,7 +176,7 @@ def _on_host(
     )
     for context_id in range(work.num_contexts):
         far.load(context_id, kv)
-        steps.load(context_id, kv.layers, index)
+        steps.load(context_id, kv.layers, (to_device(layer, work.device) for layer in index))
         if isinstance(searcher, StepSearches):
             searcher.load_layers(context_id, index)
 

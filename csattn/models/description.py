@@ -103,7 +103,7 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
             intermediate_size=width, activation=_activation(config, family), gated=family.gated, bias=mlp_bias
         ),
         experts=experts_of(config, layer_idx, _activation(config, family)),
-        **_state(config, family, layer_idx),
+        recurrent=_recurrent(config, family, layer_idx),
         latent=_latent(config, family, layer_idx) if family.latents else None,
         compressed=_compressed(config, layer_idx) if family.compressed else None,
         pre_norm=family.norms[0] is not None,
@@ -189,10 +189,10 @@ _STATEFUL = {"linear_attention", "conv"}  # types of layers that keep a state of
 _LAYER_TYPES = {"full_attention", "indexed_attention", *_STATEFUL, *_REACHES}
 
 
-def _state(config: Any, family: Family, layer_idx: int) -> dict[str, Any]:
-    """Return the spec of a layer that keeps a state, by its field in `LayerSpec`; empty for other layers."""
+def _recurrent(config: Any, family: Family, layer_idx: int) -> RecurrentSpec | None:
+    """Return what a layer that keeps a state has in place of attention; None for other layers."""
     if (kind := layer_type(config, layer_idx)) not in _STATEFUL:
-        return {}
+        return None
     if family.state is None or (kind == "conv") != (family.state == "conv"):
         raise ModelError(
             f"this model has layers of the type {kind!r}, which csattn computes in other families, but not in "
@@ -211,7 +211,7 @@ def _state(config: Any, family: Family, layer_idx: int) -> dict[str, Any]:
         raise ModelError(
             f"convolutions of this model see {spec.conv_len} token, and csattn's at least two; use its published config"
         )
-    return {family.state: spec}
+    return spec
 
 
 def _scan(config: Any) -> ScanSpec:

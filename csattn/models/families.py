@@ -78,7 +78,7 @@ class Family:
     gated_attention: Literal["with_queries", "alone"] | None = None
     latents: bool = False
     interleaved_indexer: bool | None = None  # as `IndexerSpec.interleaved`; None: no indexer
-    state: Literal["delta", "scan", "conv"] | None = None  # field of `LayerSpec` for layers without rows
+    state: Literal["delta", "scan", "conv"] | None = None  # what layers have that keep a state, and no rows
     compressed: bool = False  # compressed attention, and several residual streams
     mlp: str = "mlp"  # name of a layer's MLP module, which may hold experts
     # name of the layer's module with experts and their router; empty: the layer itself; None: its MLP

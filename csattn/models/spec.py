@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from csattn.models.latent_spec import CompressedSpec, LatentSpec
-from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, RecurrentSpec, ScanSpec
+from csattn.models.recurrent_spec import RecurrentSpec
 from csattn.reach import Reach
 
 # The last two combine gate and up. clamped: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clip(up, -7, 7) + 1);
@@ -147,15 +147,13 @@ class LayerSpec:
     """stream += residual_multiplier * post_norm(attention(pre_norm(stream))), then the same with the MLP, if any.
 
     The outputs of the MLP and of experts are one output, except for experts with norms of their own.
-    If `delta`, `scan`, `conv`, `latent` or `compressed` is set, it takes the place of `attention`.
+    If `recurrent`, `latent` or `compressed` is set, it takes the place of `attention`.
     """
 
     mlp: MlpSpec | None
     experts: tuple[ExpertsSpec, ...] = ()
     attention: AttentionSpec = AttentionSpec()
-    delta: DeltaSpec | None = None
-    scan: ScanSpec | None = None
-    conv: ConvSpec | None = None
+    recurrent: RecurrentSpec | None = None  # the layer keeps a state of fixed size, and no rows
     latent: LatentSpec | None = None
     compressed: CompressedSpec | None = None
     pre_norm: bool = True
@@ -170,11 +168,6 @@ class LayerSpec:
     @property
     def has_mlp(self) -> bool:
         return self.mlp is not None or bool(self.experts)
-
-    @property
-    def recurrent(self) -> RecurrentSpec | None:
-        """What the layer has in place of attention if it keeps a state of fixed size, and no rows."""
-        return self.delta or self.scan or self.conv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -239,6 +239,16 @@ def test_choices_by_several_blocks_step_after_step_agree_with_the_definition(mon
             assert_right(searched.selection(0), q[step], index)
 
 
+def test_a_search_beside_another_has_no_blocks_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sketch_pass, "multiprocessors", lambda device: 132)
+    sizes: dict[str, Any] = {"batch_size": 1, "max_context_len": 1 << 20, "max_segments": 128, "softmax_scale": SCALE}
+    sizes |= {"query_dtype": torch.bfloat16, "device": torch.device("meta"), "keeps_scores": True, "sums_rest": True}
+    shape = SketchShape(num_index_heads=8, group_size=4, head_dim=128, num_fine=4, num_coarse=4)
+    alone, beside = (SketchPass(shape, **sizes, beside=beside) for beside in (False, True))
+    assert alone._choosing > 1 and alone._chooses_alone and alone._choosing_threads == 1024
+    assert beside._choosing == 1 and not beside._chooses_alone and beside._choosing_threads == 512
+
+
 def test_a_choice_by_a_block_with_many_keys_agrees_with_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sketch_pass, "MANY_KEYS", 1024)
     index, q = make_index(3700)

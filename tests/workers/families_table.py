@@ -9,6 +9,7 @@ from pathlib import Path
 
 from csattn.models.description import describe
 from csattn.models.families import FAMILIES
+from csattn.models.recurrent_spec import ConvSpec, DeltaSpec, ScanSpec
 from csattn.models.spec import AttentionSpec, LayerSpec, ModelSpec
 from tests.tiny import ALL_FAMILIES, tiny_config
 
@@ -138,9 +139,9 @@ def attention(spec: ModelSpec) -> str:
         "no RoPE in some layers": len({is_unrotated(spec, kind) for kind in kinds}) > 1,
         "a RoPE for each layer type": sum(rope.parameters is not None for rope in spec.ropes) > 1,
         "gated output": any(kind.gated for kind in kinds),
-        "linear attention (gated delta rule)": any(layer.delta is not None for layer in spec.layers),
-        "state spaces (Mamba-2)": any(layer.scan is not None for layer in spec.layers),
-        "short convolutions": any(layer.conv is not None for layer in spec.layers),
+        "linear attention (gated delta rule)": any(isinstance(layer.recurrent, DeltaSpec) for layer in spec.layers),
+        "state spaces (Mamba-2)": any(isinstance(layer.recurrent, ScanSpec) for layer in spec.layers),
+        "short convolutions": any(isinstance(layer.recurrent, ConvSpec) for layer in spec.layers),
         "queries scaled by position": any(rope.temper is not None for rope in spec.ropes),
     }
     return ", ".join(what for what, is_so in said.items() if is_so) or "full"

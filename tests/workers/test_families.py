@@ -20,6 +20,7 @@ from csattn.models.description import describe
 from csattn.models.families import FAMILIES
 from csattn.models.loader import wrap_model
 from csattn.models.module_weights import weights_of
+from csattn.models.recurrent_spec import ConvSpec, ScanSpec
 from index_build.board import BuildProgress
 from index_build.pipeline import build_artifact
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
@@ -285,7 +286,12 @@ def test_weights_match_the_models_description_and_cover_all_matrices(name: str) 
         assert (layer.out is None) == spec.mlp_only
         out_bias = getattr(spec.recurrent, "bias", False) if is_state else spec.attention.out_bias
         assert layer.out is None or (layer.out.bias is not None) == out_bias
-        conv_bias = spec.conv.bias if spec.conv else spec.scan is not None and spec.scan.conv_bias
+        recurrent = spec.recurrent
+        conv_bias = (
+            recurrent.bias
+            if isinstance(recurrent, ConvSpec)
+            else isinstance(recurrent, ScanSpec) and recurrent.conv_bias
+        )
         assert not is_state or (layer.recurrent.conv_bias is not None) == conv_bias
         mlp = spec.mlp
         assert [linear.bias is not None for linear in layer.gate_up] == ([mlp.bias] * (1 + mlp.gated) if mlp else [])

@@ -188,9 +188,11 @@ struct Bins {
 
 // What the blocks of a slot count, each among its own keys, goes from block to block in messages. A word is a count and, in the lowest
 // bits, the message's number. So a block polls the words of others until they have that number, and no barrier is needed. All blocks of
-// a slot run at the same time: all slots together have no more than the device has room for.
+// a slot run at the same time: all slots together have no more than the device has room for, and no other kernel whose blocks wait for
+// each other may run beside this one.
 struct Counts {
-    u32* posted;  // [2][BLOCKS * COARSE_BINS]: messages alternate. Who posts one has read the last one, so the one before it is read by all
+    // [2][BLOCKS * COARSE_BINS]: messages alternate. Who posts one has read the last one, and so all have read the one before that.
+    u32* posted;
     alignas(16) u32 of_blocks[BLOCKS * COARSE_BINS];
     uint2 sums[COARSE_BINS];  // of a bin: over all blocks, and over those before this one
 

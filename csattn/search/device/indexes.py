@@ -134,7 +134,7 @@ class DeviceIndexes:
         self._loaded[context_id] = layers
 
     def unload(self, context_id: int) -> None:
-        """Release a context. No step that reads it may be in flight."""
-        del self._loaded[context_id]
+        """Release a context, if it is loaded. No step that reads it may be in flight."""
+        self._loaded.pop(context_id, None)
         self.context_lens[context_id] = 0
         self.top_ks[context_id] = 0

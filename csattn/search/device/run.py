@@ -30,11 +30,14 @@ class DeviceSearch:
         device: torch.device,
         max_segments: int = 0,  # sketches only
         sums_rest: bool = False,  # sketches only: `scores.attend_rest` may follow a search
+        beside: bool = False,  # whether it runs beside another search, on another stream
     ) -> None:
         self.shape, self.batch_size, self.max_context_len = shape, batch_size, max_context_len
         make: Callable[..., SketchPass | ListsPass]
         if isinstance(shape, SketchShape):
-            make = partial(SketchPass, shape, max_segments=max_segments, keeps_scores=True, sums_rest=sums_rest)
+            make = partial(
+                SketchPass, shape, max_segments=max_segments, keeps_scores=True, sums_rest=sums_rest, beside=beside
+            )
         else:
             make = partial(ListsPass, shape)
         self.scores = make(

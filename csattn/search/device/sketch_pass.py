@@ -57,8 +57,10 @@ class SketchPass:
         device: torch.device,
         keeps_scores: bool,  # for `choose`
         sums_rest: bool,  # for `attend_rest`
+        beside: bool = False,  # whether it runs beside another search, on another stream
     ) -> None:
         self.shape, self.batch_size, self.max_segments = shape, batch_size, max_segments
+        self._beside = beside
         self._octaves, self._query_dtype = float(softmax_scale) * LOG2_E, query_dtype
         self._keeps_scores, self._sums_rest = keeps_scores, sums_rest
         self._num_blocks = multiprocessors(device)
@@ -67,9 +69,10 @@ class SketchPass:
         self.max_tiles = self.max_keys // self._tile_keys
         slots = batch_size * shape.num_index_heads
         queries = slots * shape.group_size
-        self._choosing = blocks_that_choose(slots, self.max_keys, self._num_blocks)
+        # blocks that wait for each other need room at the same time: those of two searches could each get half of it
+        self._choosing = 1 if beside else blocks_that_choose(slots, self.max_keys, self._num_blocks)
         at_once = slots * self._choosing <= self._num_blocks
-        self._chooses_alone = at_once and shape.group_size <= MOST_QUERIES_ALONE
+        self._chooses_alone = at_once and not beside and shape.group_size <= MOST_QUERIES_ALONE
 
         def memory(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -227,7 +230,7 @@ class SketchPass:
 
     @property
     def _choosing_threads(self) -> int:
-        if self.max_keys >= MANY_KEYS * self._choosing:
+        if self.max_keys >= MANY_KEYS * self._choosing and not self._beside:
             return 1024
         return 256 if self.max_keys <= FEW_KEYS * self._choosing and self._chooses_alone else 512
 

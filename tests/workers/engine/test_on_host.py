@@ -10,7 +10,7 @@ from csattn.attention import device as attention
 from csattn.batch import StepRows, make_step_rows
 from csattn.config import SearchConfig, preset
 from csattn.search import SearchPool
-from csattn.search.device import compiling
+from csattn.search.device import compiling, to_device
 from index_build.pipeline import build_artifact
 from offload import gather, slot_cache, step_mail
 from tests.cuda_on_cpu import emulated
@@ -43,7 +43,7 @@ def make_steps(artifact: Artifact, searcher: StepSearcher) -> SearchOnHost:
     far = cached_rows(shape, kv, 60)
     made = SearchOnHost(shape, shape_of(indexes[0], shape.num_q_heads), far, searcher, DEVICE)
     searcher.load(0, artifact)
-    made.load(0, kv, indexes)
+    made.load(0, kv, [to_device(index, DEVICE) for index in indexes])
     # idle rows first, as a runner does: loading a kernel while another one waits for a choice would block on that one
     take_step(made, make_step_rows(1, DEVICE), make_query(made))
     return made
@@ -121,7 +121,7 @@ def test_loading_another_context_replaces_the_searches_of_the_first(artifact: Ar
         searcher.load_layers(0, other)
         kv = context_kv(artifact, steps.shape)
         steps.far.load(0, cached_rows(steps.shape, kv, 60)._kv[0])
-        steps.load(0, kv, other)
+        steps.load(0, kv, [to_device(index, DEVICE) for index in other])
         take_step(steps, rows, q)
         ((series,),) = searcher._series.values()
         assert [search.index.codes.ctypes.data for search in series.searches] == [

@@ -147,7 +147,7 @@ def make_host_attention(
     sizes = shape_of(indexes[0], shape.num_q_heads)
     made = SearchOnHost(shape, sizes, cached_rows(shape, kv, 60), searcher, DEVICE)
     searcher.load(0, artifact)
-    made.load(0, kv, indexes, built_kv(artifact))
+    made.load(0, kv, [to_device(index, DEVICE) for index in indexes], built_kv(artifact))
     return made
 
 

@@ -13,6 +13,7 @@ from csattn.config import SearchConfig
 from csattn.lightning.compressed import CompressedState
 from csattn.models.attending_cache import CACHE
 from csattn.models.description import describe, layer_type
+from csattn.models.recurrent_spec import ScanSpec
 from csattn.models.spec import ModelSpec
 from index_build.capture import prefill
 from tests.tiny import token_ids
@@ -101,7 +102,7 @@ def _begun(model: Any, layer_idx: int, num_tails: int, context_id: int) -> Recur
     state = cache_of(model, contexts_of(model)[context_id])[layer_idx]
     conv = state.conv_states[0][0, :, 1:].float()
     memory = conv.new_zeros(0, 0, 0) if state.recurrent_states[0] is None else state.recurrent_states[0][0].float()
-    if describe(model.config).layers[layer_idx].scan is not None:
+    if isinstance(describe(model.config).layers[layer_idx].recurrent, ScanSpec):
         memory = memory.mT
     places = [x.repeat(num_tails, 1, *x.dim() * [1]) for x in (conv, memory)]
     return RecurrentState(*places, torch.zeros(num_tails, dtype=torch.int64, device=model.device))

@@ -65,6 +65,8 @@ class StreamedRows:
     While a layer is attended to and computed, the next one is copied, on a stream of its own.
     """
 
+    on_host = True
+
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         row, dtype = shape.context_row
         rows_per_context = shape.num_kv_heads * shape.max_context_len

@@ -1,6 +1,6 @@
 """Attention of whole steps on a GPU to selected rows, wherever they are searched for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -10,7 +10,7 @@ from csattn.attention.device import DeviceAttention, RowSource, row_sources
 from csattn.batch import DeviceSelection, StepRows, make_device_selection
 from csattn.rest import moments_of
 from csattn.rest.device import DeviceMoments, moment_table, moments_shape
-from csattn.search.device import DeviceIndexes, SketchPass, SketchShape
+from csattn.search.device import DeviceIndexes, DeviceLayerIndex, SketchPass, SketchShape
 from workers.engine.gpu.far_rows import FarRows
 from workers.engine.gpu.schedule import Schedule
 from workers.engine.gpu.shape import EngineShape
@@ -37,6 +37,8 @@ class AttendChosen(StepAttention):
     Each batch size has its kernels and two selections (double buffering: one is read while the other is made).
     """
 
+    reads_index = True  # whether kernels read the contexts' indexes
+
     def __init__(
         self,
         shape: EngineShape,
@@ -60,6 +62,26 @@ class AttendChosen(StepAttention):
         self._schedule = Schedule(shape, device)
         self.indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
         self._passes: dict[int, SketchPass] = {}  # over the codes, by batch size; empty: the rest has no codes
+
+    def load(
+        self,
+        context_id: int,
+        kv: Sequence[Tensor],  # as `far` has it, wherever it lies; its resident rows are copied
+        index: Iterable[DeviceLayerIndex],  # of each layer; taken only if a kernel reads it
+        plain: Sequence[Tensor] | None = None,  # if kv is coded: the rows as built
+    ) -> None:
+        """Load a context whose rows `far` has. No step may be in flight."""
+        context_len = self.shape.require_context(kv)
+        self._resident.load(context_id, kv, plain)
+        if self.reads_index:
+            self.indexes.load(context_id, context_len, list(index))
+
+    def unload(self, context_id: int) -> None:
+        """Forget a context. No step may be in flight."""
+        self.indexes.unload(context_id)
+
+    def close(self) -> None:
+        """Free what is not on the device. No step may be in flight, or follow."""
 
     def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
         """Return what the step has selected in that layer; valid until layer_idx + 2 is searched."""

@@ -46,6 +46,8 @@ class SeenCompressed:
 class CompressedMemory:
     """Owns what all layers keep of contexts and requests."""
 
+    on_host = False
+
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         first = shape.compressed[0]
         self._shape, self._device, self._before = shape, device, first.window - 1

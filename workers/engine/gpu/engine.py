@@ -39,7 +39,6 @@ from workers.engine.checks import (
     seen_lens,
 )
 from workers.engine.fidelity import Seen, fidelity
-from workers.engine.gpu.attend_chosen import AttendChosen
 from workers.engine.gpu.draws import DrawsOnDevice
 from workers.engine.gpu.far_rows import CachedRows
 from workers.engine.gpu.latent_memory import CachedLatents
@@ -409,8 +408,8 @@ class GpuEngine(StepEngine):
             """Copy what later layers overwrite. Whatever may fail is done after the step."""
             if layer_idx == self.model.spec.indexed_layers[number]:
                 queries.append(q[row].float().clone())
-                if isinstance(placed.attention, AttendChosen):
-                    both = [of for of in (placed.attention, placed.own) if of is not None]
+                if placed.choosing is not None:
+                    both = [of for of in (placed.choosing, placed.own) if of is not None]
                     choices.extend(_of_row(of.chosen(number, placed.runner.rows(batch_size)), row) for of in both)
 
         output = placed.runner.step_by_calls(batch_size, copy_step_state)

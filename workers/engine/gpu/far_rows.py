@@ -18,7 +18,7 @@ from workers.engine.gpu.shape import EngineShape
 class FarRows:
     """The context rows that a step may select, of all loaded contexts and layers. This class reads them in place."""
 
-    cross_link = False  # whether selected rows cross the link: the longest part of a step, so it should begin at once
+    on_host = False  # whether contexts stay in pinned host memory. Rows that cross the link take longest in a step
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
         """sources: the rows of each layer."""
@@ -86,7 +86,7 @@ class DeviceRows(FarRows):
 class CachedRows(FarRows):
     """Owns a slot cache over KV in pinned host memory: rows that were selected before need not be copied again."""
 
-    cross_link = True
+    on_host = True
 
     def __init__(self, shape: EngineShape, num_cache_slots: int, device: torch.device) -> None:
         """num_cache_slots: per layer, context and KV head."""

@@ -47,6 +47,8 @@ class SeenRows:
 class LatentPlaces:
     """All rows on the device, in one array. A place is a row's number in it, the same in every layer."""
 
+    on_host = False
+
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         self._shape, of_contexts = shape, shape.num_contexts * shape.max_context_len
         num_rows = of_contexts + shape.num_tails * shape.tail_capacity
@@ -94,6 +96,8 @@ class CachedLatents:
     Places count in units that divide the sizes of index keys and rows. Layers are alike: one without an indexer also
     has room for index keys, which is never read.
     """
+
+    on_host = True
 
     def __init__(self, shape: EngineShape, num_cache_slots: int, device: torch.device) -> None:
         """num_cache_slots: per layer and context, at least `least_slots`."""

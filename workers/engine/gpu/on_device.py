@@ -1,6 +1,6 @@
 """Attention of whole steps with the search on the device: placements `device` and `hybrid`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from csattn.batch import DeviceSelection, StepRows
 from csattn.search.device import (
     DeviceIndexes,
-    DeviceLayerIndex,
     DeviceSearch,
     ExactSearch,
     IndexShape,
@@ -57,7 +56,7 @@ class SearchOnDevice(AttendChosen):
         sinks: Tensor | None = None,
         searches: Mapping[int, StepSearch] | None = None,  # by batch size; None: in the index, or in all keys
     ) -> None:
-        copies_beside = far.cross_link and device.type == "cuda"  # an emulated device runs everything in order
+        copies_beside = far.on_host and device.type == "cuda"  # an emulated device runs everything in order
         super().__init__(shape, far, device, tails, own, sinks, copies_beside)
         if searches is None and shape.reads_keys:
             searches = make_exact_searches(shape, far, device)
@@ -77,24 +76,8 @@ class SearchOnDevice(AttendChosen):
         self._search_stream: torch.cuda.Stream | None = None
         if self.lookahead and device.type == "cuda":
             # high priority if rows have to be copied; otherwise it would delay the model's products, which take longer
-            self._search_stream = torch.cuda.Stream(device, priority=-1 if far.cross_link else 0)  # type: ignore[no-untyped-call]
+            self._search_stream = torch.cuda.Stream(device, priority=-1 if far.on_host else 0)  # type: ignore[no-untyped-call]
         self._fetched: dict[int, _Fetched] = {}  # by layer, until it attends
-
-    def load(
-        self,
-        context_id: int,
-        kv: Sequence[Tensor],  # as `far` has it, wherever it lies; its resident rows are copied
-        index: Sequence[DeviceLayerIndex],
-        plain: Sequence[Tensor] | None = None,  # if kv is coded: the rows as built
-    ) -> None:
-        """Load a context whose rows `far` has. No step may be in flight."""
-        context_len = self.shape.require_context(kv)
-        self._resident.load(context_id, kv, plain)
-        self.indexes.load(context_id, context_len, list(index))
-
-    def unload(self, context_id: int) -> None:
-        """Forget a context. No step may be in flight."""
-        self.indexes.unload(context_id)
 
     def lse(self, rows: StepRows) -> Tensor:
         """[batch_size, num_q_heads]: see `DeviceAttention`."""
@@ -159,6 +142,7 @@ def make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -
             device=device,
             max_segments=shape.max_segments,
             sums_rest=shape.rest == "sketch" and not shape.has_separate_rest_pass,
+            beside=shape.searches_beside,
         )
         for batch_size in shape.batch_sizes
     }

@@ -4,7 +4,7 @@ The threads or search workers that search map the memory that queries arrive in 
 device holds an index only if it attends to the rest by codes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from functools import partial
@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.batch import DeviceSelection, StepRows
-from csattn.index import ListIndex
-from csattn.search.device import IndexShape, SketchShape, to_device
-from csattn.sketch import SketchIndex
+from csattn.search.device import DeviceLayerIndex, IndexShape, SketchShape
 from offload.shared_memory import SharedMemory, piece_bytes
 from offload.step_mail import RowMail, SelectionMail, StepClock
 from workers.background import BackgroundThread
@@ -57,6 +55,7 @@ class SearchOnHost(AttendChosen):
         if shape.rest == "sketch":
             assert isinstance(index, SketchShape)
             self._passes = make_passes(shape, index, device)
+        self.reads_index = bool(self._passes)
         self._clock = StepClock(shape.num_layers + 1, device)
         self._memory = SharedMemory(piece_bytes((1,), torch.int64) + _mail_bytes(shape), device)
         self._give_up = self._memory.zeros((1,), torch.int64)  # 1: the step's queries will not arrive
@@ -74,21 +73,12 @@ class SearchOnHost(AttendChosen):
     def load(
         self,
         context_id: int,
-        kv: Sequence[Tensor],  # like plain, as `SearchOnDevice.load` takes it
-        index: Sequence[ListIndex | SketchIndex],
+        kv: Sequence[Tensor],
+        index: Iterable[DeviceLayerIndex],
         plain: Sequence[Tensor] | None = None,
     ) -> None:
-        """Load a context whose rows `far` has. No step may be in flight."""
-        context_len = self.shape.require_context(kv)
-        self._resident.load(context_id, kv, plain)
-        if self._passes:
-            self.indexes.load(context_id, context_len, [to_device(layer, self._device) for layer in index])
-        self._top_ks[context_id] = self.shape.search.top_k(context_len)
-
-    def unload(self, context_id: int) -> None:
-        """Forget a context. No step may be in flight."""
-        if self._passes:
-            self.indexes.unload(context_id)
+        super().load(context_id, kv, index, plain)
+        self._top_ks[context_id] = self.shape.search.top_k(kv[0].shape[1])
 
     def close(self) -> None:
         """Unpin and free the shared memory. No step may be in flight, or follow."""

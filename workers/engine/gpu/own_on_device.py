@@ -129,6 +129,7 @@ def own_shape(shape: EngineShape) -> EngineShape:
         growth=None,
         has_sinks=False,  # they are joined once, with the context's attention
         reads_keys=False,
+        searches_beside=True,
     )
 
 

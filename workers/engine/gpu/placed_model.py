@@ -1,7 +1,7 @@
 """A model and its contexts on a GPU: memory is planned first, then everything is allocated and loaded once."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
@@ -18,6 +18,7 @@ from offload.errors import MemoryPlanError, PinningError
 from offload.host_memory import allocate_rows
 from offload.pinned import PinnedRows
 from workers.engine.gpu.attend_all import AttendAll, StreamedRows, reads_once
+from workers.engine.gpu.attend_chosen import AttendChosen
 from workers.engine.gpu.attend_compressed import AttendCompressed
 from workers.engine.gpu.attend_latents import AttendLatents
 from workers.engine.gpu.compressed_memory import CompressedMemory
@@ -73,7 +74,6 @@ class PlacedModel:
         self._on_progress = on_progress
         self.artifacts: dict[int, Artifact] = {}
         self._pinned: dict[int, PinnedRows] = {}
-        self._searcher = searcher
         self._loader = stream_thread(device, "loading")
         self._spec = model.spec
         weights = model.take(device)
@@ -81,7 +81,9 @@ class PlacedModel:
         self.own: OwnOnDevice | None = None  # if requests' own rows become segments
         self._own_on_host: tuple[PinnedRows, CachedRows] | None = None  # if the first own rows move to the host
         of_indexed = None if sinks is None else sinks[list(self._spec.indexed_layers)]
-        self.far, self.attention = self._make_attention(of_indexed, weights)
+        self.far, self.attention = self._make_attention(of_indexed, weights, searcher)
+        self.choosing = self.attention if isinstance(self.attention, AttendChosen) else None  # rows by keys
+        self._searcher = searcher if isinstance(self.attention, SearchOnHost) else None
         inner: StepAttention = self.attention
         if shape.sparse_or_full:
             assert isinstance(self.far, DeviceRows) and reads_once(full_attention_shape(shape))
@@ -112,8 +114,8 @@ class PlacedModel:
         self.own_rows.close()
         for pinned in self._pinned.values():
             pinned.close()
-        if isinstance(self.attention, SearchOnHost):
-            self.attention.close()
+        if self.choosing is not None:
+            self.choosing.close()
 
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Load a context; its artifact must stay open until it is removed. Raises MemoryPlanError if there is no room.
@@ -143,10 +145,9 @@ class PlacedModel:
     def remove_context(self, context_id: int) -> None:
         """Unload a context. No step may be in flight."""
         self._wait()
-        if not isinstance(self.attention, AttendAll | AttendLatents | AttendCompressed):
-            self.attention.unload(context_id)
-        if isinstance(self.attention, SearchOnHost):
-            assert self._searcher is not None
+        if self.choosing is not None:
+            self.choosing.unload(context_id)
+        if self._searcher is not None:
             self._searcher.unload(context_id)
         self.far.unload(context_id)
         if pinned := self._pinned.pop(context_id, None):
@@ -178,7 +179,9 @@ class PlacedModel:
         elif self.local is not None:
             self.local.begin_request(tail_id, context_id)
 
-    def _make_attention(self, sinks: Tensor | None, weights: ModelWeights) -> tuple[_FarRows, _Attention]:
+    def _make_attention(
+        self, sinks: Tensor | None, weights: ModelWeights, searcher: StepSearcher | None
+    ) -> tuple[_FarRows, _Attention]:
         shape, device = self.shape, self.device
         if shape.compressed:
             memory, layers = CompressedMemory(shape, device), [layer.compressed for layer in weights.layers]
@@ -201,9 +204,9 @@ class PlacedModel:
             on_device = DeviceRows(shape, device)
             return on_device, SearchOnDevice(shape, index, on_device, device, tails, self.own, sinks)
         cached = CachedRows(shape, self._num_cache_slots, device)
-        if self._searcher is None or self.placement != "host":
+        if searcher is None or self.placement != "host":
             return cached, SearchOnDevice(shape, index, cached, device, tails, self.own, sinks)
-        return cached, SearchOnHost(shape, index, cached, self._searcher, device, tails, self.own, sinks)
+        return cached, SearchOnHost(shape, index, cached, searcher, device, tails, self.own, sinks)
 
     def _make_own_on_host(self) -> tuple[PinnedRows, CachedRows] | None:
         shape = self.shape
@@ -229,11 +232,10 @@ class PlacedModel:
         with ExitStack() as undo:
             with self._together():
                 built = artifact.local_kv() if self.shape.latents is not None else artifact.indexed_kv()
-                if not isinstance(self.far, DeviceRows | LatentPlaces | CompressedMemory):
+                if self.far.on_host:
                     self._load_on_host(context_id, built, undo, meanwhile)
                 run_in_thread(self._loader, partial(self._load_on_device, context_id, artifact, built, undo), meanwhile)
-                if isinstance(self.attention, SearchOnHost):
-                    assert self._searcher is not None
+                if self._searcher is not None:
                     self._searcher.load(context_id, artifact)
                     undo.callback(self._searcher.unload, context_id)
             undo.pop_all()
@@ -270,9 +272,11 @@ class PlacedModel:
         undo.callback(self.far.unload, context_id)
         if self.shape.kv_format is not None:
             warn_of_lossy_keys(artifact, built, self.shape.kv_format)
-        if isinstance(self.attention, SearchOnDevice | SearchOnHost):
-            self._load_index(context_id, artifact, None if self.shape.kv_format is None else built)
-            undo.callback(self.attention.unload, context_id)
+        if self.choosing is not None:
+            kv = self.far.layers(context_id) if isinstance(self.far, DeviceRows) else self._pinned[context_id].layers
+            plain = None if self.shape.kv_format is None else built
+            self.choosing.load(context_id, kv, self._indexes_of(artifact), plain)
+            undo.callback(self.choosing.unload, context_id)
         if self._next_query is not None:
             for number, layer_idx in enumerate(self._spec.indexed_layers[1:]):
                 self._next_query[context_id, number].copy_(torch.tensor(artifact.next_query(layer_idx - 1)))
@@ -280,16 +284,11 @@ class PlacedModel:
             self.local.load(context_id, artifact.local_kv(), artifact.states())
         synchronize_stream(self.device)
 
-    def _load_index(self, context_id: int, artifact: Artifact, plain: Sequence[Tensor] | None) -> None:
-        kv = self.far.layers(context_id) if isinstance(self.far, DeviceRows) else self._pinned[context_id].layers
-        if isinstance(self.attention, SearchOnHost):
-            self.attention.load(context_id, kv, artifact.indexes(), plain)
-        elif isinstance(self.attention, SearchOnDevice):
-            layers = list[DeviceLayerIndex]()
-            for number, index in enumerate(artifact.indexes(), 1):
-                layers.append(to_device(index, self.device))
-                self._on_progress("loading the index", number, self.shape.num_layers)
-            self.attention.load(context_id, kv, layers, plain)
+    def _indexes_of(self, artifact: Artifact) -> Iterator[DeviceLayerIndex]:
+        """Copy an index to the device, layer by layer."""
+        for number, index in enumerate(artifact.indexes(), 1):
+            yield to_device(index, self.device)
+            self._on_progress("loading the index", number, self.shape.num_layers)
 
     def _pin(self, kv: Sequence[Tensor], on_progress: Callable[[int, int], None]) -> PinnedRows:
         pinned = PinnedRows(kv, progress=on_progress)

@@ -45,6 +45,7 @@ class EngineShape:
     max_segments: int = 0  # of a context's sketch
     attends_all: bool = False  # every row of a context is attended to: nothing is selected or estimated
     reads_keys: bool = False  # rows are chosen by all keys, not by an index
+    searches_beside: bool = False  # its searches run beside others, on another stream
     sparse_or_full: bool = False  # steps of both kinds are captured: rows are chosen, or all are attended to
     kv_format: KvFormat | None = None  # of contexts' rows; None: plain ones. Tails are always plain
     growth: Growth | None = None  # when own rows become segments; None: all of a tail is attended to

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from csattn.cpu.addresses import LINE_BYTES, aligned
 from csattn.cpu.posts import NUM_POST_WORDS, await_others
-from csattn.search.plan import MAX_JOBS, MAX_PIECES, SCRATCH, record
+from csattn.search.plan import MAX_JOBS, MAX_PIECES, SCRATCH
 from csattn.search.select import SAMPLE_ROOM
 from csattn.search.work import NUM_CALLS, PROGRESS_WORDS, SCRATCH_RECORD
 from csattn.selection import Selection
@@ -52,7 +52,7 @@ class SearchWorkspace:
 
     def __init__(self, num_threads: int = 1, num_slots: int = 1) -> None:
         """num_slots: jobs that may be between scoring and selection at the same time."""
-        self.scratch = record(SCRATCH)
+        self.scratch = np.zeros(1, SCRATCH)
         self.calls = np.zeros(NUM_CALLS, np.int64)
         self.calls[SCRATCH_RECORD] = self.scratch.ctypes.data
         self.progress = aligned(8 * PROGRESS_WORDS).view(np.int64)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from bench.timing import finish, gate, measure, options_parser, read_bandwidth_gbps
 from csattn.config import SketchConfig
 from csattn.index import ListIndex
-from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections, empty_selection, reference
+from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections, reference
 from csattn.search.workspace import empty_token_selections
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords, pack_marks
@@ -222,7 +222,7 @@ def check_against_reference(
 
     Returns the reference's time in ms.
     """
-    want = empty_selection(1, rules[0])
+    want = empty_token_selections(1, 1, rules[0])[0]
     started = time.perf_counter()
     reference.search(q, index, None, *rules, want)
     reference_ms = (time.perf_counter() - started) * 1e3

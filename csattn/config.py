@@ -141,19 +141,20 @@ class SearchConfig:
         return max(1, round(self.keep * context_len))
 
 
+_PRESETS: dict[str, IndexConfig] = {
+    "default": SketchConfig(),
+    "lists": ListConfig(),
+    "paper": ListConfig(center_keys=False, weigh_by_norm=False, share_group=False),
+}
+PRESET_NAMES = tuple(_PRESETS)
+
+
 def preset(name: str) -> IndexConfig:
     """Return the index configuration of that name; raise ConfigError for an unknown one.
 
     `default` is the sketch, `lists` the best of the lists by measurement, `paper` the published method to the letter
     (see bench/log.md).
     """
-    if name == "default":
-        return SketchConfig()
-    if name == "lists":
-        return ListConfig()
-    if name == "paper":
-        return ListConfig(center_keys=False, weigh_by_norm=False, share_group=False)
-    raise ConfigError(f"unknown preset {name!r}; choose one of {', '.join(PRESET_NAMES)}")
-
-
-PRESET_NAMES = ("default", "lists", "paper")
+    if name not in PRESET_NAMES:
+        raise ConfigError(f"unknown preset {name!r}; choose one of {', '.join(PRESET_NAMES)}")
+    return _PRESETS[name]

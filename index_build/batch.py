@@ -128,7 +128,6 @@ def sentence(error: Exception) -> str:
 
 def model_for_builds(options: BuildOptions, device: str) -> LoadedModel:
     """Load a model as `load_model` does, without the low-bit copies of its weights: prefill uses the decoded ones."""
-    options = with_dtype(options, device)
     loaded = load_model(options.model, options.dtype, device, weights=options.weights, may_offload=True)
     drop_quantized(loaded.model)
     return loaded

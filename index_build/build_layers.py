@@ -60,12 +60,7 @@ class PhaseTimes:
 
 
 def make_layers(
-    loaded: LoadedModel,
-    plan: Plan,
-    work: WorkDir,
-    num_threads: int,
-    on_progress: OnProgress,
-    times: PhaseTimes,
+    loaded: LoadedModel, plan: Plan, work: WorkDir, num_threads: int, on_progress: OnProgress, times: PhaseTimes
 ) -> None:
     """Build the missing layers, from the last checkpoint on."""
     from index_build.capture import can_start_at, prefill
@@ -90,11 +85,7 @@ def make_layers(
     checkpoints = _CheckpointClock(on_gpu)
     layer_bytes = artifact_bytes(spec) // num_layers
     # closed, because an error that is kept, as by a notebook, would keep the prefill open, and the model changed
-    with (
-        closing(layers),
-        ThreadPoolExecutor(num_threads) as threads,
-        make_outbox(loaded.device, layer_bytes) as outbox,
-    ):
+    with closing(layers), ThreadPoolExecutor(num_threads) as threads, make_outbox(loaded.device, layer_bytes) as outbox:
         while True:
             with times.timed("prefill"):
                 capture, hidden_out = next(layers)

@@ -92,6 +92,50 @@ class _CapturingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         return attend_chunk(q[0], *kv, softmax_scale, first_seen, self._spec.logit_cap, self._sinks)[None]
 
 
+class _TransformersLayer:
+    """Runs a decoder layer of `transformers` over a context, chunk by chunk. Only its attention is computed here."""
+
+    def __init__(
+        self, model: Any, layer: Any, spec: ModelSpec, capture: LayerCapture, rope: Any, token_ids: Tensor
+    ) -> None:
+        """rope: see `position_embeddings`."""
+        self._model, self._layer, self._layer_idx = model, layer, capture.layer_idx
+        self._rope, self._token_ids, self._has_inputs = rope, token_ids, bool(spec.layer_input_width)
+        self._spec = spec.layers[capture.layer_idx]
+        self._kept: Any = LinearAttentionLayer()
+        self._more: dict[str, Any] = {}
+        if self._spec.recurrent is None and not self._spec.mlp_only:
+            sinks = getattr(FAMILIES[model.config.model_type].part(layer, "self_attn"), "sinks", None)
+            self._kept = _CapturingLayer(capture, self._spec.attention, sinks)
+            if "shared_kv_states" in signature(layer.forward).parameters:
+                kind = layer_type(model.config, capture.layer_idx)
+                self._more["shared_kv_states"] = {kind: (self._kept, self._kept)}
+        self._more[CACHE] = Cache(layers=[self._kept] * (capture.layer_idx + 1))  # this layer's cache, at any layer_idx
+
+    def __call__(self, hidden: Tensor, rows: slice) -> Tensor:
+        """Return the layer's output for these tokens, like hidden [num_tokens, hidden_size]."""
+        rope = tuple(x[:, rows] for x in self._rope) if isinstance(self._rope, tuple) else self._rope
+        if isinstance(rope, Tensor):
+            rope = rope[:, rows]
+        if self._has_inputs:
+            self._more["per_layer_input"] = layer_inputs(self._model, self._token_ids[rows], self._layer_idx)[None]
+        hidden_out: Tensor = self._layer(
+            hidden[None],
+            attention_mask=None,
+            position_ids=torch.arange(rows.start, rows.stop, device=hidden.device)[None],
+            use_cache=True,
+            position_embeddings=rope,
+            **self._more,
+        )[0]
+        return hidden_out
+
+    def state(self) -> dict[str, Tensor] | None:
+        """Return `LayerCapture.state` after all tokens."""
+        if self._spec.recurrent is not None:
+            return _state_arrays(self._kept, self._spec.recurrent)
+        return {} if self._spec.mlp_only else None
+
+
 @torch.inference_mode()
 def prefill(
     model: Any,  # transformers causal LM of a supported family
@@ -106,9 +150,7 @@ def prefill(
 
     Raises CaptureError if a layer produces NaN, infinity or numbers that are too large for an index.
     """
-    body, config, family = model.model, model.config, FAMILIES[model.config.model_type]
-    context_len = token_ids.shape[0]
-    spec = describe(config)
+    body, context_len, spec = model.model, len(token_ids), describe(model.config)
     first_layer, hidden = resume or (0, _embedded(model, token_ids.to(model.device), spec))
     hidden = hidden.to(model.device)
     plain = all((x.reach, x.sinks, x.logit_cap) == (None, False, None) for x in (y.attention for y in spec.layers))
@@ -125,50 +167,20 @@ def prefill(
         for layer_idx in range(first_layer, len(body.layers)):
             q, kv = arrays.of(layer_idx)
             capture = LayerCapture(layer_idx, q, kv, hidden, arrays.is_single_buffered)
-            hidden_out = torch.empty_like(hidden)
-            of_layer = spec.layers[layer_idx]
-            kept: Any = LinearAttentionLayer()
-            rope, latent, more = embeddings[layer_idx], None, dict[str, Any]()
-            compressed: CompressedLayer | None = None
+            hidden_out, of_layer, rope = torch.empty_like(hidden), spec.layers[layer_idx], embeddings[layer_idx]
             with layer_on_device(model, layer_idx) as layer:
+                run: CompressedLayer | LatentLayer | _TransformersLayer
                 if of_layer.compressed is not None:
-                    compressed = CompressedLayer(layer, body.rotary_emb, config.hidden_size)
-                elif of_layer.recurrent is None and not of_layer.mlp_only:
-                    sinks = getattr(family.part(layer, "self_attn"), "sinks", None)
-                    kept = _CapturingLayer(capture, of_layer.attention, sinks)
-                    if "shared_kv_states" in signature(layer.forward).parameters:
-                        more["shared_kv_states"] = {layer_type(config, layer_idx): (kept, kept)}
-                cache = Cache(layers=[kept] * (layer_idx + 1))  # this layer's cache, at any layer_idx
-                if of_layer.latent is not None:
-                    of_latents = of_layer.latent, spec.softmax_scale, spec.ropes[0]
-                    latent = LatentLayer(layer, *of_latents, kv.view(context_len, -1), chosen)
+                    run = CompressedLayer(layer, body.rotary_emb, model.config.hidden_size, token_ids)
+                elif of_layer.latent is not None:
+                    latents = kv.view(context_len, -1)
+                    run = LatentLayer(layer, of_layer.latent, spec.softmax_scale, spec.ropes[0], rope, latents, chosen)
+                else:
+                    run = _TransformersLayer(model, layer, spec, capture, rope, token_ids)
                 for rows in _chunks(context_len, chunk_len):
-                    if compressed is not None:
-                        hidden_out[rows] = compressed(hidden[rows], token_ids[rows])
-                    elif latent is not None:
-                        hidden_out[rows] = latent(hidden[rows], rows, *(x[0, rows] for x in rope))
-                    else:
-                        of_rows = tuple(x[:, rows] for x in rope) if isinstance(rope, tuple) else rope
-                        if isinstance(of_rows, Tensor):
-                            of_rows = of_rows[:, rows]
-                        if spec.layer_input_width:
-                            more["per_layer_input"] = layer_inputs(model, token_ids[rows], layer_idx)[None]
-                        hidden_out[rows] = layer(
-                            hidden[None, rows],
-                            attention_mask=None,
-                            position_ids=positions[:, rows],
-                            use_cache=True,
-                            position_embeddings=of_rows,
-                            **{CACHE: cache},
-                            **more,
-                        )[0]
+                    hidden_out[rows] = run(hidden[rows], rows)
                     on_chunk(layer_idx, rows.stop - rows.start)
-            if of_layer.recurrent is not None:
-                capture.state = _state_arrays(kept, of_layer.recurrent)
-            if of_layer.mlp_only:
-                capture.state = {}
-            if compressed is not None:
-                capture.state = compressed.state()
+            capture.state = run.state()
             _require_in_range(capture)
             yield capture, hidden_out
             hidden = hidden_out

@@ -14,22 +14,20 @@ class CompressedLayer:
     Everything except attention is the layer's own.
     """
 
-    def __init__(self, layer: Any, rotary: Any, hidden_size: int) -> None:
-        """rotary: the model's `rotary_emb`."""
-        self._layer, self._hidden_size = layer, hidden_size
+    def __init__(self, layer: Any, rotary: Any, hidden_size: int, token_ids: Tensor) -> None:
+        """rotary: the model's `rotary_emb`; token_ids: [context_len] int64."""
+        self._layer, self._hidden_size, self._token_ids = layer, hidden_size, token_ids
         self._attention = CompressedAttention(CompressedWeights.of(layer.self_attn, rotary))
 
-    def __call__(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the layer's output for the next tokens.
-
-        hidden, and the result: [num_tokens, num_streams * hidden_size]. token_ids: [num_tokens] int64.
-        """
+    def __call__(self, hidden: Tensor, tokens: slice) -> Tensor:
+        """Return the layer's output for the next tokens, like hidden [num_tokens, num_streams * hidden_size]."""
         layer, streams = self._layer, hidden.view(1, len(hidden), -1, self._hidden_size)
         post, comb, collapsed = layer.attn_hc(streams)
         attended = self._attention.append(layer.input_layernorm(collapsed)[0].to(hidden.dtype))
         streams = _mixed(streams, attended[None], post, comb)
         post, comb, collapsed = layer.ffn_hc(streams)
-        given = layer.mlp(layer.post_attention_layernorm(collapsed).to(hidden.dtype), input_ids=token_ids[None])
+        normed = layer.post_attention_layernorm(collapsed).to(hidden.dtype)
+        given = layer.mlp(normed, input_ids=self._token_ids[None, tokens])
         return _mixed(streams, given, post, comb).view(hidden.shape)
 
     def state(self) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.build_options import BuildOptions
-from csattn.checks import require_text
+from csattn.checks import require_one_of, require_text
 from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ConfigError, ContextError
 from csattn.models.loader import dtype_for
@@ -94,8 +94,7 @@ def with_dtype(options: BuildOptions, device: str) -> BuildOptions:
 
 def choose_device(device: str) -> str:
     """Resolve --device to `cpu` or `cuda`; `auto` means a GPU if there is one. Raises ConfigError."""
-    if device not in DEVICES:
-        raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
+    require_one_of("--device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a GPU and a torch built for it, and this machine has none; use cpu")
     if device == "auto":

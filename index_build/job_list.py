@@ -10,7 +10,6 @@ from typing import Any
 
 from csattn.artifact.places import may_be_path
 from csattn.build_options import AUTO, COUNTS, BuildOptions
-from csattn.config import PRESET_NAMES
 from csattn.errors import ConfigError, ContextError
 from csattn.models.loader import require_dtype_and_rounding
 from index_build.inputs import make_config, read_text
@@ -102,10 +101,8 @@ def _read_options(given: dict[str, Any], base: Path, defaults: BuildOptions) -> 
     for name, value in given.items():
         _require_type(name, value)
     options = replace(defaults, **{name: value for name, value in given.items() if value is not None})
-    if options.preset not in PRESET_NAMES:
-        raise ConfigError(f"unknown preset {options.preset!r}; choose one of {', '.join(PRESET_NAMES)}")
     require_dtype_and_rounding("float32" if options.dtype == AUTO else options.dtype, options.weights)
-    make_config(options.preset, options.index_changes, "cpu")  # raises for options that the preset does not have
+    make_config(options.preset, options.index_changes, "cpu")  # refuses an unknown preset, too
     # a path of a model in the line is relative to the list; one from the command line to the current directory
     return replace(options, model=_locate(options.model, base if given.get("model") else Path.cwd()))
 

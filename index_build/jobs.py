@@ -16,7 +16,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from csattn.artifact import cache_store, local_path, remote_store
-from csattn.artifact.durable import store_errors
+from csattn.artifact.durable import make_store, store_errors
 from csattn.cluster import join
 from csattn.errors import ConfigError, CsattnError
 from index_build.batch import (
@@ -62,8 +62,8 @@ def run_on_ray(
         needs = choose_needs(_nodes(ray), device, num_threads)
         remote = remote_store(store)
         here = local_path(store).absolute() if remote is None else cache_store()
-        with store_errors(f"make {here}", here):
-            here.mkdir(parents=True, exist_ok=True)
+        make_store(here)
+        with store_errors(f"make a file in {here}", here):
             marker = NamedTemporaryFile(dir=here, prefix=".batch-")  # noqa: SIM115  # its errors alone are the store's
         with marker:
             place = here if remote is None else remote.url

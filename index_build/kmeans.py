@@ -23,7 +23,6 @@ def spherical_kmeans(
     num_centroids: int,
     num_iterations: int,
     seed: int,
-    on_gpu: bool | None = None,  # default: `uses_gpu()`
 ) -> NDArray[np.float32]:
     """Cluster the points' directions, from k-means++ seeds: unit centroids [num_centroids, subspace_dim].
 
@@ -34,7 +33,7 @@ def spherical_kmeans(
     directions = points[norms > SMALLEST_NORM] / norms[norms > SMALLEST_NORM, None]
     if len(directions) <= num_centroids:
         return _repeat_to(directions, num_centroids, points.shape[1])
-    on_gpu = uses_gpu() if on_gpu is None else on_gpu
+    on_gpu = uses_gpu()
     kmeans = faiss.Kmeans(
         points.shape[1],
         num_centroids,
@@ -86,7 +85,7 @@ def faiss_version() -> dict[str, Any]:
 
 
 def uses_gpu() -> bool:
-    """Return the default of `on_gpu`: whether FAISS finds a GPU, and fewer than _CPUS_AS_FAST CPUs are available."""
+    """Whether k-means runs on a GPU: if FAISS finds a GPU, and fewer than _CPUS_AS_FAST CPUs are available."""
     return num_gpus() > 0 and available_cpus() < _CPUS_AS_FAST
 
 

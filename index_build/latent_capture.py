@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from csattn.models.latent import (
-    attend_latents,
-    choose_rows,
-    latent_queries,
-    latent_rows,
-    latent_values,
-    query_latents,
-)
+from csattn.models.latent import attend_latents, choose_rows, latent_queries, latent_rows, latent_values, query_latents
 from csattn.models.latent_spec import LatentSpec
 from csattn.models.module_weights import latent_weights
 from csattn.models.query import Rotation
@@ -30,24 +23,22 @@ class LatentLayer:
         spec: LatentSpec,
         softmax_scale: float,
         rope: RopeSpec,
+        angles: tuple[Tensor, Tensor],  # cosines and sines, [1, context_len, rope_dim] each
         rows: Tensor,  # [context_len, width], written
         chosen: Tensor | None,  # [context_len, top_k] int32: the previous layer's choice; written if this layer chooses
     ) -> None:
-        self._layer, self._spec, self._scale, self._rope = layer, spec, softmax_scale, rope
+        self._layer, self._spec, self._scale, self._rope, self._angles = layer, spec, softmax_scale, rope, angles
         self._weights = latent_weights(layer.self_attn, spec)
         self._rows, self._chosen = rows, chosen
 
-    def __call__(self, hidden: Tensor, tokens: slice, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return the layer's output for these tokens, like hidden.
-
-        hidden: [num_tokens, hidden_size]; cos, sin: [num_tokens, rope_dim].
-        """
+    def __call__(self, hidden: Tensor, tokens: slice) -> Tensor:
+        """Return the layer's output for these tokens, like hidden [num_tokens, hidden_size]."""
         spec, weights, layer = self._spec, self._weights, self._layer
-        half = spec.rope_dim // 2
+        cos, sin = (x[0, tokens, : spec.rope_dim // 2] for x in self._angles)
         q_scale, temper = torch.ones(len(hidden), device=hidden.device), self._rope.temper
         if temper is not None:
             q_scale = temper.scales(torch.arange(tokens.start, tokens.stop, device=hidden.device))
-        rope = Rotation(cos[:, :half], sin[:, :half], q_scale, self._rope.interleaved)
+        rope = Rotation(cos, sin, q_scale, self._rope.interleaved)
         inputs = _products(layer.input_layernorm(hidden), weights.inputs)
         projected = inputs
         if weights.queries:
@@ -64,6 +55,9 @@ class LatentLayer:
         hidden = hidden + layer.self_attn.o_proj(latent_values(attended, weights).to(hidden.dtype))
         hidden_out: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
         return hidden_out
+
+    def state(self) -> None:
+        """Return None: rows are kept, not a state."""
 
 
 def _products(x: Tensor, linears: tuple[Linear, ...]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from csattn.checks import require_num_threads
+from csattn.checks import require_num_threads, require_one_of
 from csattn.errors import ConfigError
 from index_build.inputs import DEVICES
 
@@ -24,8 +24,7 @@ class TaskNeeds:
 
 def choose_needs(nodes: list[dict[str, float]], device: str, num_threads: int | None) -> TaskNeeds:
     """Choose the resources of a task for nodes with these resources: a GPU if any node has one. Raises ConfigError."""
-    if device not in DEVICES:
-        raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
+    require_one_of("--device", device, DEVICES)
     if num_threads is not None:
         require_num_threads("--threads", num_threads)
     with_gpu = [node for node in nodes if node.get("GPU", 0) >= 1]

@@ -85,19 +85,23 @@ def _require_json(notes: Mapping[str, Any]) -> None:
 
 def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:
     """Plan the artifact of a text. source: the text's name, for the manifest; index_device: where the index is made."""
-    config = make_config(options.preset, options.index_changes, index_device)
     require_not_far_too_long(text, loaded)
     wrapping = choose_wrapping(loaded.tokenizer, options.chat)
     token_ids = context_ids(loaded.tokenizer, text, wrapping)
-    return make_plan(loaded, token_ids, config, {"wrapping": wrapping, "preset": options.preset, "source": source})
+    return plan_tokens(token_ids, source, options, loaded, index_device, wrapping)
 
 
 def plan_tokens(
-    token_ids: NDArray[np.int32], source: str, options: BuildOptions, loaded: LoadedModel, index_device: str
+    token_ids: NDArray[np.int32],  # [context_len], taken as they are
+    source: str,
+    options: BuildOptions,
+    loaded: LoadedModel,
+    index_device: str,
+    wrapping: str = "none",
 ) -> Plan:
-    """Plan the artifact of token ids [context_len], taken as they are. The other arguments are those of `plan_text`."""
+    """Plan the artifact of token ids. The other arguments are those of `plan_text`."""
     config = make_config(options.preset, options.index_changes, index_device)
-    notes = {"wrapping": "none", "preset": options.preset, "source": source}
+    notes = {"wrapping": wrapping, "preset": options.preset, "source": source}
     return make_plan(loaded, token_ids, config, notes)
 
 

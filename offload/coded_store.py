@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offload.codecs.codec import KvCodec
+from offload.codecs.codec import KvCodec, encode_layer
 from offload.codecs.formats import KvFormat
-from offload.codecs.layers import encode_layer
 from offload.host_store import HostStore, distinct, row_numbers
 
 _STREAM_ROWS = 4096  # rows of a piece that is decoded and attended to at once

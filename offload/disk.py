@@ -66,20 +66,16 @@ def _open(path: Path) -> tuple[int, bool]:
     """Open with O_DIRECT if it works: some file systems refuse it at `open`, others at the first read."""
     flags, direct = os.O_RDONLY | os.O_CLOEXEC, getattr(os, "O_DIRECT", 0)
     if direct:
+        fd = -1
         try:
             fd = os.open(path, flags | direct)
+            os.preadv(fd, [aligned_bytes(BLOCK_BYTES).data], 0)
+            return fd, True
         except OSError as error:
+            if fd >= 0:
+                os.close(fd)
             if error.errno != errno.EINVAL:
                 raise
-        else:
-            try:
-                os.preadv(fd, [aligned_bytes(BLOCK_BYTES).data], 0)
-            except OSError as error:
-                os.close(fd)
-                if error.errno != errno.EINVAL:
-                    raise
-            else:
-                return fd, True
     fd = os.open(path, flags)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # turns the system's read-ahead off

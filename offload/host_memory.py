@@ -2,7 +2,7 @@
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -18,7 +18,7 @@ _MAX_THREADS = 16
 def allocate_rows(num_layers: int, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """Allocate zeros of that shape for each layer; every layer is page-aligned."""
     layers = [_map_pages(torch.Size(shape).numel() * dtype.itemsize) for _ in range(num_layers)]
-    _in_pieces(lambda layer, begin, end: layer[begin:end].fill(0), layers)
+    _copy_in_pieces([np.broadcast_to(np.uint8(0), len(layer)) for layer in layers], layers)
     return [torch.from_numpy(layer).view(dtype).view(*shape) for layer in layers]
 
 
@@ -26,12 +26,7 @@ def copy_rows(layers: Sequence[Tensor]) -> list[Tensor]:
     """Copy layers into newly mapped memory; the sources may be read-only memory maps."""
     sources = [layer.reshape(-1).view(torch.uint8).numpy() for layer in layers]
     copies = [_map_pages(len(source)) for source in sources]
-    source_of = {copy.ctypes.data: source for copy, source in zip(copies, sources, strict=True)}
-
-    def fill(copy: NDArray[np.uint8], begin: int, end: int) -> None:
-        copy[begin:end] = source_of[copy.ctypes.data][begin:end]
-
-    _in_pieces(fill, copies)
+    _copy_in_pieces(sources, copies)
     return [torch.from_numpy(c).view(s.dtype).view(s.shape) for c, s in zip(copies, layers, strict=True)]
 
 
@@ -49,13 +44,13 @@ def _map_pages(num_bytes: int, advice: str = "MADV_HUGEPAGE") -> NDArray[np.uint
     return np.frombuffer(pages, np.uint8, count=num_bytes)
 
 
-def _in_pieces(fill: Callable[[NDArray[np.uint8], int, int], None], layers: Sequence[NDArray[np.uint8]]) -> None:
-    """Call `fill` on all pieces in threads. numpy's copies release the GIL and, unlike torch's, start no threads."""
+def _copy_in_pieces(sources: Sequence[NDArray[np.uint8]], targets: Sequence[NDArray[np.uint8]]) -> None:
+    """Copy in threads. numpy's copies release the GIL and, unlike torch's, start no threads."""
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         pieces = [
-            pool.submit(fill, layer, begin, min(begin + _PIECE_BYTES, len(layer)))
-            for layer in layers
-            for begin in range(0, len(layer), _PIECE_BYTES)
+            pool.submit(np.copyto, target[begin : begin + _PIECE_BYTES], source[begin : begin + _PIECE_BYTES])
+            for source, target in zip(sources, targets, strict=True)
+            for begin in range(0, len(target), _PIECE_BYTES)
         ]
         for piece in pieces:
             piece.result()

@@ -115,5 +115,4 @@ class HostTier:
             self._changed.notify_all()
         slots = slots[slots >= 0]
         self._tier.unpin(slots)
-        gone = slots[(self._states[slots] == _FAILED) & ~self._tier.is_pinned(slots)]
-        self._tier.drop(self._tier.page_in(gone))
+        self._tier.drop(slots[(self._states[slots] == _FAILED) & ~self._tier.is_pinned(slots)])

@@ -4,7 +4,6 @@ import mmap
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -20,10 +19,8 @@ _PAGE = mmap.PAGESIZE
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
-class Register(Protocol):
-    """Makes host memory readable for the device; on failure raises PinningError and leaves no CUDA error pending."""
-
-    def __call__(self, address: int, num_bytes: int, read_only: bool = False) -> None: ...
+# makes host memory readable for the device, by address, bytes, and whether it is read-only: see `host_register`
+Register = Callable[[int, int, bool], None]
 
 
 class PinnedRows:

@@ -209,18 +209,10 @@ class SlotCache:
         self._kernels[batch].launch(
             (blocks, shape.num_kv_heads, batch),
             threads,
-            kv_indices,
-            valid_len,
-            context_ids,
-            self._slot_of_key[layer_idx],
-            self._key_of_slot[layer_idx],
-            self._ages[layer_idx],
-            self.rows[layer_idx],
-            self.host_addresses[layer_idx],
-            self.context_lens,
-            ids,
-            *lists,
-            self._statistics[layer_idx],
+            *(kv_indices, valid_len, context_ids),
+            *(self._slot_of_key[layer_idx], self._key_of_slot[layer_idx], self._ages[layer_idx]),
+            *(self.rows[layer_idx], self.host_addresses[layer_idx], self.context_lens),
+            *(ids, *lists, self._statistics[layer_idx]),
         )
         return Lookup(ids, lists)
 

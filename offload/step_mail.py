@@ -57,13 +57,7 @@ class RowMail:
         self._kernel.launch(
             (len(rows), 1, 1),
             _THREADS,
-            rows,
-            self.rows,
-            self.flags,
-            clock.on_device,
-            num_words,
-            clock.flags_per_step,
-            flag_of_step,
+            *(rows, self.rows, self.flags, clock.on_device, num_words, clock.flags_per_step, flag_of_step),
         )
 
 
@@ -98,15 +92,6 @@ class SelectionMail:
         self._kernel.launch(
             (num_heads, _PARTS, num_rows),
             _THREADS,
-            context_ids,
-            self.kv_indices,
-            self.valid_len,
-            self.widths,
-            self.flags,
-            kv_indices,
-            valid_len,
-            clock.on_device,
-            max_top_k,
-            clock.flags_per_step,
-            flag_of_step,
+            *(context_ids, self.kv_indices, self.valid_len, self.widths, self.flags, kv_indices, valid_len),
+            *(clock.on_device, max_top_k, clock.flags_per_step, flag_of_step),
         )

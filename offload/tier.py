@@ -45,9 +45,6 @@ class Tier:
         """Return the slot of each page, NOWHERE for pages without one."""
         return self._slot_of[pages].astype(np.int64)
 
-    def page_in(self, slots: Slots) -> Pages:
-        return self._page_in[slots].astype(np.int64)
-
     def use(self, slots: Slots) -> None:
         """Mark slots as just used, in this order."""
         self._used_at[slots] = np.arange(self._now, self._now + len(slots))
@@ -68,8 +65,7 @@ class Tier:
     def assign(self, pages: Pages, evict: bool = True) -> Slots:
         """Assign slots to distinct pages without one: free ones first, then (if `evict`) least recently used ones.
 
-        Returns NOWHERE for pages that get none. Pages that were in these slots are dropped: to save them, call `oldest`
-        first.
+        Returns NOWHERE for pages that get none. Pages that were in these slots are dropped.
         """
         slots = np.full(len(pages), NOWHERE, np.int64)
         taken = min(len(pages), self._num_free)
@@ -85,10 +81,8 @@ class Tier:
         self.use(slots[found])
         return slots
 
-    def drop(self, pages: Pages) -> None:
-        """Free the slots of pages that have one; none may be pinned."""
-        slots = self._slot_of[pages]
-        slots = slots[slots >= 0]
+    def drop(self, slots: Slots) -> None:
+        """Free slots that hold a page; none may be pinned."""
         assert not self._pins[slots].any(), f"{self!r} is asked to drop a page that is in use"
         self._slot_of[self._page_in[slots]] = NOWHERE
         self._page_in[slots] = NOWHERE

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from offload.disk import BLOCK_BYTES
 from offload.errors import TierError
@@ -60,14 +61,15 @@ def plan_tiers(
     for name, num_rows in (("page_rows", page_rows), ("stream_rows", stream_rows)):
         if num_rows is not None and num_rows < 1:
             raise TierError(f"{name} is {num_rows}; give at least 1")
+    plan = partial(_plan, num_layers, shape, itemsize, budget_bytes, resident, stream_rows)
     if page_rows is not None:
-        return _plan(num_layers, shape, itemsize, budget_bytes, resident, page_rows, stream_rows)
+        return plan(page_rows)
     for rows in (1 << power for power in range(stream_rows.bit_length() - 1)):
         num_pages = num_layers * shape[0] * -(-shape[1] // rows)
         if num_pages * Tier.BYTES_PER_PAGE <= budget_bytes // 16 and num_pages < _MAX_PAGES:
             with suppress(TierError):
-                return _plan(num_layers, shape, itemsize, budget_bytes, resident, rows, stream_rows)
-    return _plan(num_layers, shape, itemsize, budget_bytes, resident, stream_rows, stream_rows)
+                return plan(rows)
+    return plan(stream_rows)
 
 
 def _plan(
@@ -76,8 +78,8 @@ def _plan(
     itemsize: int,
     budget_bytes: int,
     resident: Sequence[slice],
-    page_rows: int,
     stream_rows: int,
+    page_rows: int,
 ) -> TieredPlan:
     num_kv_heads, context_len, head_dim = shape
     row_bytes, num_heads = 2 * head_dim * itemsize, num_layers * num_kv_heads

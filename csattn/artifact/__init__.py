@@ -4,10 +4,8 @@ It is a directory in a store, named by a hash of its inputs. It contains manifes
 context's token ids, and for each layer a file of KV rows (or of a state) and one of the index.
 """
 
-from csattn.artifact.durable import require_space
 from csattn.artifact.find import find_artifact, resolve_artifact
 from csattn.artifact.geometry import LayerGeometry, ModelGeometry
-from csattn.artifact.layout import artifact_bytes
 from csattn.artifact.manifest import ArtifactSpec, KvDtype, hash_token_ids
 from csattn.artifact.places import (
     fetch_artifact,
@@ -20,13 +18,7 @@ from csattn.artifact.places import (
 )
 from csattn.artifact.reader import Artifact
 from csattn.artifact.remote import RemoteStore, cache_store, shrink_cache
-from csattn.artifact.store import (
-    ArtifactSummary,
-    collect_garbage,
-    is_being_built,
-    scan_store,
-    unfinished_builds,
-)
+from csattn.artifact.store import ArtifactSummary, collect_garbage, is_being_built, scan_store, unfinished_builds
 from csattn.artifact.work import WorkDir
 from csattn.artifact.writer import ArtifactWriter
 
@@ -40,7 +32,6 @@ __all__ = [
     "ModelGeometry",
     "RemoteStore",
     "WorkDir",
-    "artifact_bytes",
     "cache_store",
     "collect_garbage",
     "fetch_artifact",
@@ -52,7 +43,6 @@ __all__ = [
     "open_artifact",
     "read_manifest",
     "remote_store",
-    "require_space",
     "resolve_artifact",
     "scan_store",
     "shrink_cache",

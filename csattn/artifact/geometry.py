@@ -1,7 +1,7 @@
 """The sizes of a model that determine the shapes in an artifact."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
 from csattn.errors import ConfigError
@@ -46,12 +46,9 @@ class LayerGeometry:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are set."""
-        values = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        }
-        return {"keeps": self.keeps} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        plain = asdict(_PLAIN) | {"keeps": None}
+        given = {name: value for name, value in asdict(self).items() if value != plain[name]}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord
 from csattn.artifact.geometry import ModelGeometry
+from csattn.checks import require_one_of
 from csattn.config import IndexConfig, index_config_from_json, num_index_heads
 from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigError
 
@@ -40,8 +41,7 @@ class ArtifactSpec:
     def __post_init__(self) -> None:
         if type(self.context_len) is not int or not 1 <= self.context_len <= MAX_CONTEXT_TOKENS:
             raise ConfigError(f"a context has 1 to {MAX_CONTEXT_TOKENS} tokens, got context_len={self.context_len!r}")
-        if self.kv_dtype not in get_args(KvDtype):
-            raise ConfigError(f"kv_dtype must be one of {', '.join(get_args(KvDtype))}, got {self.kv_dtype!r}")
+        require_one_of("kv_dtype", self.kv_dtype, get_args(KvDtype))
         if "rows" in self.model.kinds:  # some have an index; no loop to a forged num_layers
             self.index_config.require_head_dim(self.model.head_dim)
 

@@ -20,14 +20,8 @@ from csattn.rest.device import DeviceMoments, moments_shape
 SOURCE, MERGE = (Path(__file__).with_name(name) for name in ("device.cu", "merge.cu"))
 MERGE_THREADS = 128
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-CODED_FORMATS = (
-    "float32",
-    "bfloat16",
-    "float16",
-    "q8_0",
-    "q4_0",
-    "fp8",
-)  # in the order of `device_coded.cuh`, which describes them
+# in the order of `device_coded.cuh`, which describes them
+CODED_FORMATS = ("float32", "bfloat16", "float16", "q8_0", "q4_0", "fp8")
 MAX_HEAD_DIM = 512
 
 
@@ -184,29 +178,11 @@ class DeviceAttention:
             32 * self._plan.num_warps,
             q,
             *(x for source in sources for x in (source.addresses, source.rows_per_head)),
-            tails,
-            far_rows.kv_indices,
-            far_rows.valid_len,
-            rows.context_ids,
-            rows.tail_ids,
-            rows.tail_lens,
-            rows.own_lens,
-            rows.tail_starts,
-            table,
-            num_rows,
-            rows.positions,
-            sinks,
-            self.posted,
-            out,
-            self.lse,
-            np.int32(self._plan.num_items),
-            np.int32(self._selection_shape[-1]),
-            np.int32(tails.shape[2]),
-            np.int32(far.addresses.shape[0]),
-            self._window,
-            self._chunk,
-            self._scale,
-            self._cap,
+            *(tails, far_rows.kv_indices, far_rows.valid_len),
+            *(rows.context_ids, rows.tail_ids, rows.tail_lens, rows.own_lens, rows.tail_starts),
+            *(table, num_rows, rows.positions, sinks, self.posted, out, self.lse),
+            *map(np.int32, (self._plan.num_items, self._selection_shape[-1], tails.shape[2], len(far.addresses))),
+            *(self._window, self._chunk, self._scale, self._cap),
         )
 
     def merge(self, out: Tensor, own_out: Tensor, own_lse: Tensor, rows: StepRows) -> None:

@@ -110,29 +110,14 @@ class EveryRowAttention:
         attend.launch(
             (blocks.num_blocks, 1, 1),
             32 * blocks.num_warps,
-            q,
-            contexts.addresses,
-            contexts.rows_per_head,
-            tails,
-            rows.context_ids,
-            rows.tail_ids,
-            rows.tail_lens,
-            self._parts,
-            np.int32(rows.batch_size),
-            capacity,
-            self._scale,
-            self._cap,
+            *(q, contexts.addresses, contexts.rows_per_head, tails),
+            *(rows.context_ids, rows.tail_ids, rows.tail_lens, self._parts),
+            *(np.int32(rows.batch_size), capacity, self._scale, self._cap),
         )
         join.launch(
             (rows.batch_size * self._heads[0], 1, 1),
             JOINING,
-            self._parts,
-            contexts.rows_per_head,
-            rows.context_ids,
-            rows.tail_lens,
-            sinks,
-            out,
-            capacity,
+            *(self._parts, contexts.rows_per_head, rows.context_ids, rows.tail_lens, sinks, out, capacity),
         )
 
 

@@ -45,38 +45,19 @@ def attend_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
 
     A piece is a range of one index head's list: there are max_index_heads * max_ranges for each row of the step.
     """
-    _attend(arguments_at(arguments), piece, like, bytes_of(like))
-    return 0
-
-
-def merge_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """Merge what `attend_stage` and `rest_stage` wrote to `parts`. A piece is one query head of a row."""
-    args = arguments_at(arguments)
-    _merge(args, piece // args.num_q_heads, piece % args.num_q_heads)
-    return 0
-
-
-@exact_kernel
-def _range_rows(list_len: int) -> int:
-    longest = -(-list_len // MAX_RANGES)
-    rows: int = max(RANGE_ROWS, -(-longest // LANES) * LANES)
-    return rows
-
-
-@exact_kernel
-def _attend(args: Any, piece: int, like: Any, itemsize: int) -> None:
+    args, itemsize = arguments_at(arguments), bytes_of(like)
     # neighbouring rows are likely to read the same KV rows of a head: its window, and those that many choose
     num_rows = word_of(args.num_rows, 0)
     row, head_range = piece % num_rows, piece // num_rows
     head, number = head_range // args.max_ranges, head_range % args.max_ranges
     num_index_heads = word_of(args.num_index_heads, row)
     if head >= num_index_heads:
-        return
+        return 0
     list_len = list_len_of(args, row, head)
     range_rows = _range_rows(list_len)
     first, last = number * range_rows, min((number + 1) * range_rows, list_len)
     if first >= last:
-        return
+        return 0
     num_q_heads, head_dim = args.num_q_heads, args.head_dim
     group_size = num_q_heads // num_index_heads
     count = last - first
@@ -112,6 +93,57 @@ def _attend(args: Any, piece: int, like: Any, itemsize: int) -> None:
         add_coded_values(
             weights, rows, num_context, reader, offset, like, itemsize, head_dim, group_size, parts, part_bytes
         )
+    return 0
+
+
+def merge_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """Merge what `attend_stage` and `rest_stage` wrote to `parts`. A piece is one query head of a row."""
+    args = arguments_at(arguments)
+    row, q_head = piece // args.num_q_heads, piece % args.num_q_heads
+    num_q_heads, head_dim, num_index_heads = args.num_q_heads, args.head_dim, word_of(args.num_index_heads, row)
+    if num_index_heads == 0:
+        return 0
+    head = q_head // (num_q_heads // num_index_heads)
+    words, list_len, own = head_dim + 2, list_len_of(args, row, head), row + args.own_rows
+    ranges = -(-list_len // _range_rows(list_len))
+    rest_ranges, own_ranges = rest_ranges_of(args, row), rest_ranges_of(args, own)
+    num_parts = ranges + rest_ranges + own_ranges
+    place = (row * num_q_heads + q_head) * MAX_PARTS * words
+    parts = array_at(args.parts + 4 * place, MAX_PARTS * words, np.float32(0))
+    out = array_at(args.out + 4 * (row * num_q_heads + q_head) * head_dim, head_dim, np.float32(0))
+    rest = np.zeros(head_dim, np.float32)
+    top = rest_top = _rest(args, row, q_head, rest)
+    given = _given_rest(args, row, q_head), _given_rest(args, own, q_head)
+    for part in given:
+        if len(part) > 0:
+            top = max(top, part[head_dim])
+    sink = np.float32(-np.inf) if args.sinks == 0 else array_at(args.sinks, num_q_heads, np.float32(0))[q_head]
+    top = max(top, sink)
+    for i in range(num_parts):
+        top = max(top, parts[_part_of(i, ranges, rest_ranges) * words + head_dim])
+    scales = np.empty(LANES, np.float32)
+    store(scales, 0, exp_lanes(fill(F32x16, rest_top - top)))
+    total = scales[0]
+    for j in range(head_dim):
+        out[j] = scales[0] * rest[j]
+    for i in range(num_parts):
+        at = _part_of(i, ranges, rest_ranges) * words
+        total += _add_part(parts[at : at + words], top, out)
+    for part in given:
+        if len(part) > 0:
+            total += _add_part(part, top, out)
+    store(scales, 0, exp_lanes(fill(F32x16, sink - top)))
+    total += scales[0]
+    for j in range(head_dim):
+        out[j] /= total
+    return 0
+
+
+@exact_kernel
+def _range_rows(list_len: int) -> int:
+    longest = -(-list_len // MAX_RANGES)
+    rows: int = max(RANGE_ROWS, -(-longest // LANES) * LANES)
+    return rows
 
 
 @exact_kernel
@@ -165,48 +197,6 @@ def _addresses(
         else:
             rows[i] = tail + (recent + at - recent_at) * tail_row_bytes
     return min(max(tail_at - first, 0), count)
-
-
-@exact_kernel
-def _merge(args: Any, row: int, q_head: int) -> None:
-    num_q_heads, head_dim, num_index_heads = args.num_q_heads, args.head_dim, word_of(args.num_index_heads, row)
-    if num_index_heads == 0:
-        return
-    head = q_head // (num_q_heads // num_index_heads)
-    words, list_len, own = head_dim + 2, list_len_of(args, row, head), row + args.own_rows
-    ranges = -(-list_len // _range_rows(list_len))
-    rest_ranges, own_ranges = rest_ranges_of(args, row), rest_ranges_of(args, own)
-    num_parts = ranges + rest_ranges + own_ranges
-    place = (row * num_q_heads + q_head) * MAX_PARTS * words
-    parts = array_at(args.parts + 4 * place, MAX_PARTS * words, np.float32(0))
-    out = array_at(args.out + 4 * (row * num_q_heads + q_head) * head_dim, head_dim, np.float32(0))
-    rest = np.zeros(head_dim, np.float32)
-    top = rest_top = _rest(args, row, q_head, rest)
-    given, own_given = _given_rest(args, row, q_head), _given_rest(args, own, q_head)
-    if len(given) > 0:
-        top = max(top, given[head_dim])
-    if len(own_given) > 0:
-        top = max(top, own_given[head_dim])
-    sink = np.float32(-np.inf) if args.sinks == 0 else array_at(args.sinks, num_q_heads, np.float32(0))[q_head]
-    top = max(top, sink)
-    for i in range(num_parts):
-        top = max(top, parts[_part_of(i, ranges, rest_ranges) * words + head_dim])
-    scales = np.empty(LANES, np.float32)
-    store(scales, 0, exp_lanes(fill(F32x16, rest_top - top)))
-    total = scales[0]
-    for j in range(head_dim):
-        out[j] = scales[0] * rest[j]
-    for i in range(num_parts):
-        at = _part_of(i, ranges, rest_ranges) * words
-        total += _add_part(parts[at : at + words], top, out)
-    if len(given) > 0:
-        total += _add_part(given, top, out)
-    if len(own_given) > 0:
-        total += _add_part(own_given, top, out)
-    store(scales, 0, exp_lanes(fill(F32x16, sink - top)))
-    total += scales[0]
-    for j in range(head_dim):
-        out[j] /= total
 
 
 @exact_kernel

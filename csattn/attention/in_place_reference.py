@@ -75,13 +75,7 @@ def attend_row(
 
 
 def _rest_by_codes(
-    q: Tensor,
-    sketch: SketchIndex,
-    first: int,
-    stop: int,
-    kv_indices: Tensor,
-    valid_len: Tensor,
-    softmax_scale: float,
+    q: Tensor, sketch: SketchIndex, first: int, stop: int, kv_indices: Tensor, valid_len: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend, by codes, to the rows of [first, stop) that are not chosen."""
     is_rest = np.zeros((sketch.num_heads, sketch.context_len), np.bool_)

@@ -43,7 +43,24 @@ def rest_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
 
     A piece is a range of a KV head's middle: there are 2 * num_kv_heads * max_rest_ranges for each row of the step.
     """
-    _attend_rest(arguments_at(arguments), piece)
+    args = arguments_at(arguments)
+    # neighbouring rows are likely to read the same codes
+    num_rows = word_of(args.num_rows, 0)
+    row, place = _place_of(args, piece % (2 * num_rows))
+    head_range = piece // (2 * num_rows)
+    head, number = head_range // args.max_rest_ranges, head_range % args.max_rest_ranges
+    if number >= rest_ranges_of(args, place):
+        return 0
+    sketch, window_start = sketch_at(word_of(args.sketches, place)), word_of(args.window_starts, place)
+    range_rows = _range_rows(window_start)
+    first, stop = max(number * range_rows, word_of(args.sink_ends, place)), min((number + 1) * range_rows, window_start)
+    num_kv_heads, part_words = args.num_kv_heads, args.head_dim + 2
+    group_size = args.num_q_heads // num_kv_heads
+    queries = args.queries + (place * num_kv_heads + head) * args.query_bytes
+    part = (row * args.num_q_heads + head * group_size) * MAX_PARTS + (1 if place == row else 2) * MAX_RANGES + number
+    parts, chosen = args.parts + 4 * part * part_words, chosen_of(args, place, head)
+    none = np.empty(0, np.uint16)
+    attend_rows(sketch, head, queries, group_size, first, stop, chosen, none, 0, parts, MAX_PARTS * part_words)
     return 0
 
 
@@ -58,26 +75,6 @@ def num_rest_ranges(middle_end: int) -> int:
 def rest_ranges_of(args: Any, place: int) -> Any:
     """The number of ranges of a place's rest (see `_place_of`); 0 if it has no sketch."""
     return num_rest_ranges(word_of(args.window_starts, place)) if word_of(args.sketches, place) != 0 else 0
-
-
-@exact_kernel
-def _attend_rest(args: Any, piece: int) -> None:
-    # neighbouring rows are likely to read the same codes
-    num_rows = word_of(args.num_rows, 0)
-    row, place = _place_of(args, piece % (2 * num_rows))
-    head_range = piece // (2 * num_rows)
-    head, number = head_range // args.max_rest_ranges, head_range % args.max_rest_ranges
-    if number >= rest_ranges_of(args, place):
-        return
-    sketch, window_start = sketch_at(word_of(args.sketches, place)), word_of(args.window_starts, place)
-    range_rows = _range_rows(window_start)
-    first, stop = max(number * range_rows, word_of(args.sink_ends, place)), min((number + 1) * range_rows, window_start)
-    num_kv_heads, part_words = args.num_kv_heads, args.head_dim + 2
-    group_size = args.num_q_heads // num_kv_heads
-    queries = args.queries + (place * num_kv_heads + head) * args.query_bytes
-    part = (row * args.num_q_heads + head * group_size) * MAX_PARTS + (1 if place == row else 2) * MAX_RANGES + number
-    parts, chosen = args.parts + 4 * part * part_words, chosen_of(args, place, head)
-    attend_rows(sketch, head, queries, group_size, first, stop, chosen, parts, MAX_PARTS * part_words)
 
 
 @exact_kernel

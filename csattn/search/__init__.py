@@ -6,16 +6,7 @@ and waits for it, or runs it in the background from `start` to `finish`. Scratch
 
 from csattn.search.pool import SearchPool
 from csattn.search.run import LayerSearch
-from csattn.search.series import SearchSeries, make_series
-from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection, empty_token_selections
+from csattn.search.series import SearchSeries
+from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
 
-__all__ = [
-    "LayerSearch",
-    "SearchPool",
-    "SearchSeries",
-    "SearchWorkspace",
-    "TokenSelections",
-    "empty_selection",
-    "empty_token_selections",
-    "make_series",
-]
+__all__ = ["LayerSearch", "SearchPool", "SearchSeries", "SearchWorkspace", "TokenSelections", "empty_token_selections"]

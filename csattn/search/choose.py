@@ -42,8 +42,33 @@ def guess_job(search_address: int, scratch_address: int, job: int, _: int) -> in
 
 
 def copy_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: copy out, in order, the keys of one range whose group score reaches the guess."""
-    _copy_range(search_at(search_address), scratch_at(scratch_address), job, piece)
+    """Stage: copy out, in order, the keys of one range whose group score reaches the guess.
+
+    They are written from where the range begins, their group scores beside them, and how many they are.
+    """
+    search, scratch = search_at(search_address), scratch_at(scratch_address)
+    group_size, stride = search.group_size, scratch.stride
+    slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
+    scores = array_at(slot + scratch.at_scores, group_size * stride, np.float32(0))
+    terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
+    copied = array_at(slot + scratch.at_copied, stride, np.int32(0))
+    copied_group_scores = array_at(slot + scratch.at_copied_group_scores, stride, np.int32(0))
+    guess = array_at(slot + scratch.at_guess, 1, np.int64(0))[0]
+    threshold = fill(I32x16, guess)
+    first, last = eligible_of(search, piece)
+    to = first
+    numbers = lane_numbers(I32x16)
+    for at in range(first, last, LANES):
+        if group_size == 1:
+            group_scores = as_group_scores(scores, at)
+        else:
+            group_scores = group_scores_of_shares(scores, stride, at, terms)
+        bits = mask_at_least(group_scores, threshold)
+        if last - at < LANES:
+            bits &= (np.uint64(1) << np.uint64(last - at)) - np.uint64(1)
+        store_lanes(copied, to, numbers + fill(I32x16, at), bits)
+        to += store_lanes(copied_group_scores, to, group_scores, bits)
+    array_at(slot + scratch.at_counts, search.num_ranges, np.int64(0))[piece] = to - first
     return 0
 
 
@@ -123,33 +148,6 @@ def _lowest_group_score(search: Any) -> int:
     if search.top_k >= num_eligible:
         return NOT_SCORED
     return 1 if search.group_size > 1 else NOT_SCORED + 1  # shares are positive
-
-
-@exact_kernel
-def _copy_range(search: Any, scratch: Any, job: int, number: int) -> None:
-    """Write the keys from where the range begins, their group scores beside them, and how many they are."""
-    group_size, stride = search.group_size, scratch.stride
-    slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
-    scores = array_at(slot + scratch.at_scores, group_size * stride, np.float32(0))
-    terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
-    copied = array_at(slot + scratch.at_copied, stride, np.int32(0))
-    copied_group_scores = array_at(slot + scratch.at_copied_group_scores, stride, np.int32(0))
-    guess = array_at(slot + scratch.at_guess, 1, np.int64(0))[0]
-    threshold = fill(I32x16, guess)
-    first, last = eligible_of(search, number)
-    to = first
-    numbers = lane_numbers(I32x16)
-    for at in range(first, last, LANES):
-        if group_size == 1:
-            group_scores = as_group_scores(scores, at)
-        else:
-            group_scores = group_scores_of_shares(scores, stride, at, terms)
-        bits = mask_at_least(group_scores, threshold)
-        if last - at < LANES:
-            bits &= (np.uint64(1) << np.uint64(last - at)) - np.uint64(1)
-        store_lanes(copied, to, numbers + fill(I32x16, at), bits)
-        to += store_lanes(copied_group_scores, to, group_scores, bits)
-    array_at(slot + scratch.at_counts, search.num_ranges, np.int64(0))[number] = to - first
 
 
 @exact_kernel

@@ -33,31 +33,16 @@ def attend_rows(
     first: int,  # of the rows [first, stop)
     stop: int,
     chosen: NDArray[np.int32],  # ascending: these rows are left out
+    # query row g's of key i is at g * stride + i. Overwritten: scores of rows that do not count, and up to CHUNK_KEYS
+    # before `first` and 63 from `stop` on. Empty, stride 0: there are no scores yet, and rows are scored here
+    scores: NDArray[np.uint16],
+    stride: int,
     parts: int,  # address of the query rows' parts, written
     part_words: int,  # from one part to the next
 ) -> None:
-    """Score some rows, and compute the query rows' parts from them."""
-    scores = np.empty(group_size * CHUNK_KEYS, np.uint16)
-    attend_scored(sketch, head, queries, group_size, first, stop, chosen, scores, 0, parts, part_words)
-
-
-@exact_kernel
-def attend_scored(
-    sketch: Any,
-    head: int,
-    queries: int,
-    group_size: int,
-    first: int,
-    stop: int,
-    chosen: NDArray[np.int32],
-    # query row g's of key i is at g * stride + i. Overwritten: scores of rows that do not count, and up to CHUNK_KEYS
-    # before `first` and 63 from `stop` on. stride 0: there are no scores yet, only room for a chunk's
-    scores: NDArray[np.uint16],
-    stride: int,
-    parts: int,
-    part_words: int,
-) -> None:
-    """Compute the same parts as `attend_rows`, bit for bit, for rows that have been scored."""
+    """Compute the query rows' parts from the scores of some rows."""
+    if stride == 0:
+        scores = np.empty(group_size * CHUNK_KEYS, np.uint16)
     head_dim, num_segments, unit = sketch.head_dim, sketch.num_segments, 2.0 ** exponent_of(queries)
     starts = array_at(sketch.segment_starts, num_segments, np.int32(0))
     means = array_at(queries + query_places(sketch, group_size)[1], group_size * num_segments, np.float32(0))

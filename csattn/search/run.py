@@ -7,13 +7,35 @@ from numpy.typing import NDArray
 
 from csattn.cpu.addresses import Stage, compiled_address
 from csattn.index import ListIndex
-from csattn.search.calls import LIST_STAGES, REST_STAGE, SKETCH_STAGES
+from csattn.search import choose, score, sketch_stages
 from csattn.search.plan import MAX_JOBS, MAX_PIECES, SEARCH
 from csattn.search.sketch import describe_sketch, query_bytes
 from csattn.search.work import FIRST_STAGE, NUM_CALLS, SEARCH_RECORD, begin, finish
 from csattn.search.workspace import LIST_SCORE_BYTES, SKETCH_SCORE_BYTES, SearchWorkspace, TokenSelections
 from csattn.sketch.index import SketchIndex
 from csattn.table.tail import ListTail
+
+# For each stage, the function of a piece and the one that ends the stage. Arguments: addresses of SEARCH and SCRATCH,
+# job, piece. Returns 0: done; from the latter, 1: run all pieces again. They are compiled when the first search needs
+# them, and `work` calls them by address: compiled into one kernel, they would be optimised again in every function that
+# calls another, which takes three times as long.
+SKETCH_STAGES: tuple[Stage, ...] = (
+    sketch_stages.project_piece,
+    sketch_stages.quantise_job,
+    sketch_stages.score_piece,
+    sketch_stages.guess_job,
+    sketch_stages.copy_piece,
+    choose.choose_job,
+)
+REST_STAGE: tuple[Stage, ...] = sketch_stages.attend_piece, sketch_stages.join_job  # after those, if the rest is wanted
+LIST_STAGES: tuple[Stage, ...] = (
+    score.match_piece,
+    score.number_lists_job,
+    score.score_piece,
+    choose.guess_job,
+    choose.copy_piece,
+    choose.choose_job,
+)
 
 
 class LayerSearch:
@@ -22,20 +44,6 @@ class LayerSearch:
     Making one costs more than starting it, so keep it. It refers to its arrays: write new queries to q, search again,
     and find the new choice in out. Rows appended to the tail meanwhile are searched, too. It runs once at a time.
     """
-
-    __slots__ = (
-        "_calls",
-        "_record",
-        "_sketch",
-        "_tail_array",
-        "index",
-        "out",
-        "q",
-        "sink_len",
-        "softmax_scale",
-        "tail",
-        "window_len",
-    )
 
     def __init__(
         self,
@@ -113,25 +121,15 @@ class LayerSearch:
         """Raise AssertionError if the shapes do not fit together."""
         num_tokens, num_q_heads, head_dim = self.q.shape
         heads, of_sketch = self.index.num_heads, isinstance(self.index, SketchIndex)
-        assert self.q.dtype == np.float32, f"q must be float32, got {self.q.dtype}"
         assert num_q_heads % heads == 0, f"{num_q_heads} query heads cannot be divided among {heads} index heads"
         assert head_dim == self.index.key_mean.shape[-1], f"q has head_dim {head_dim}, the index another"
         wanted = num_tokens, heads
-        kv_indices, valid_len = self.out.kv_indices, self.out.valid_len
-        assert kv_indices.shape[:2] == wanted, f"out has shape {kv_indices.shape}, wanted {wanted}"
-        assert valid_len.shape == wanted, f"out.valid_len has shape {valid_len.shape}"
-        written: list[tuple[str, NDArray[Any], Any]] = [
-            ("kv_indices", kv_indices, np.int32),
-            ("valid_len", valid_len, np.int32),
-        ]
+        assert self.out.kv_indices.shape[:2] == wanted, f"out has shape {self.out.kv_indices.shape}, wanted {wanted}"
+        assert self.out.valid_len.shape == wanted, f"out.valid_len has shape {self.out.valid_len.shape}"
         if self.out.rest is not None:
             assert of_sketch, "lists cannot estimate the rows that are not chosen"
             rest_shape = num_tokens, num_q_heads, head_dim + 2
             assert self.out.rest.shape == rest_shape, f"out.rest has shape {self.out.rest.shape}, wanted {rest_shape}"
-            written.append(("rest", self.out.rest, np.float32))
-        for name, array, dtype in written:
-            is_valid = array.dtype == dtype and array.flags.c_contiguous and array.flags.writeable
-            assert is_valid, f"out.{name} must be {np.dtype(dtype)}, contiguous and writable"
         assert of_sketch or self._group_size <= MAX_PIECES, f"more than {MAX_PIECES} query heads share an index head"
         assert self.tail is None or not of_sketch, f"a sketch cannot use {self.tail!r}"
 
@@ -140,8 +138,8 @@ class LayerSearch:
         index = self.index
         values: dict[str, Any] = {
             "q": _address(self.q, np.float32),
-            "kv_indices": _address(self.out.kv_indices, np.int32),
-            "valid_len": _address(self.out.valid_len, np.int32),
+            "kv_indices": _address(self.out.kv_indices, np.int32, is_written=True),
+            "valid_len": _address(self.out.valid_len, np.int32, is_written=True),
             "num_tokens": self.q.shape[0],
             "num_heads": index.num_heads,
             "group_size": self._group_size,
@@ -156,7 +154,7 @@ class LayerSearch:
         if isinstance(index, SketchIndex):
             assert self._sketch is not None
             uses_marks = index.uses_marks(self.out.kv_indices.shape[2])
-            rest = _address(self.out.rest, np.float32) if self.out.rest is not None else 0
+            rest = _address(self.out.rest, np.float32, is_written=True) if self.out.rest is not None else 0
             values |= {"sketch": self._sketch.ctypes.data, "num_parts": index.num_segments}
             values |= {"uses_marks": uses_marks, "rest": rest}
         else:
@@ -193,9 +191,10 @@ def _describe_lists(index: ListIndex) -> dict[str, int]:
     }
 
 
-def _address(array: NDArray[Any], dtype: Any) -> int:
-    """Return the array's address, after checking what kernels rely on: its dtype, and that it is contiguous."""
+def _address(array: NDArray[Any], dtype: Any, is_written: bool = False) -> int:
+    """Return the array's address, after checking what kernels rely on: that it has this dtype and is contiguous."""
     assert array.dtype == dtype, f"an array of {array.dtype} came where {np.dtype(dtype)} was wanted"
     assert array.flags.c_contiguous, f"an array of shape {array.shape} must be contiguous, not strided {array.strides}"
+    assert array.flags.writeable or not is_written, f"an array of shape {array.shape} cannot be written"
     address: int = array.__array_interface__["data"][0]
     return address

@@ -1,7 +1,6 @@
 """A series of searches, each started as soon as its query arrives, without Python in between."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,6 @@ from csattn.search.work import NUM_CALLS, begin, finish
 DONE, GIVEN_UP, FAILED = 0, 1, 2  # how a series ends
 
 
-@dataclass(frozen=True, slots=True)
 class SearchSeries:
     """Searches in the order in which their queries arrive, without tails, all over the same kind of index.
 
@@ -26,30 +24,22 @@ class SearchSeries:
     was made elsewhere and is skipped.
     """
 
-    searches: Sequence[LayerSearch]
-    room: tuple[int, ...]  # arguments of `SearchWorkspace.prepare`, large enough for all
-    query_flags: NDArray[np.int64]  # [num_searches, 2], address and value: up when the query is there
-    # [num_searches, 3], address, value and number of neighbouring words: raised when the choice is there
-    choice_flags: NDArray[np.int64]
-    calls: NDArray[np.int64]  # [num_searches]: addresses of the searches' `calls` (see `work`)
-    num_jobs: NDArray[np.int64]  # [num_searches]
-
-
-def make_series(
-    searches: Sequence[LayerSearch],
-    query_flags: Sequence[tuple[int, int]],  # address and value
-    choice_flags: Sequence[tuple[int, int, int]],  # address, value, number of neighbouring words
-) -> SearchSeries:
-    assert len(query_flags) == len(choice_flags) == len(searches)
-    assert all(search.tail is None for search in searches), "searches of a series have no tails"
-    return SearchSeries(
-        searches,
-        tuple(max(sizes) for sizes in zip(*(search.room for search in searches), strict=True)),
-        np.array(query_flags, np.int64).reshape(-1, 2),
-        np.array(choice_flags, np.int64).reshape(-1, 3),
-        np.array([search.calls_address for search in searches], np.int64),
-        np.array([search.num_jobs for search in searches], np.int64),
-    )
+    def __init__(
+        self,
+        searches: Sequence[LayerSearch],
+        query_flags: Sequence[tuple[int, int]],  # address and value: up when the query is there
+        # address, value and number of neighbouring words: raised when the choice is there
+        choice_flags: Sequence[tuple[int, int, int]],
+    ) -> None:
+        assert len(query_flags) == len(choice_flags) == len(searches)
+        assert all(search.tail is None for search in searches), "searches of a series have no tails"
+        self.searches = searches
+        # arguments of `SearchWorkspace.prepare`, large enough for all
+        self.room = tuple(max(sizes) for sizes in zip(*(search.room for search in searches), strict=True))
+        self.query_flags = np.array(query_flags, np.int64).reshape(-1, 2)
+        self.choice_flags = np.array(choice_flags, np.int64).reshape(-1, 3)
+        self.calls = np.array([search.calls_address for search in searches], np.int64)  # see `work`
+        self.num_jobs = np.array([search.num_jobs for search in searches], np.int64)
 
 
 @exact_kernel

@@ -19,22 +19,18 @@ from csattn.sketch.reference import LARGEST_EXPONENT, LARGEST_MULTIPLIER, LOG2_E
 
 LARGEST_FINE, LARGEST_COARSE = 2**FINE_BITS - 1, 2**COARSE_BITS - 1
 _ARRAYS = "codes", "marks", "segment_starts", "key_mean", "query_transform", "value_mean", "value_transform"
-SKETCH = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            *_ARRAYS,  # addresses of a SketchIndex's arrays, C-contiguous
-            "num_heads",
-            "head_dim",
-            "num_fine",
-            "num_coarse",
-            "num_coords",
-            "num_segments",
-            "num_blocks",
-            "context_len",
-        )
-    ]
+_WORDS = (
+    *_ARRAYS,  # addresses of a SketchIndex's arrays, C-contiguous
+    "num_heads",
+    "head_dim",
+    "num_fine",
+    "num_coarse",
+    "num_coords",
+    "num_segments",
+    "num_blocks",
+    "context_len",
 )
+SKETCH = np.dtype([(name, np.int64) for name in _WORDS])
 sketch_at = record_at(SKETCH)
 
 

@@ -16,7 +16,7 @@ from csattn.cpu.simd import LANES, I32x16, U16x16, U16x32, convert, fill, load, 
 from csattn.search.choose import first_guess, num_sampled
 from csattn.search.match import widen
 from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, search_at
-from csattn.search.rest import attend_scored, join_parts
+from csattn.search.rest import attend_rows, join_parts
 from csattn.search.score import keep_sample, queries_of
 from csattn.search.sketch import exponent_of, project_queries, quantise_queries, sketch_at
 from csattn.search.sketch_group_scores import MARKED, best_share, normaliser
@@ -123,7 +123,7 @@ def attend_piece(search_address: int, scratch_address: int, job: int, piece: int
     first, last = eligible_of(search, piece)
     scores, parts = _scores_of(search, scratch, slot), slot + scratch.at_parts + 4 * piece * group_size * part_words
     sketch, queries = sketch_at(search.sketch), _queries_at(scratch, job)
-    attend_scored(sketch, head, queries, group_size, first, last, chosen, scores, scratch.stride, parts, part_words)
+    attend_rows(sketch, head, queries, group_size, first, last, chosen, scores, scratch.stride, parts, part_words)
     return 0
 
 

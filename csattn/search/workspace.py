@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from csattn.cpu.addresses import LINE_BYTES, aligned
 from csattn.cpu.posts import NUM_POST_WORDS, await_others
-from csattn.search.plan import MAX_JOBS, MAX_PIECES, SCRATCH, record
+from csattn.search.plan import MAX_JOBS, MAX_PIECES, SCRATCH
 from csattn.search.select import SAMPLE_ROOM
 from csattn.search.work import NUM_CALLS, PROGRESS_WORDS, SCRATCH_RECORD
 from csattn.selection import Selection
@@ -38,11 +38,6 @@ class TokenSelections:
         return Selection(self.kv_indices[token], self.valid_len[token])
 
 
-def empty_selection(num_index_heads: int, top_k: int) -> Selection:
-    """Return a selection of no rows, with room for top_k per head."""
-    return Selection(np.full((num_index_heads, top_k), -1, np.int32), np.zeros(num_index_heads, np.int32))
-
-
 def empty_token_selections(num_tokens: int, num_index_heads: int, top_k: int) -> TokenSelections:
     """Return selections of no rows for several tokens, with room for top_k per head."""
     shape = num_tokens, num_index_heads
@@ -57,7 +52,7 @@ class SearchWorkspace:
 
     def __init__(self, num_threads: int = 1, num_slots: int = 1) -> None:
         """num_slots: jobs that may be between scoring and selection at the same time."""
-        self.scratch = record(SCRATCH)
+        self.scratch = np.zeros(1, SCRATCH)
         self.calls = np.zeros(NUM_CALLS, np.int64)
         self.calls[SCRATCH_RECORD] = self.scratch.ctypes.data
         self.progress = aligned(8 * PROGRESS_WORDS).view(np.int64)
@@ -116,11 +111,7 @@ def _slot_arrays(group_size: int, stride: int, score_bytes: int, part_words: int
             "at_group_shifts": 2 * group_size,
             "at_parts": 4 * per_range * part_words,
         }
-    return common | {
-        "at_shifts": 8 * per_range,
-        "at_totals": 8 * per_range,
-        "at_terms": 4 * 4 * group_size,
-    }
+    return common | {"at_shifts": 8 * per_range, "at_totals": 8 * per_range, "at_terms": 4 * 4 * group_size}
 
 
 def _places(sizes: dict[str, int]) -> tuple[dict[str, int], int]:

@@ -44,16 +44,10 @@ class ExactSelector:
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
         num_kv_heads, _, head_dim = self._keys.shape
         grouped = torch.from_numpy(q).view(num_kv_heads, -1, head_dim)
-        parts = (self._keys, self._tail.rows) if self._tail.num_rows else (self._keys,)
-        logits = torch.cat([products(grouped, part) for part in parts], dim=2)
+        # one head at a time, to hold no more keys in float32
+        parts = (
+            torch.stack([queries @ of_head.float().T for queries, of_head in zip(grouped, keys, strict=True)])
+            for keys in (self._keys, self._tail.rows)
+        )
+        logits = torch.cat([*parts], dim=2)
         return top_rows(softmax_group_scores(logits * self._view.softmax_scale), self._view)
-
-
-def products(grouped: Tensor, keys: Tensor) -> Tensor:
-    """Return the products of each query with all keys of its KV head, in float32.
-
-    Keys are converted one head at a time, to hold no more of them in float32.
-    grouped: [num_kv_heads, group_size, head_dim] float32; keys: [num_kv_heads, num_keys, head_dim] of any dtype and
-    strides -> [num_kv_heads, group_size, num_keys] float32.
-    """
-    return torch.stack([queries @ of_head.float().T for queries, of_head in zip(grouped, keys, strict=True)])

@@ -20,8 +20,9 @@ def top_rows(group_scores: Tensor, view: ContextView) -> Selection:
     """
     group_scores.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # minus infinity is reserved for resident rows
     mask_resident(group_scores, view)
-    top_k = min(view.top_k, num_free(view, group_scores.shape[1]))
-    num_heads = len(group_scores)
+    num_heads, num_keys = group_scores.shape
+    num_resident = view.context_len - (view.middle.stop - view.middle.start)
+    top_k = min(view.top_k, num_keys - num_resident)
     if top_k == 0:
         return Selection(np.empty((num_heads, 0), np.int32), np.zeros(num_heads, np.int32))
     worst = group_scores.topk(top_k, dim=1, sorted=False).values.amin(1, keepdim=True)
@@ -29,12 +30,6 @@ def top_rows(group_scores: Tensor, view: ContextView) -> Selection:
     num_left = top_k - better.sum(1, keepdim=True)
     rows = (better | (equal & (equal.cumsum(1) <= num_left))).nonzero()[:, 1].view(num_heads, top_k)
     return Selection(rows.to(torch.int32).numpy(), np.full(num_heads, top_k, dtype=np.int32))
-
-
-def num_free(view: ContextView, num_keys: int) -> int:
-    """Return how many of the context's and the tail's num_keys keys are not resident."""
-    num_middle: int = view.middle.stop - view.middle.start
-    return num_middle + num_keys - view.context_len
 
 
 def mask_resident(group_scores: Tensor, view: ContextView, value: float | bool = -torch.inf) -> None:

@@ -65,8 +65,8 @@ class SketchIndex:
         return sum(getattr(self, name).nbytes for name in BY_HEAD)
 
     def uses_marks(self, top_k: int) -> bool:
-        """Whether marked rows are chosen first: see the function of this name."""
-        return uses_marks(self.context_len, self.segment_starts.tolist(), top_k)
+        """Whether marked rows are chosen first: only if they are at most half of the top_k chosen rows."""
+        return min_top_k_for_marks(self.context_len, self.segment_starts.tolist()) <= top_k
 
     def marked_rows(self, head: int) -> NDArray[np.bool_]:
         """Whether each row is marked in this head: [context_len]."""
@@ -84,11 +84,6 @@ def num_marked(context_len: int, segment_starts: Sequence[int]) -> int:
     return sum((stop - start) // MARKED_SHARE for start, stop in pairwise((*segment_starts, context_len)))
 
 
-def uses_marks(context_len: int, segment_starts: Sequence[int], top_k: int) -> bool:
-    """Whether marked rows are chosen first: only if they are at most half of the top_k chosen rows."""
-    return min_top_k_for_marks(context_len, segment_starts) <= top_k
-
-
 def min_top_k_for_marks(context_len: int, segment_starts: Sequence[int]) -> int:
-    """The smallest top_k with which `uses_marks` is true."""
+    """The smallest top_k with which `SketchIndex.uses_marks` is true."""
     return 2 * num_marked(context_len, segment_starts)

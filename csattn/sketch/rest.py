@@ -61,7 +61,7 @@ def _attend(
     rows, top_k = np.int64(kv_indices.ctypes.data), kv_indices.shape[2]
     group_size = num_q_heads // sketch.num_heads
     parts = np.empty((group_size, head_dim + 2), np.float32)
-    parts_address = np.int64(parts.ctypes.data)
+    parts_address, none = np.int64(parts.ctypes.data), np.empty(0, np.uint16)
     for token in range(num_tokens):
         for head in range(sketch.num_heads):
             group = q[token, head * group_size : (head + 1) * group_size].reshape(-1)
@@ -69,7 +69,7 @@ def _attend(
             quantise_queries(sketch, group_size, memory)
             of_head = rows + 4 * (token * sketch.num_heads + head) * top_k
             chosen = array_at(of_head, np.int64(valid_len[token, head]), np.int32(0))
-            attend_rows(sketch, head, memory, group_size, first, stop, chosen, parts_address, head_dim + 2)
+            attend_rows(sketch, head, memory, group_size, first, stop, chosen, none, 0, parts_address, head_dim + 2)
             for g in range(group_size):
                 row, total = head * group_size + g, parts[g, head_dim + 1]
                 lse[token, row] = parts[g, head_dim] + (math.log(total) if total > 0 else 0.0)

@@ -112,10 +112,7 @@ def score_key(k: NDArray[np.float32], index: ListIndex) -> NDArray[np.float32]:
     assert index.num_heads % k.shape[0] == 0, f"{k.shape[0]} KV heads do not divide {index.num_heads} index heads"
     scores = np.empty(index.codebooks.shape[:3], np.float32)
     _score_key(
-        readonly(np.ascontiguousarray(k, np.float32)),
-        readonly(index.key_mean),
-        readonly(index.codebooks),
-        scores,
+        readonly(np.ascontiguousarray(k, np.float32)), readonly(index.key_mean), readonly(index.codebooks), scores
     )
     return scores
 

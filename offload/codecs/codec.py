@@ -1,9 +1,13 @@
 """Compiled encoders and decoders of vectors, and of rows of a key and a value; byte for byte as `reference`."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from csattn.cpu.addresses import Stage, array_at, compiled_address
 from csattn.cpu.floats import ROUNDER
@@ -29,7 +33,7 @@ from offload.codecs.formats import (
 )
 
 DONE, NOT_FINITE, TOO_LARGE = range(3)
-
+_PIECE_ROWS = 4096  # rows that a thread encodes at a time
 _INFINITE = np.uint32(0x7F800000)
 _TOO_LARGE_FLOAT16 = np.float32(65520)  # this and all above rounds to infinity
 _TOO_LARGE_BFLOAT16 = np.uint32(0x7F7F8000)
@@ -86,6 +90,35 @@ class KvCodec:
         k, v = self.form.k.number, self.form.v.number
         gather_rows(k, v, rows.reshape(-1), self.row_bytes, self.v_offset, numbers, out)
         return out
+
+
+def encode_layer(
+    kv: Tensor,  # [num_kv_heads, context_len, 2, head_dim] of any float dtype
+    codec: KvCodec,
+    out: Tensor | None = None,  # like the result, to be written; its rows may be longer: their last bytes do not change
+) -> Tensor:
+    """Encode the KV of a layer to [num_kv_heads, context_len, row_bytes] uint8.
+
+    Piece by piece, so that it is never copied as a whole in float32. Raises CodecError for values that do not fit.
+    """
+    num_kv_heads, context_len = kv.shape[:2]
+    coded = torch.empty(num_kv_heads, context_len, codec.row_bytes, dtype=torch.uint8) if out is None else out
+    pieces = [(head, first) for head in range(num_kv_heads) for first in range(0, context_len, _PIECE_ROWS)]
+
+    def encode(piece: tuple[int, int]) -> None:
+        head, first = piece
+        rows = slice(first, first + _PIECE_ROWS)
+        coded[head, rows, : codec.row_bytes] = torch.from_numpy(codec.encode(kv[head, rows].float().numpy()))
+
+    with ThreadPoolExecutor(_num_cpus()) as pool:
+        for _ in pool.map(encode, pieces):
+            pass
+    return coded
+
+
+def _num_cpus() -> int:
+    """Return how many CPUs this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @exact_kernel

@@ -15,8 +15,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from csattn.artifact import ArtifactWriter, collect_garbage, require_space, scan_store, verify_artifact
-from csattn.artifact.durable import unsynced, write_bytes
+from csattn.artifact import ArtifactWriter, collect_garbage, scan_store, verify_artifact
+from csattn.artifact.durable import require_space, unsynced, write_bytes
 from csattn.artifact.lock import BuildLock, StoreUse
 from csattn.errors import ArtifactError, StoreFullError
 from tests.artifact.builds import SPEC, assert_completes, assert_store_is_sound, write_layers

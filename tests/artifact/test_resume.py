@@ -15,14 +15,13 @@ from csattn.artifact import (
     KvDtype,
     RemoteStore,
     WorkDir,
-    artifact_bytes,
     cache_store,
     open_artifact,
     reader,
     scan_store,
     work,
 )
-from csattn.artifact.layout import index_file, kv_file
+from csattn.artifact.layout import artifact_bytes, index_file, kv_file
 from csattn.errors import ArtifactRoomError
 from tests.artifact.builds import SPEC, assert_completes, building_dir, write_layers
 from tests.artifact.faults import before_call, flip_byte

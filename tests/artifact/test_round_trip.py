@@ -21,8 +21,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from csattn.artifact import Artifact, ArtifactSpec, ArtifactWriter, artifact_bytes, open_artifact, verify_artifact
-from csattn.artifact.layout import MANIFEST_HASH_FILE, arrays_from_index, file_layout, index_file, kv_file
+from csattn.artifact import Artifact, ArtifactSpec, ArtifactWriter, open_artifact, verify_artifact
+from csattn.artifact.layout import (
+    MANIFEST_HASH_FILE,
+    arrays_from_index,
+    artifact_bytes,
+    file_layout,
+    index_file,
+    kv_file,
+)
 from csattn.artifact.tensor_file import PAGE_BYTES, TensorSpec, map_file, plan_file, write_file
 from csattn.errors import ArtifactError, ConfigError
 from csattn.sketch import SketchIndex

@@ -36,7 +36,7 @@ def _(tier: HostTier) -> None:
     """Raise AssertionError if the book-keeping is wrong. No page may be in use."""
     with tier._changed:
         check(tier._tier)
-        used = tier._tier.page_in(np.arange(len(tier.memory))) >= 0
+        used = tier._tier._page_in >= 0
         assert (tier._states[used] == _READY).all(), f"{tier!r} keeps a page that was never filled"
         assert not tier._tier.is_pinned(np.flatnonzero(used)).any(), f"{tier!r} has a page that is still in use"
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from csattn.index import ListIndex
 from csattn.search.run import LayerSearch
-from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection
+from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
 from csattn.selection import Selection
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import coord_bits, pack_codes, pack_marks
@@ -148,7 +148,7 @@ def search(
 
 def poisoned_selection(num_heads: int, top_k: int) -> Selection:
     """Return an output selection filled with values that no search may leave there."""
-    out = empty_selection(num_heads, top_k)
+    out = empty_token_selections(1, num_heads, top_k)[0]
     out.kv_indices[:] = -777
     out.valid_len[:] = -777
     return out

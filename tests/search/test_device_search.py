@@ -22,7 +22,7 @@ from csattn.search.device import (
     compiling,
     to_device,
 )
-from csattn.search.workspace import empty_selection
+from csattn.search.workspace import empty_token_selections
 from csattn.selection import Selection
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
@@ -79,7 +79,7 @@ def assert_right(
     got: Selection, q: np.ndarray, index: ListIndex, config: SearchConfig = CONFIG, scale: float = SCALE
 ) -> None:
     """Compare the group scores of the chosen keys, in order: rounding of exp may swap keys whose scores nearly tie."""
-    want = empty_selection(index.num_heads, config.top_k(index.context_len))
+    want = empty_token_selections(1, index.num_heads, config.top_k(index.context_len))[0]
     reference.search(q, index, None, want.kv_indices.shape[1], config.sink_len, config.window_len, scale, want)
     np.testing.assert_array_equal(got.valid_len, want.valid_len)
     check_selection(got, index.context_len)
@@ -141,7 +141,7 @@ def test_equal_keys_are_chosen_in_order(distinct_keys: int, group_size: int) -> 
     spec = IndexSpec(layout="lists", context_len=3001, distinct_keys=distinct_keys, list_len=1.0)
     q, index = make_queries(spec, group_size), make_index(spec)
     got = row_of(search_on_device([index], q[None], [0]), 0)
-    want = empty_selection(index.num_heads, got.kv_indices.shape[1])
+    want = empty_token_selections(1, index.num_heads, got.kv_indices.shape[1])[0]
     reference.search(q, index, None, got.kv_indices.shape[1], CONFIG.sink_len, CONFIG.window_len, SCALE, want)
     np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
 

@@ -14,7 +14,7 @@ from csattn.cuda import limits
 from csattn.errors import ConfigError
 from csattn.search import reference
 from csattn.search.device import DeviceIndexes, DeviceSearch, SketchPass, SketchShape, compiling, sketch_pass, to_device
-from csattn.search.workspace import empty_selection
+from csattn.search.workspace import empty_token_selections
 from csattn.selection import Selection
 from csattn.sketch import SketchIndex
 from csattn.sketch.reference import attend_rest, score_group
@@ -119,7 +119,7 @@ class Searched:
 
 
 def wanted(q: np.ndarray, index: SketchIndex, config: SearchConfig = CONFIG, scale: float = SCALE) -> Selection:
-    want = empty_selection(index.num_heads, config.top_k(index.context_len))
+    want = empty_token_selections(1, index.num_heads, config.top_k(index.context_len))[0]
     reference.search(q, index, None, want.kv_indices.shape[1], config.sink_len, config.window_len, scale, want)
     return want
 
@@ -298,7 +298,7 @@ def test_each_row_of_a_batch_chooses_with_its_own_top_k() -> None:
     top_ks = [1, 2 * num_marked - 1, 2 * num_marked, 2**31 - 1]
     searched = Searched([index], q[:4], [0] * 4, top_ks=top_ks)
     for row, top_k in enumerate(top_ks):
-        want = empty_selection(index.num_heads, min(top_k, CONFIG.top_k(4200)))
+        want = empty_token_selections(1, index.num_heads, min(top_k, CONFIG.top_k(4200)))[0]
         rules = CONFIG.sink_len, CONFIG.window_len, SCALE
         reference.search(q[row], index, None, want.kv_indices.shape[1], *rules, want)
         got = searched.selection(row)

@@ -1,9 +1,10 @@
 """How a search is split into pieces of work."""
 
+import numpy as np
 import pytest
 
 from csattn.cpu.jit import exact_kernel
-from csattn.search.plan import MAX_PIECES, SEARCH, cut_pieces, record, search_at
+from csattn.search.plan import MAX_PIECES, SEARCH, cut_pieces, search_at
 from csattn.table.lists import CHUNK_KEYS
 
 
@@ -17,7 +18,7 @@ def _cut(address):  # type: ignore[no-untyped-def]
 def test_no_piece_of_lists_is_empty(group_size: int, tail_rows: int) -> None:
     """The last piece also scores the tail, which follows the context's last chunk, in one thread."""
     for context_len in (1, 8192, 8193, 40_001, 100_000, 131_072, 507_904, 507_905, 1_000_000):
-        search = record(SEARCH)
+        search = np.zeros(1, SEARCH)
         search["context_len"], search["tail_rows"], search["group_size"] = context_len, tail_rows, group_size
         search["num_parts"] = 8
         _cut(search.ctypes.data)

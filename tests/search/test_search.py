@@ -8,7 +8,7 @@ from csattn.index import ListIndex
 from csattn.search import SearchPool, reference
 from csattn.search.plan import RANGE_KEYS
 from csattn.search.run import LayerSearch
-from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection, empty_token_selections
+from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
 from csattn.selection import Selection
 from csattn.sketch import SketchIndex
 from csattn.sketch import reference as sketch_reference
@@ -41,7 +41,7 @@ def run_both(
 ) -> tuple[Selection, Selection]:
     """Return the kernel's selection and the reference's. The kernel runs first, into poisoned memory."""
     got = poisoned_selection(index.num_heads, top_k)
-    want = empty_selection(index.num_heads, top_k)
+    want = empty_token_selections(1, index.num_heads, top_k)[0]
     search(q, index, tail, sink_len, window_len, softmax_scale, poisoned_workspace(), got)
     reference.search(q, index, tail, top_k, sink_len, window_len, softmax_scale, want)
     return got, want

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from csattn.index import ListIndex
-from csattn.search import SearchWorkspace, empty_selection
+from csattn.search import SearchWorkspace, empty_token_selections
 from csattn.search.group_scores import NOT_SCORED
 from csattn.search.plan import RANGE_KEYS, SAMPLE
 from csattn.search.select import count_at_least, kth_largest, take_best
@@ -40,7 +40,7 @@ def take(group_scores: NDArray[np.int32], top_k: int, guess: int) -> NDArray[np.
 
 def search_one_head(index: ListIndex | SketchIndex, top_k: int) -> NDArray[np.int32]:
     """Return the rows that a search chooses for a single query of ones."""
-    out = empty_selection(1, top_k)
+    out = empty_token_selections(1, 1, top_k)[0]
     q = np.ones((1, index.key_mean.shape[-1]), np.float32)
     search(q, index, None, 0, 0, SCALE, SearchWorkspace(), out)
     check_selection(out, index.context_len)

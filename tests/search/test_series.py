@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from csattn.search import LayerSearch, SearchPool, SearchSeries, make_series
+from csattn.search import LayerSearch, SearchPool, SearchSeries
 from tests.search.synthetic import make_queries
 from tests.search.test_pool import WAIT_S, alone, big_spec, make_search
 
@@ -27,7 +27,7 @@ class Line:
     def series(self) -> SearchSeries:
         arrived = [(self.arrived[i:].ctypes.data, i) for i in range(len(self.searches))]
         chosen = [(self.chosen[i:].ctypes.data, i, 1) for i in range(len(self.searches))]
-        return make_series(self.searches, arrived, chosen)
+        return SearchSeries(self.searches, arrived, chosen)
 
     def send(self, i: int, value: int = SINCE) -> LayerSearch:
         """Give search `i` a new query and signal its arrival."""
@@ -104,7 +104,7 @@ def test_sleeping_threads_are_woken_for_a_series() -> None:
 
 def test_an_empty_series_succeeds() -> None:
     with SearchPool(2) as pool:
-        assert pool.run_series(make_series([], [], []), SINCE, np.zeros(1, np.int64))
+        assert pool.run_series(SearchSeries([], [], []), SINCE, np.zeros(1, np.int64))
 
 
 def test_a_closed_pool_refuses_a_series() -> None:

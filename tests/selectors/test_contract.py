@@ -9,7 +9,7 @@ import torch
 
 from csattn.attention import reference
 from csattn.errors import ConfigError
-from csattn.search import SearchPool, empty_selection
+from csattn.search import SearchPool, empty_token_selections
 from csattn.search.reference import search
 from csattn.selection import Selection
 from csattn.selector_names import ABOUT, SELECTOR_NAMES
@@ -221,7 +221,7 @@ def test_rows_of_the_tail_join_the_lists(rng) -> None:
         for step in decode(selector, view, tail):
             while joined.num_rows < step.num_left:
                 joined.append(tail.kv[:, joined.num_rows, 0].numpy())
-            want = empty_selection(index.num_heads, view.top_k)
+            want = empty_token_selections(1, index.num_heads, view.top_k)[0]
             config = view.config
             search(step.q, index, joined, view.top_k, config.sink_len, config.window_len, SCALE, want)
             assert same(step.chosen, want)

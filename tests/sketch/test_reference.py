@@ -6,7 +6,7 @@ import pytest
 from csattn.config import SketchConfig
 from csattn.sketch import reference
 from csattn.sketch.codes import coord_bits, pack_codes, unpack_codes
-from csattn.sketch.index import num_marked, uses_marks
+from csattn.sketch.index import min_top_k_for_marks, num_marked
 from tests.sketch.synthetic import make_heads, make_sketch
 
 
@@ -230,4 +230,4 @@ def test_marks_are_used_if_they_take_at_most_half_of_the_choice():
     starts, context_len = [0, 4096], 8000
     count = num_marked(context_len, starts)
     assert count > 2
-    assert uses_marks(context_len, starts, 2 * count) and not uses_marks(context_len, starts, 2 * count - 1)
+    assert min_top_k_for_marks(context_len, starts) == 2 * count

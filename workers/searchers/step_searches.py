@@ -15,7 +15,7 @@ from csattn.artifact import Artifact
 from csattn.artifact.share import index_of_heads
 from csattn.errors import SearchLostError
 from csattn.index import ListIndex
-from csattn.search import LayerSearch, SearchPool, SearchSeries, TokenSelections, make_series
+from csattn.search import LayerSearch, SearchPool, SearchSeries, TokenSelections
 from csattn.sketch import SketchIndex
 from offload.shared_memory import SharedMemory, array_in
 from workers.searchers.shares import shares_of
@@ -171,7 +171,7 @@ class StepSearches:
             chosen = base + int(record["choice_flag_at"]), value, int(record["num_heads"])
             flagged.append((self._search(record), arrived, chosen))
         parts = groupby(flagged, lambda one: isinstance(one[0].index, SketchIndex))
-        return [make_series(*zip(*part, strict=True)) for _, part in parts]
+        return [SearchSeries(*zip(*part, strict=True)) for _, part in parts]
 
     def _search(self, record: np.void) -> LayerSearch:
         key = record.tobytes()

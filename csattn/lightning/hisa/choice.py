@@ -52,15 +52,8 @@ def choose_candidates(
     kernel.launch(
         (num_queries, 1, 1),
         threads,
-        scores,
-        scores.stride(0),
-        max_blocks,
-        kv_lens,
-        block_size,
-        *ends,
-        candidates,
-        candidates.shape[1],
-        num_keys,
+        *(scores, scores.stride(0), max_blocks, kv_lens, block_size, *ends),
+        *(candidates, candidates.shape[1], num_keys),
         *((0, 0, 0, 0) if lists is None else (lists.entries, lists.counts, lists.items, len(lists.entries))),
         longer_than,
     )

@@ -65,17 +65,9 @@ def score_candidates(
         hopper.THREADS,
         tensor_map(operands.q.flatten(0, 1), (operands.q.shape[1], _ATOM_BYTES // operands.q.itemsize)),
         tensor_map(operands.k, (hopper.KEYS, _ATOM_BYTES // operands.k.itemsize)),
-        operands.weights,
-        operands.key_scale,
-        lists.entries,
-        lists.counts,
-        lists.items,
-        lists.counts[-2:],
-        lists.counts[-1:],
-        out,
-        num_queries,
-        num_candidates,
-        len(operands.k),
+        *(operands.weights, operands.key_scale),
+        *(lists.entries, lists.counts, lists.items, lists.counts[-2:], lists.counts[-1:]),
+        *(out, num_queries, num_candidates, len(operands.k)),
     )
     return out
 

@@ -74,10 +74,7 @@ class BlockedKeys:
         """Return blocks of one sequence with contiguous keys; all queries see the same pages."""
         num_queries, device = len(operands.q), operands.q.device
         keys = KeyPages.of_keys(operands, block_size)
-        scale = operands.key_scale
-        if scale is None:
-            scale = torch.ones(len(operands.k), dtype=torch.float32, device=device)
-        values, scales = pool_keys(operands.k, scale, block_size)
+        values, scales = pool_keys(operands.k, operands.key_scales, block_size)
         weights = operands.weights
         pooled = KeyPages.of_keys(Operands(operands.q, values.to(operands.q.dtype), weights, scales), PAGE_SIZE)
         pages = [torch.arange(len(x.values), dtype=torch.int32, device=device) for x in (keys, pooled)]
@@ -110,8 +107,8 @@ def hisa_top_k(
         )
     all_chosen = k if order == "position" else 0  # queries with no more keys than this are not scored
     lists = None
-    operands = _one_sequence(q, weights, blocked.keys) if blocked.in_order else None
-    if operands is not None and _hopper_supports(operands, config.block_size):
+    operands = _for_hopper(q, weights, blocked.keys, config.block_size) if blocked.in_order else None
+    if operands is not None:
         lists = BlockLists.empty(-(-len(operands.k) // config.block_size), len(q), q.device)
     blocks, num_keys = choose_blocks(q, weights, blocked, kv_lens, config, lists=lists, longer_than=all_chosen)
     require_pages("pages", blocked.pages, kv_lens, blocked.keys)
@@ -143,14 +140,21 @@ def choose_blocks(
     The other arguments are those of `hisa_top_k`. Only the last block of a sequence may be partial, and it comes last.
     """
     require_array("kv_lens", kv_lens, (len(q),), torch.int32, like=q)
-    operands = _one_sequence(q, weights, blocked.block_keys) if blocked.in_order else None
-    if operands is not None and _hopper_supports(operands, PAGE_SIZE):
+    operands = _for_hopper(q, weights, blocked.block_keys, PAGE_SIZE) if blocked.in_order else None
+    if operands is not None:
         from csattn.lightning.hisa.score import score_blocks  # needs Triton: GPU only
 
         scores = score_blocks(operands, kv_lens, config.block_size)
         return best_blocks(scores, kv_lens, config, lists=lists, longer_than=longer_than)
-    num_blocks, all_chosen = _num_blocks(kv_lens, config.block_size), config.num_blocks
-    scores = score_pages(q, weights, blocked.block_keys, blocked.block_pages, num_blocks, longer_than=all_chosen)
+    if kv_lens.is_cuda:
+        from csattn.lightning.hisa.triton_kernels import max_blocks_on_device  # one launch instead of two
+
+        num_blocks = torch.empty_like(kv_lens)
+        max_blocks_on_device(kv_lens, config.block_size, 1, num_blocks)
+    else:
+        num_blocks = num_blocks_reference(kv_lens, config.block_size)
+    pages = blocked.block_pages
+    scores = score_pages(q, weights, blocked.block_keys, pages, num_blocks, longer_than=config.num_blocks)
     return best_blocks(scores, kv_lens, config, lists=lists, longer_than=longer_than)
 
 
@@ -194,26 +198,15 @@ def candidate_pages(
     return candidate_pages_reference(candidates, pages, kv_lens, page_size, block_size)
 
 
-def _num_blocks(kv_lens: Tensor, block_size: int) -> Tensor:
-    if kv_lens.device.type == "cuda":
-        from csattn.lightning.hisa.triton_kernels import max_blocks_on_device  # one launch instead of two
+def _for_hopper(q: Tensor, weights: Tensor, keys: KeyPages, block_size: int) -> Operands | None:
+    """Return the operands of all queries and all keys, the padding of the last page included.
 
-        num_blocks = torch.empty_like(kv_lens)
-        max_blocks_on_device(kv_lens, block_size, 1, num_blocks)
-        return num_blocks
-    return num_blocks_reference(kv_lens, block_size)
-
-
-def _one_sequence(q: Tensor, weights: Tensor, keys: KeyPages) -> Operands:
-    """Return the operands of all queries and all keys, the padding of the last page included."""
+    None where Hopper's kernel does not support them.
+    """
     operands = Operands(q, keys.values.flatten(0, 1), weights, keys.scales.flatten())
     operands.check()
-    return operands
-
-
-def _hopper_supports(operands: Operands, block_size: int) -> bool:
-    if not operands.q.is_cuda or not len(operands.q) or not len(operands.k):
-        return False
+    if not q.is_cuda or not len(q) or not len(operands.k):
+        return None
     from csattn.lightning.hisa.score import supports  # needs Triton: GPU only
 
-    return supports(operands, block_size)
+    return operands if supports(operands, block_size) else None

@@ -22,14 +22,7 @@ def pages_on_device(candidates: Tensor, pages: Tensor, kv_lens: Tensor, block_si
         return
     num_blocks = candidates.shape[1]
     _pages_kernel[(len(candidates),)](
-        candidates,
-        pages,
-        kv_lens,
-        own,
-        pages.stride(0),
-        pages.shape[1],
-        num_blocks,
-        block_size,
+        *(candidates, pages, kv_lens, own, pages.stride(0), pages.shape[1], num_blocks, block_size),
         EACH=own.shape[1] // num_blocks,
         BLOCK=triton.next_power_of_2(num_blocks),
         num_warps=1,
@@ -49,15 +42,7 @@ def append_on_device(
     """As `pooling.PooledKeys.append`, on torch's current stream; the last four are its state."""
     head_dim = k.shape[1]
     _append_kernel[(len(k),)](
-        k,
-        key_scale,
-        sums,
-        lens,
-        values,
-        scales,
-        block_size,
-        max_len,
-        scales.shape[1],
+        *(k, key_scale, sums, lens, values, scales, block_size, max_len, scales.shape[1]),
         HEAD_DIM=head_dim,
         BLOCK=triton.next_power_of_2(head_dim),
         LARGEST=FP8_MAX,

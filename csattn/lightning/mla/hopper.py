@@ -24,17 +24,16 @@ def supports(rows: SelectedRows) -> bool:
     num_queries, num_heads, latent_dim = rows.q_nope.shape
     many = num_heads > HEADS // 2 and num_queries * -(-num_heads // HEADS) >= MIN_BLOCKS
     fits = rows.q_nope.dtype in DTYPES and latent_dim == LATENT_DIM and rows.rope_dim in ROPE_DIMS
-    arrays = [array for array in (rows.q_nope, rows.q_pe, rows.ckv, rows.kpe) if array is not None]
-    aligned = all(array.data_ptr() % ALIGNMENT == 0 for array in arrays) and all(
-        array.stride(0) * array.itemsize % ALIGNMENT == 0 for array in (rows.ckv, rows.kpe) if array is not None
-    )
+    *arrays, _ = rows.arrays
+    of_rows = [array.stride(0) * array.itemsize for array in arrays[2:]]
+    aligned = all(number % ALIGNMENT == 0 for number in (*(array.data_ptr() for array in arrays), *of_rows))
     return many and fits and aligned and has_warpgroup_products(rows.q_nope.device)
 
 
 def attend_many(rows: SelectedRows, out: Tensor, lse: Tensor) -> None:
     """Enqueue attention to supported rows on torch's current stream. Writes `out`, `lse` of `attend.sparse_mla`."""
     num_queries, num_heads, _ = rows.q_nope.shape
-    ckv, kpe = rows.ckv, rows.kpe
+    _, _, ckv, kpe, _ = rows.arrays
     defines = {
         "THREADS": THREADS,
         "ROPE_DIM": rows.rope_dim,
@@ -45,18 +44,7 @@ def attend_many(rows: SelectedRows, out: Tensor, lse: Tensor) -> None:
     kernel.launch(
         (num_queries * -(-num_heads // HEADS), 1, 1),
         THREADS,
-        rows.q_nope,
-        rows.q_nope if rows.q_pe is None else rows.q_pe,
-        ckv,
-        ckv if kpe is None else kpe,
-        rows.indices,
-        lse if rows.attn_sink is None else rows.attn_sink,
-        out,
-        lse,
-        ckv.stride(0) * ckv.itemsize,
-        0 if kpe is None else kpe.stride(0) * kpe.itemsize,
-        len(ckv),
-        num_heads,
-        rows.indices.shape[1],
-        rows.softmax_scale * LOG2_E,
+        *(*rows.arrays, lse if rows.attn_sink is None else rows.attn_sink, out, lse),
+        *(ckv.stride(0) * ckv.itemsize, kpe.stride(0) * kpe.itemsize),
+        *(len(ckv), num_heads, rows.indices.shape[1], rows.softmax_scale * LOG2_E),
     )

@@ -27,6 +27,12 @@ class SelectedRows:
     def rope_dim(self) -> int:
         return 0 if self.q_pe is None else int(self.q_pe.shape[2])
 
+    @property
+    def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q_nope, q_pe, ckv, kpe and indices, as kernels take them: instead of None, an array that they do not read."""
+        q_pe, kpe = self.q_nope if self.q_pe is None else self.q_pe, self.ckv if self.kpe is None else self.kpe
+        return self.q_nope, q_pe, self.ckv, kpe, self.indices
+
     def of_queries(self, some: slice) -> "SelectedRows":
         """Return the arguments of some queries only."""
         q_pe = None if self.q_pe is None else self.q_pe[some]

@@ -95,14 +95,7 @@ def _attend(rows: SelectedRows, out: Tensor, lse: Tensor, shape: AttendShape, ls
     _launch_attend(rows, None, parts, part_lse, shape, lse_unit)
     channels = min(latent_dim, MERGED_CHANNELS if num_heads > FEW_HEADS else MERGED_CHANNELS // 2)
     _merge_kernel[(num_heads, latent_dim // channels, num_queries)](
-        parts,
-        part_lse,
-        lse if sink is None else sink,
-        out,
-        lse,
-        splits,
-        num_heads,
-        lse_unit / LOG2_E,
+        *(parts, part_lse, lse if sink is None else sink, out, lse, splits, num_heads, lse_unit / LOG2_E),
         LATENT_DIM=latent_dim,
         HAS_SINK=sink is not None,
         BLOCK_SPLITS=triton.next_power_of_2(splits),
@@ -119,22 +112,8 @@ def _launch_attend(
     split_len = -(-top_k // (shape.num_splits * shape.block_rows)) * shape.block_rows
     ckv_stride, kpe_stride = rows.ckv.stride(0), 0 if rows.kpe is None else rows.kpe.stride(0)
     _attend_kernel[(shape.num_splits, -(-num_heads // shape.block_heads), num_queries)](
-        rows.q_nope,
-        rows.q_nope if rows.q_pe is None else rows.q_pe,
-        rows.ckv,
-        rows.ckv if rows.kpe is None else rows.kpe,
-        rows.indices,
-        part_lse if sink is None else sink,
-        parts,
-        part_lse,
-        ckv_stride,
-        kpe_stride,
-        len(rows.ckv),
-        num_heads,
-        top_k,
-        split_len,
-        rows.softmax_scale * LOG2_E,
-        lse_unit / LOG2_E,
+        *(*rows.arrays, part_lse if sink is None else sink, parts, part_lse, ckv_stride, kpe_stride),
+        *(len(rows.ckv), num_heads, top_k, split_len, rows.softmax_scale * LOG2_E, lse_unit / LOG2_E),
         LATENT_DIM=latent_dim,
         ROPE_DIM=rows.rope_dim,
         HAS_SINK=sink is not None,

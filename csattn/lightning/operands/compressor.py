@@ -22,7 +22,6 @@ class CompressorWeights:
     norm_weight: Tensor  # [head_dim] float32
     inv_freq: Tensor  # [rope_dim // 2] float32, of the last rope_dim channels
     norm_eps: float = 1e-6
-    interleaved: bool = True
 
     @property
     def ratio(self) -> int:
@@ -123,7 +122,10 @@ def make_keys(kv: Tensor, gate: Tensor, weights: CompressorWeights, positions: T
 
     kv, gate: [num_keys, rows, head_dim] float32, biases added. positions: [num_keys], of each block's first token.
     """
-    return _norm_and_rotate(_pool(kv, gate), weights, positions)
+    keys = _pool(kv, gate)
+    mean_square = tree_sum(keys * keys) / keys.shape[1]
+    normed = keys * (mean_square[:, None] + weights.norm_eps).rsqrt() * weights.norm_weight
+    return rope_last(normed, positions, weights.inv_freq, interleaved=True)
 
 
 def _pool(kv: Tensor, gate: Tensor) -> Tensor:
@@ -131,10 +133,3 @@ def _pool(kv: Tensor, gate: Tensor) -> Tensor:
     share = (gate - gate.amax(1, keepdim=True)).exp()
     total = tree_sum(share.transpose(1, 2))
     return tree_sum((kv * share).transpose(1, 2)) / total
-
-
-def _norm_and_rotate(keys: Tensor, weights: CompressorWeights, positions: Tensor) -> Tensor:
-    """Apply RMSNorm, then RoPE of the last channels, at the position of the block's first token."""
-    mean_square = tree_sum(keys * keys) / keys.shape[1]
-    normed = keys * (mean_square[:, None] + weights.norm_eps).rsqrt() * weights.norm_weight
-    return rope_last(normed, positions, weights.inv_freq, interleaved=weights.interleaved)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from csattn.errors import ArrayError
 from csattn.lightning.checks import require_array, require_at_least
-from csattn.lightning.operands.quantise import FP8, fp4_rows_as_fp8, quantise_fp8, round_to_fp4
+from csattn.lightning.operands.quantise import FP8, fp4_rows_as_fp8, quantise_fp8, round_to_fp4, take
 from csattn.lightning.operands.rotations import hadamard
 
 OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
@@ -33,11 +33,16 @@ class Operands:
         if self.key_scale is not None:
             require_array("key_scale", self.key_scale, (len(self.k),), torch.float32, like=self.q)
 
+    @property
+    def key_scales(self) -> Tensor:
+        """Each key's scale: [num_keys] float32."""
+        if self.key_scale is None:
+            return torch.ones(len(self.k), dtype=torch.float32, device=self.k.device)
+        return self.key_scale
+
     def of_queries(self, rows: slice | Tensor) -> "Operands":
         """Return the operands of some queries only, with all keys."""
-        # torch does not index FP8 everywhere
-        q = self.q.view(torch.uint8)[rows].view(FP8) if self.q.dtype == FP8 else self.q[rows]
-        return Operands(q, self.k, self.weights[rows], self.key_scale)
+        return Operands(take(self.q, rows), self.k, self.weights[rows], self.key_scale)
 
 
 def causal_lens(num_queries: int, num_keys: int, *, ratio: int = 1, first_position: int = 0) -> Tensor:

@@ -75,6 +75,11 @@ def fp4_rows_as_fp8(
     return packed, factors, fits
 
 
+def take(values: Tensor, at: slice | Tensor) -> Tensor:
+    """Return values[at]; torch does not index FP8 everywhere."""
+    return values[at] if values.itemsize > 1 else values.view(torch.uint8)[at].view(values.dtype)
+
+
 def power_of_two(exponent: Tensor) -> Tensor:
     """2 ** exponent, exact on every device: int32 in -126..127 -> float32."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)

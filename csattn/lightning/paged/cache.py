@@ -9,7 +9,7 @@ from torch import Tensor
 
 from csattn.errors import ArrayError
 from csattn.lightning.checks import require_array, require_at_least
-from csattn.lightning.operands.quantise import FP8, quantise_fp8
+from csattn.lightning.operands.quantise import FP8, quantise_fp8, take
 
 PAGE_SIZE = 64
 HEAD_DIM = 128
@@ -77,8 +77,7 @@ def read_keys(
     require_at_least("kv_len", kv_len, 0, len(block_table) * PAGE_SIZE)
     pages = block_table[: -(-kv_len // PAGE_SIZE)].long()
     require_within("block_table", pages, 0, len(cache))
-    own = values.view(torch.uint8)[pages].view(FP8).flatten(0, 1)
-    return own[:kv_len], scales[pages].flatten()[:kv_len]
+    return take(values, pages).flatten(0, 1)[:kv_len], scales[pages].flatten()[:kv_len]
 
 
 def require_within(name: str, numbers: Tensor, least: int, end: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from csattn.errors import ArrayError
 from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.operands.indexer import OPERAND_DTYPES, Operands
+from csattn.lightning.operands.quantise import take
 from csattn.lightning.paged import hopper
 from csattn.lightning.paged.cache import page_views, require_within
 from csattn.lightning.score import cpu
@@ -36,14 +37,10 @@ class KeyPages:
         require_at_least("page_size", page_size, 1)
         operands.check()
         num_keys, head_dim = operands.k.shape
-        scales = operands.key_scale
-        if scales is None:
-            scales = torch.ones(num_keys, dtype=torch.float32, device=operands.k.device)
         if not num_keys:
             raise ArrayError("k holds no keys; wanted at least one")
-        missing = -num_keys % page_size
-        values = operands.k
-        if missing:
+        values, scales = operands.k, operands.key_scales
+        if missing := -num_keys % page_size:
             values = torch.cat((values, values.new_zeros(missing, head_dim)))
             scales = torch.cat((scales, scales.new_zeros(missing)))
         return cls(values.view(-1, page_size, head_dim), scales.view(-1, page_size))
@@ -123,17 +120,10 @@ def _score_one(q: Tensor, weights: Tensor, keys: KeyPages, pages: Tensor) -> Ten
     """Return all scores of one query's pages, on the CPU."""
     exists = (pages >= 0) & (pages < len(keys.values))
     at = torch.where(exists, pages, 0).long()
-    operands = Operands(q[None], _take(keys.values, at).flatten(0, 1), weights[None], keys.scales[at].flatten())
+    operands = Operands(q[None], take(keys.values, at).flatten(0, 1), weights[None], keys.scales[at].flatten())
     scores = torch.empty(1, len(operands.k), dtype=torch.float32)
     cpu.score_tile(operands, range(len(operands.k)), torch.tensor([len(operands.k)], dtype=torch.int32), scores)
     return torch.where(exists.repeat_interleave(keys.page_size), scores[0], -torch.inf)
-
-
-def _take(values: Tensor, at: Tensor) -> Tensor:
-    """Return values[at]; torch does not index FP8 everywhere."""
-    if values.itemsize > 1:
-        return values[at]
-    return values.view(torch.uint8)[at].view(values.dtype)
 
 
 def _is_contiguous(page: Tensor) -> bool:

@@ -37,13 +37,7 @@ def write_on_device(
         return
     num_pages, page_size, head_dim = values.shape
     _write_kernel[(len(keys),)](
-        values,
-        scales,
-        keys,
-        slot_mapping,
-        values.stride(0),
-        scales.stride(0),
-        num_pages * page_size,
+        *(values, scales, keys, slot_mapping, values.stride(0), scales.stride(0), num_pages * page_size),
         LEAST_AMAX=FP8_LEAST_AMAX,
         MAX=FP8_MAX,
         POWER_OF_TWO=power_of_two_scales,
@@ -65,54 +59,30 @@ def score_on_device(
     out: Tensor,
 ) -> None:
     """As `score.score_pages`, on torch's current stream; rows of `out` may have any stride."""
-    if pages.shape[1] == 0:
+    (_, num_heads, head_dim), max_pages = q.shape, pages.shape[1]
+    if max_pages == 0:
         return
-    for first in range(0, len(q), MOST_QUERIES):
-        some = slice(first, first + MOST_QUERIES)
-        _launch_score(q[some], weights[some], values, scales, pages[some], kv_lens[some], longer_than, out[some])
-
-
-def _launch_score(
-    q: Tensor,
-    weights: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    pages: Tensor,
-    kv_lens: Tensor,
-    longer_than: int,
-    out: Tensor,
-) -> None:
-    (num_queries, num_heads, head_dim), max_pages = q.shape, pages.shape[1]
     tile_pages = max(1, TILE_KEYS // values.shape[1])
     num_tiles = -(-max_pages // tile_pages)
-    tiles_each = max(1, num_queries * num_tiles // ENOUGH_PROGRAMS)
-    _score_kernel[(-(-num_tiles // tiles_each), num_queries)](
-        q,
-        weights,
-        values,
-        scales,
-        pages,
-        kv_lens,
-        out,
-        values.stride(0),
-        scales.stride(0),
-        pages.stride(0),
-        out.stride(0),
-        max_pages,
-        len(values),
-        longer_than,
-        tiles_each,
-        NUM_HEADS=num_heads,
-        HEADS=max(16, triton.next_power_of_2(num_heads)),  # 16: the least that a matrix product takes
-        HEAD_DIM=head_dim,
-        WIDTH=max(32, triton.next_power_of_2(head_dim)),  # 32: the least for FP8
-        PAGE_SIZE=values.shape[1],
-        TILE_PAGES=tile_pages,
-        ONE_TILE=tiles_each == 1,
-        NUM_STAGES=NUM_STAGES,
-        num_warps=NUM_WARPS,
-        **launch_options(q.device),
-    )
+    for first in range(0, len(q), MOST_QUERIES):
+        some = slice(first, first + MOST_QUERIES)
+        num_queries = len(q[some])
+        tiles_each = max(1, num_queries * num_tiles // ENOUGH_PROGRAMS)
+        _score_kernel[(-(-num_tiles // tiles_each), num_queries)](
+            *(q[some], weights[some], values, scales, pages[some], kv_lens[some], out[some]),
+            *(values.stride(0), scales.stride(0), pages.stride(0), out.stride(0)),
+            *(max_pages, len(values), longer_than, tiles_each),
+            NUM_HEADS=num_heads,
+            HEADS=max(16, triton.next_power_of_2(num_heads)),  # 16: the least that a matrix product takes
+            HEAD_DIM=head_dim,
+            WIDTH=max(32, triton.next_power_of_2(head_dim)),  # 32: the least for FP8
+            PAGE_SIZE=values.shape[1],
+            TILE_PAGES=tile_pages,
+            ONE_TILE=tiles_each == 1,
+            NUM_STAGES=NUM_STAGES,
+            num_warps=NUM_WARPS,
+            **launch_options(q.device),
+        )
 
 
 def score_contiguous(
@@ -122,13 +92,9 @@ def score_contiguous(
     out: Tensor,  # [num_queries, at least len(keys)] float32, written
 ) -> None:
     """As `score.cpu.score_tile`, on torch's current stream: every key is a page."""
-    device = operands.k.device
-    scales = operands.key_scale
-    if scales is None:
-        scales = torch.ones(len(operands.k), dtype=torch.float32, device=device)
-    pages = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=device).expand(len(operands.q), -1)
-    lens = legal_len - keys.start
-    score_on_device(operands.q, operands.weights, operands.k[:, None], scales[:, None], pages, lens, 0, out)
+    pages = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=operands.k.device)
+    arrays = operands.k[:, None], operands.key_scales[:, None], pages.expand(len(operands.q), -1)
+    score_on_device(operands.q, operands.weights, *arrays, legal_len - keys.start, 0, out)
 
 
 @triton.jit

@@ -27,9 +27,7 @@ def score_tile(
     lanes = -(-len(keys) // LANES) * LANES
     columns = np.zeros((operands.k.shape[1], lanes), dtype=np.float32)
     columns[:, : len(keys)] = operands.k[keys.start : keys.stop].detach().float().numpy().T
-    scale = np.ones(len(keys), dtype=np.float32)
-    if operands.key_scale is not None:
-        scale[:] = operands.key_scale[keys.start : keys.stop].detach().numpy()
+    scale = operands.key_scales[keys.start : keys.stop].detach().numpy()
     lens = np.clip(legal_len.numpy() - keys.start, 0, len(keys))
     for first in range(0, len(operands.q), _QUERIES):
         rows = slice(first, first + _QUERIES)

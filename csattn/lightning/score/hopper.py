@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from csattn.cuda import CudaKernel, cuda_kernel, has_warpgroup_products, num_multiprocessors, tensor_map
+from csattn.cuda import cuda_kernel, has_warpgroup_products, num_multiprocessors, tensor_map
 from csattn.lightning.operands.indexer import Operands
 from csattn.lightning.operands.quantise import FP8
 
@@ -100,7 +100,11 @@ def _key_map(operands: Operands, step: int) -> object:
 
 
 def _launch(name: str, operands: Operands, tile_max_lens: Tensor, *args: object) -> None:
-    kernel = _kernel(name, operands.q.dtype, operands.q.shape[1], operands.q.shape[2])
+    _, num_heads, head_dim = operands.q.shape
+    defines = defines_for(operands.q.dtype, num_heads, head_dim)
+    # 1024 for alignment, 4096 for weights, thresholds and mbarriers
+    shared_bytes = 1024 + (2 * COLUMNS + defines["STAGES"] * KEYS) * head_dim * operands.q.itemsize + 4096
+    kernel = cuda_kernel(SOURCE, name, defines, shared_bytes, early_start=True, architecture="sm_90a")
     kernel.launch((min(len(tile_max_lens), num_multiprocessors(operands.q.device)), 1, 1), THREADS, *args)
 
 
@@ -114,10 +118,3 @@ def defines_for(dtype: torch.dtype, num_heads: int, head_dim: int) -> dict[str, 
         "STAGES": 4 if head_dim * dtype.itemsize > _ATOM_BYTES else 8,
         "THREADS": THREADS,
     }
-
-
-def _kernel(name: str, dtype: torch.dtype, num_heads: int, head_dim: int) -> CudaKernel:
-    defines = defines_for(dtype, num_heads, head_dim)
-    # 1024 for alignment, 4096 for weights, thresholds and mbarriers
-    shared_bytes = 1024 + (2 * COLUMNS + defines["STAGES"] * KEYS) * head_dim * dtype.itemsize + 4096
-    return cuda_kernel(SOURCE, name, defines, shared_bytes, early_start=True, architecture="sm_90a")

@@ -81,15 +81,8 @@ def select_on_device(
     kernel.launch(
         (rows * cluster, 1, 1),
         shape.threads,
-        scores,
-        scores.stride(0),
-        length,
-        legal_len,
-        pages,
-        0 if pages is None else pages.stride(0),
-        page_size,
-        out,
-        k,
+        *(scores, scores.stride(0), length, legal_len),
+        *(pages, 0 if pages is None else pages.stride(0), page_size, out, k),
     )
 
 

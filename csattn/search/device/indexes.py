@@ -1,7 +1,6 @@
 """The indexes of the loaded contexts in device memory, found by kernels through a table of addresses."""
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ class DeviceLists:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """The tensors in the order of their addresses in the table: struct ListIndex of list_index.cuh."""
-        return self.codebooks, self.scores, self.listed, self.starts
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def length(self) -> int:
@@ -53,8 +52,7 @@ class DeviceSketch:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """The tensors in the order of their addresses in the table: struct Sketch of codes.cuh."""
-        means = self.value_mean, self.value_transform
-        return self.codes, self.segment_starts, self.key_mean, self.query_transform, *means, self.marks
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def length(self) -> int:
@@ -81,23 +79,16 @@ def place_codes(codes: Tensor) -> Tensor:
 
 def to_device(index: ListIndex | SketchIndex, device: torch.device) -> DeviceLayerIndex:
     """Copy one layer's index to the device."""
-    copy = partial(_copied, device=device)
+
+    def copy(part: NDArray[Any]) -> Tensor:
+        whole = np.require(part, requirements=["C", "W"])
+        return torch.from_numpy(whole.view(np.int32) if whole.dtype == np.uint32 else whole).to(device)
+
     if isinstance(index, SketchIndex):
-        return DeviceSketch(
-            codes=place_codes(copy(index.codes.view(np.int32))),
-            segment_starts=copy(index.segment_starts),
-            key_mean=copy(index.key_mean),
-            query_transform=copy(index.query_transform),
-            value_mean=copy(index.value_mean),
-            value_transform=copy(index.value_transform),
-            marks=copy(index.marks.view(np.int32)),
-        )
+        parts = {field.name: copy(getattr(index, field.name)) for field in fields(DeviceSketch)}
+        return DeviceSketch(**parts | {"codes": place_codes(parts["codes"])})
     table = index.table
-    return DeviceLists(copy(index.codebooks), copy(table.scores), copy(table.listed.view(np.int32)), copy(table.starts))
-
-
-def _copied(part: NDArray[Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.require(part, requirements=["C", "W"])).to(device)
+    return DeviceLists(copy(index.codebooks), copy(table.scores), copy(table.listed), copy(table.starts))
 
 
 class DeviceIndexes:

@@ -37,15 +37,19 @@ class ListsPass:
         self.shape = shape
         self._softmax_scale, self._query_dtype = float(softmax_scale), query_dtype
         self.max_keys = -(-max_context_len // CHUNK_KEYS) * CHUNK_KEYS
-        self._num_slots = slots = batch_size * shape.num_index_heads
-        queries, self._multiprocessors = slots * shape.group_size, multiprocessors(device)
-        self._batch_size, self._blocks = batch_size, blocks_of_slot(device, slots, self.max_keys, 4)
+        self._batch_size, heads = batch_size, shape.num_index_heads
+        slots, queries = batch_size * heads, batch_size * heads * shape.group_size
+        self._match_threads = 32 * min(shape.group_size, MAX_MATCH_WARPS)
+        self._grid = blocks_of_slot(device, slots, self.max_keys, 4), heads, batch_size
+        self._choosing_grid = blocks_of_slot(device, slots, self.max_keys, 2), heads, batch_size
+        # a warp for each query's chunk, up to the warps that the device has room for
+        num_warps, room = shape.group_size * (self.max_keys // CHUNK_KEYS), SCORING_BLOCKS * multiprocessors(device)
+        self._scoring_grid = max(1, min(-(-num_warps * 32 // SCORING_THREADS), room // slots)), heads, batch_size
         self._matches = torch.zeros(queries * shape.num_subspaces, MATCH_BYTES, dtype=torch.uint8, device=device)
         self._scores = torch.zeros(queries * self.max_keys, dtype=torch.float32, device=device)
         self._statistics = torch.zeros(
             queries * self.max_keys // CHUNK_KEYS, STATISTICS_BYTES // 4, dtype=torch.float32, device=device
         )
-        self._choosing_blocks = blocks_of_slot(device, slots, self.max_keys, 2)
         self._group_scores = torch.zeros(slots, self.max_keys, dtype=torch.int32, device=device)
         self._marks = torch.zeros(slots, self.max_keys // 32, dtype=torch.int32, device=device)
         self._choices = torch.zeros(slots, CHOICE_BYTES, dtype=torch.uint8, device=device)
@@ -89,28 +93,9 @@ class ListsPass:
         marked = self._marks, self._choices, out.kv_indices, out.kv_indices.shape[2]
         self._find.launch(self._choosing_grid, THREADS, *places, *read, *marked)
 
-    @property
-    def _grid(self) -> tuple[int, int, int]:
-        return self._blocks, self.shape.num_index_heads, self._batch_size
-
-    @property
-    def _choosing_grid(self) -> tuple[int, int, int]:
-        return self._choosing_blocks, self.shape.num_index_heads, self._batch_size
-
-    @property
-    def _match_threads(self) -> int:
-        return 32 * min(self.shape.group_size, MAX_MATCH_WARPS)
-
     @cached_property
     def _match(self) -> CudaKernel:
         return compiled("match.cu", "match_centroids", self.shape, self._query_dtype, self._match_threads)
-
-    @property
-    def _scoring_grid(self) -> tuple[int, int, int]:
-        """A warp for each query's chunk, up to the warps that the device has room for."""
-        warps = self.shape.group_size * (self.max_keys // CHUNK_KEYS)
-        blocks = min(-(-warps * 32 // SCORING_THREADS), SCORING_BLOCKS * self._multiprocessors // self._num_slots)
-        return max(1, blocks), self.shape.num_index_heads, self._batch_size
 
     @cached_property
     def _scoring(self) -> CudaKernel:

@@ -1,5 +1,8 @@
 """The search of a batch: memory is allocated once; at every step, launches allocate nothing and never wait."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -30,29 +33,20 @@ class DeviceSearch:
         beside: bool = False,  # whether it runs beside another search, on another stream
     ) -> None:
         self.shape, self.batch_size, self.max_context_len = shape, batch_size, max_context_len
-        self.scores: SketchPass | ListsPass
+        make: Callable[..., SketchPass | ListsPass]
         if isinstance(shape, SketchShape):
-            self.scores = SketchPass(
-                shape,
-                batch_size=batch_size,
-                max_context_len=max_context_len,
-                max_segments=max_segments,
-                softmax_scale=softmax_scale,
-                query_dtype=query_dtype,
-                device=device,
-                keeps_scores=True,
-                sums_rest=sums_rest,
-                beside=beside,
+            make = partial(
+                SketchPass, shape, max_segments=max_segments, keeps_scores=True, sums_rest=sums_rest, beside=beside
             )
         else:
-            self.scores = ListsPass(
-                shape,
-                batch_size=batch_size,
-                max_context_len=max_context_len,
-                softmax_scale=softmax_scale,
-                query_dtype=query_dtype,
-                device=device,
-            )
+            make = partial(ListsPass, shape)
+        self.scores = make(
+            batch_size=batch_size,
+            max_context_len=max_context_len,
+            softmax_scale=softmax_scale,
+            query_dtype=query_dtype,
+            device=device,
+        )
 
     def search(
         self,

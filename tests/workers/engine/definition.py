@@ -14,7 +14,7 @@ from csattn.models.attention_hook import attention_implementation
 from csattn.models.query import queries_before_rope, rotate
 from csattn.rest import moments_of
 from csattn.rest.reference import estimate_rest
-from csattn.search import empty_selection
+from csattn.search import empty_token_selections
 from csattn.search.reference import search
 from csattn.selection import Selection, join_choices
 from csattn.selectors import ContextLayer, ContextView, prepare, resolve_rest, selector_for
@@ -134,8 +134,9 @@ class DefinedLayer:
     def choose_own(self, q: np.ndarray) -> Selection:
         """Select rows of the tail's segments."""
         num_rows = self.own.context_len
-        out = empty_selection(self.own.num_heads, min(num_rows, round(4 * self.view.config.keep * num_rows)))
-        search(q, self.own, None, out.kv_indices.shape[1], 0, 0, self.view.softmax_scale, out)
+        top_k = min(num_rows, round(4 * self.view.config.keep * num_rows))
+        out = empty_token_selections(1, self.own.num_heads, top_k)[0]
+        search(q, self.own, None, top_k, 0, 0, self.view.softmax_scale, out)
         return out
 
     def evict_from_window(self, k: Tensor, v: Tensor) -> None:
@@ -151,7 +152,7 @@ class DefinedLayer:
         if self.other is not None:
             return self.other.select(q, recent)
         if self.selector == "csattn":
-            out, config = empty_selection(self.index.num_heads, view.top_k), view.config
+            out, config = empty_token_selections(1, self.index.num_heads, view.top_k)[0], view.config
             lists = self.lists if self.num_outside_window else None
             search(q, self.index, lists, view.top_k, config.sink_len, config.window_len, view.softmax_scale, out)
             return out

@@ -24,7 +24,7 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.description import describe
 from csattn.search import SearchPool
-from csattn.search.calls import REST_STAGE, SKETCH_STAGES
+from csattn.search.run import REST_STAGE, SKETCH_STAGES
 from csattn.search.work import help_search
 from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, resolve_rest, selector_for

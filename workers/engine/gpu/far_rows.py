@@ -7,8 +7,7 @@ from torch import Tensor
 
 from csattn.attention.device import RowSource, row_sources
 from csattn.batch import DeviceSelection
-from offload.codecs.codec import KvCodec
-from offload.codecs.layers import encode_layer
+from offload.codecs.codec import KvCodec, encode_layer
 from offload.host_memory import allocate_rows
 from offload.pinned import PinnedRows
 from offload.slot_cache import SlotCache, SlotCacheShape, slot_cache_bytes, stack_bytes

@@ -35,7 +35,7 @@ def make_step(artifact: Artifact, num_rows: int, seed: int = 0) -> RowSearch:
     q = np.random.default_rng(seed).standard_normal((num_rows, model.num_q_heads, model.head_dim), np.float32)
     top_k = round(KEEP * artifact.spec.context_len)
     out = TokenSelections(np.empty((num_rows, num_heads, top_k), np.int32), np.empty((num_rows, num_heads), np.int32))
-    return RowSearch(0, q, top_k, SINK_LEN, WINDOW_LEN, 0.125, out)
+    return RowSearch(0, q, SINK_LEN, WINDOW_LEN, 0.125, out)
 
 
 def by_workers(searcher: WorkerSearcher) -> Layer:

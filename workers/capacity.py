@@ -16,7 +16,7 @@ from offload.codecs.formats import KvFormat
 from offload.slot_cache import max_slots
 from workers.doctor.findings import gib
 from workers.engine.model_choice import index_key_share, latents_of, least_slots
-from workers.settings.parts import EngineSettings
+from workers.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
 CONTEXT_LENS = (32_768, 131_072, 1_048_576)  # lengths that are reported, as far as the model has positions

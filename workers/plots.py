@@ -12,6 +12,8 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from csattn.config import SearchConfig
+
 PICTURE_SIZE = (1600, 960)  # pixels
 _DPI = 100
 _COLORS = "inferno"  # perceptually uniform, and safe for colour-blind readers
@@ -35,17 +37,18 @@ class AttentionPicture:
 
 
 def draw_attention_map(
-    pictures: Sequence[AttentionPicture], path: Path, *, context_len: int, sink_len: int, window_len: int, keep: float
+    pictures: Sequence[AttentionPicture], path: Path, context_len: int, config: SearchConfig
 ) -> None:
     """Write a PNG of `PICTURE_SIZE`: for each question a map of reads by head and position; at the right the recall."""
     assert pictures, "there is nothing to draw"
     num_layers, num_kv_heads, num_stretches = pictures[0].reads.shape
     figure = Figure(figsize=(PICTURE_SIZE[0] / _DPI, PICTURE_SIZE[1] / _DPI), dpi=_DPI)
     FigureCanvasAgg(figure)
-    keep_text = f"{100 * keep:g} %"
+    keep_text = f"{100 * config.keep:g} %"
     subtitle = (
         f"What each of {num_layers * num_kv_heads} KV heads read of {context_len} tokens, in {num_stretches} stretches,"
-        f" per token of the answer. Besides the {keep_text}, always the first {sink_len} and the last {window_len}."
+        f" per token of the answer. Besides the {keep_text}, always the first {config.sink_len} and the last "
+        f"{config.window_len}."
     )
     figure.text(0.058, 0.955, f"Answered by reading {keep_text} of the document", fontsize=22, weight="bold")
     figure.text(0.058, 0.922, subtitle, fontsize=13, color="#444444")
@@ -61,7 +64,7 @@ def draw_attention_map(
         _draw_profile(above, picture, mean_reads[column] / usual, context_len, is_first=column == 0)
         below = figure.add_subplot(grid[1, column])
         image = _draw_map(below, picture, context_len, is_first=column == 0)
-        _mark_resident(below, context_len, sink_len, window_len)
+        _mark_resident(below, context_len, config)
         maps.append(below)
     _draw_recall(figure.add_subplot(grid[1, len(pictures)]), np.mean([p.recall for p in pictures], axis=0), maps[0])
     _draw_color_bar(figure, image)
@@ -120,11 +123,11 @@ def _draw_map(axes: Any, picture: AttentionPicture, context_len: int, is_first: 
     return image
 
 
-def _mark_resident(axes: Any, context_len: int, sink_len: int, window_len: int) -> None:
+def _mark_resident(axes: Any, context_len: int, config: SearchConfig) -> None:
     """Name the rows that are always read, under the map's two ends."""
-    window_at = context_len - window_len / 2
-    ends = [(sink_len / 2, f"{sink_len} sinks", "left"), (window_at, f"window, {window_len}", "right")]
-    for place, name, side in ends:
+    sinks = config.sink_len / 2, f"{config.sink_len} sinks", "left"
+    window = context_len - config.window_len / 2, f"window, {config.window_len}", "right"
+    for place, name, side in (sinks, window):
         axes.annotate(
             name, (place, 0), xycoords=axes.get_xaxis_transform(), xytext=(0, -36), textcoords="offset points",
             ha=side, va="center", fontsize=11, color="#444444", annotation_clip=False,

@@ -23,9 +23,12 @@ class RequestCache(AttendingCache):
         """freed_request_slots: receives the slot when the request is garbage-collected."""
         self.session, self.request_slot = session, request_slot
         self.decoded = _DecodedTokens(session.artifact.spec.context_len)
-        engine = session.engine
-        on_cpu = engine.request(request_slot) if isinstance(engine, CpuEngine) else None
-        self._read = None if on_cpu is None else (on_cpu.count, on_cpu.index_bytes)  # also after the session has ended
+        self.is_generating = False  # within a `generate` whose arguments were checked
+        if isinstance(engine := session.engine, CpuEngine):  # on a GPU neither is counted
+            request = engine.request(request_slot)
+            self.count: StepCount = request.count  # what it has read so far; also after the session has ended
+            # bytes that its selector and attention to the rest hold besides the KV, all layers
+            self.index_bytes = request.index_bytes
         super().__init__([self.decoded] * session.loaded.geometry.num_layers)
         weakref.finalize(self, freed_request_slots.append, request_slot)
 
@@ -74,21 +77,6 @@ class RequestCache(AttendingCache):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Called by `copy` and `pickle`."""
         raise ConfigError(f"a request cannot be copied, because its session owns its rows; {_ASK_AGAIN}")
-
-    @property
-    def count(self) -> StepCount:
-        """What the request has read so far."""
-        return self._on_cpu[0]
-
-    @property
-    def index_bytes(self) -> int:
-        """Bytes that its selector and attention to the rest hold besides the KV, all layers."""
-        return self._on_cpu[1]
-
-    @property
-    def _on_cpu(self) -> tuple[StepCount, int]:
-        assert self._read is not None, "on a GPU it is not counted"
-        return self._read
 
     @property
     def _context_len(self) -> int:

@@ -32,7 +32,7 @@ from workers.interrupts import interrupts_wait
 from workers.model.rows import ids_of, require_tokens
 from workers.request_cache import RequestCache
 from workers.serving.step_engine import StepRow
-from workers.session_model import Method
+from workers.session_model import METHODS, Method
 
 
 @contextmanager
@@ -89,22 +89,22 @@ class Session:
         self._freed_request_slots: deque[int] = deque()  # of garbage-collected requests; appended by any thread
         self._lock = Lock()  # the engine is used by one thread at a time
         self._user: int | None = None  # id of that thread
-        self._has_begun = self._is_open = False
+        self._has_begun = self.is_open = False  # the latter: requests can be decoded
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
         if self._has_begun:
             raise ConfigError("this session is open already, or has ended; open another with `csattn_session`")
         self._has_begun = True
-        self._methods = [Method.begin_session(self.loaded.model, name) for name in ("forward", "generate")]
-        self._is_open = True
+        self._methods = [Method.begin_session(self.loaded.model, name) for name in METHODS]
+        self.is_open = True
         return self
 
     def __exit__(self, *exc: object) -> None:
         with self._own_turn():
-            if not self._is_open:
+            if not self.is_open:
                 return
-            self._is_open = False
+            self.is_open = False
             for method in self._methods:
                 method.end_session()
             self.engine.close()
@@ -112,7 +112,7 @@ class Session:
 
     def __repr__(self) -> str:
         about = f"<Session of {self.loaded.name} over {self.artifact.spec.artifact_id}"
-        if not self._is_open:
+        if not self.is_open:
             return f"{about}, closed>"
         num_requests = self._max_requests - len(self._unused) - len(self._freed_request_slots)
         return f"{about}, {num_requests} of {self._max_requests} requests, open>"
@@ -162,11 +162,7 @@ class Session:
         require_positions(self.loaded, self.artifact, len(new))
         ids = torch.from_numpy(np.concatenate([self.artifact.token_ids, new.astype(np.int64)]))[None]
         ids = ids.to(self.loaded.device)
-        return {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            CACHE: self.request(observer),
-        }
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: self.request(observer)}
 
     def request(self, observer: Observer | None = None) -> RequestCache:
         """Open an empty request: a transformers cache that holds the context and no question yet.
@@ -219,11 +215,6 @@ class Session:
         """Raise ModelError if the model has changed, so that it would compute something else than requests do."""
         self._weights.require()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether requests can be decoded."""
-        return self._is_open
-
     @cached_property
     def context_ids(self) -> list[int]:
         """The context's token ids."""
@@ -245,7 +236,7 @@ class Session:
                 self._user = None
 
     def _require_open(self) -> None:
-        if not self._is_open:
+        if not self.is_open:
             raise ConfigError("this session has ended, or has not begun; ask again in an open session")
 
     def _require_own_process(self) -> None:

@@ -25,11 +25,13 @@ _NOT_OF_REQUESTS = (
     "output_hidden_states",
     "output_router_logits",
 )
+_BEGINS = "_validate_model_kwargs"  # what `generate` calls first, with its further arguments as one
+METHODS = ("forward", "generate", _BEGINS)
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
 class Method:
-    """Replaces a model's method `forward` or `generate`, for all sessions over the model.
+    """Replaces one of the METHODS of a model, for all sessions over the model.
 
     Calls without a request go to the original method.
     """
@@ -68,16 +70,31 @@ class Method:
         return _itself, (self._method,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _require_unpacked(args)
-        given = self._signature.bind(*args, **kwargs).arguments
-        given = {**given.pop("kwargs", {}), **given}
-        _require_one_cache(given)
+        if self.name == _BEGINS:
+            given = args[0]
+        else:
+            _require_unpacked(args)
+            given = self._signature.bind(*args, **kwargs).arguments
+            given = {**given.pop("kwargs", {}), **given}
+            _require_one_cache(given)
         cache = cache_in(given)
-        if isinstance(cache, RequestCache) and cache.session.is_open and cache.session.loaded.model is self._model:
-            if self.name == "forward":
-                return self._decode(cache, given)
-            # before any step: only `generate` sees all ids
+        is_request = isinstance(cache, RequestCache) and cache.session.is_open
+        if not (is_request and cache.session.loaded.model is self._model):
+            return self._method(*args, **kwargs)
+        if self.name == "forward":
+            return self._decode(cache, given)
+        if self.name == "generate":  # before any step: only `generate` sees all ids
             _require_generable(cache, given, self._model.generation_config)
+            cache.is_generating = True
+            try:
+                return self._method(*args, **kwargs)
+            finally:
+                cache.is_generating = False
+        if not cache.is_generating:
+            raise ConfigError(
+                "this `generate` was taken from the model before a session of it opened, and would not check that the "
+                "answer has room; call the model's own, `model.generate`"
+            )
         return self._method(*args, **kwargs)
 
 

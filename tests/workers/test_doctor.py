@@ -1,7 +1,6 @@
 """`csattn doctor`: its findings about imaginary machines, and its probes of the real one."""
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -207,7 +206,7 @@ def test_versions_are_compared_as_numbers() -> None:
 
 def test_every_gpu_is_reported() -> None:
     torch = {"version": "2.11.0", "cuda": "12.8", "devices": [DEVICE, DEVICE], "pinning": None}
-    found = check_device(gpu_machine(probed={"torch": torch}))
+    found = list(check_device(gpu_machine(probed={"torch": torch})))
     assert [finding.text[:5] for finding in found] == ["GPU 0", "GPU 1"]
     assert "driver 570.1" in found[0].text
 
@@ -345,19 +344,19 @@ def test_a_library_that_fails_to_import_is_reported_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, words: str
 ) -> None:
     (tmp_path / "ailing.py").write_text(body)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert words in facts.ask("import", "ailing")["error"]
 
 
 def test_a_library_that_hangs_on_import_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hanging.py").write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert facts.ask("import", "hanging", timeout_s=0.5) == {"error": "no answer within 0.5 s"}
 
 
 def test_an_interrupt_does_not_wait_for_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hanging.py").write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(facts, "ask", lambda probe, *more, ask=facts.ask: ask("import", "hanging"))
 
     def interrupted() -> tuple[facts.Gpu, ...]:
@@ -376,7 +375,7 @@ def test_output_of_a_library_does_not_disturb_its_probe(tmp_path: Path, monkeypa
     (tmp_path / "chatty.py").write_text(
         "import atexit\nprint('hello')\natexit.register(print, 'bye')\n__version__ = '1.2'\n"
     )
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert facts.ask("import", "chatty") == {"version": "1.2"}
 
 
@@ -482,6 +481,14 @@ def test_the_reported_disk_need_includes_experts(tmp_path: Path, monkeypatch: py
     little = {"available_bytes": size.decoded - 1, "total_bytes": GIB, "locked_limit_bytes": 0}
     small = machine(probed={"memory": little})
     assert "--weights int4 --dtype bfloat16" in examine_model(str(tmp_path), small)[0].remedy
+
+
+def test_a_model_that_streams_refuse_is_reported(tmp_path: Path) -> None:
+    """Its norms after RoPE are of rows at their first positions."""
+    for family, is_refused in (("hunyuan_v1_dense", True), ("llama", False)):
+        tiny_config(family, max_position_embeddings=65_536).save_pretrained(tmp_path)
+        texts = [finding.text for finding in examine_model(str(tmp_path), machine())]
+        assert any("csattn stream" in text for text in texts) == is_refused
 
 
 def test_placements_of_models_with_their_own_selection_are_reported(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from csattn.config import SearchConfig
 from workers.plots import PICTURE_SIZE, AttentionPicture, draw_attention_map
 
 
 def draw(path: Path, pictures: list[AttentionPicture], context_len: int = 1000) -> bytes:
-    draw_attention_map(pictures, path, context_len=context_len, sink_len=4, window_len=64, keep=0.05)
+    draw_attention_map(pictures, path, context_len, SearchConfig(window_len=64, keep=0.05))
     return path.read_bytes()
 
 

@@ -33,7 +33,7 @@ from workers.engine.fidelity import Seen
 from workers.evaluate import full_attention, measure
 from workers.request_cache import RequestCache
 from workers.session import csattn_session
-from workers.session_model import Method
+from workers.session_model import METHODS, Method
 
 CONTEXT_LEN = 400
 
@@ -431,6 +431,27 @@ def test_an_answer_beyond_tail_capacity_is_refused_before_decoding(store, said) 
         assert inputs[CACHE].get_seq_length() == CONTEXT_LEN
         with pytest.raises(ContextError, match="room for 0; ask a shorter question, or open"):
             loaded().model.generate(**session.continue_with(token_ids(21)))
+
+
+def test_a_generate_kept_from_before_a_session_is_refused_for_its_requests(store) -> None:
+    """It would skip the check for room, and fail after the last token that fits. One kept from a session does not."""
+    generate = loaded().model.generate
+    for _ in range(2):
+        with csattn_session(loaded(), artifact_of(store), tail_capacity=20) as session:
+            inputs, kept = session.continue_with(token_ids(18)), loaded().model.generate
+            with pytest.raises(ConfigError, match="call the model's own"):
+                generate(**inputs, max_new_tokens=4)
+            assert inputs[CACHE].get_seq_length() == CONTEXT_LEN
+            assert generate(torch.ones(1, 9, dtype=torch.long), max_new_tokens=2).shape[1] > 9, "no request, as ever"
+            kept(**inputs, max_new_tokens=2)
+            with pytest.raises(ConfigError, match="call the model's own"):
+                generate(**session.continue_with(token_ids(18)), max_new_tokens=4)
+    with (
+        csattn_session(loaded(), artifact_of(store), tail_capacity=20) as session,
+        pytest.raises(ContextError, match="pass max_new_tokens of at most 3"),
+    ):
+        kept(**session.continue_with(token_ids(18)), max_new_tokens=4)
+    assert not {*METHODS} & {*vars(loaded().model)}
 
 
 def test_the_models_last_position_limits_the_answer(store) -> None:

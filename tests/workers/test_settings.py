@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from csattn.config import PRESET_NAMES, SearchConfig
 from csattn.errors import ConfigError
 from workers.settings import UNTIL_CHOSEN, Secret, ServerSettings, Settings, example, load_settings
-from workers.settings.load import nearest
+from workers.settings.load import OTHER_VARIABLES, nearest, variable_of
 from workers.settings.parts import KEYS, SEARCH_WORDS, SECTIONS, BuildSettings, EngineSettings
-from workers.settings.sources import OTHER_VARIABLES, variable_of
 
 
 def written(path: Path, text: str) -> Path:

@@ -378,10 +378,7 @@ def serve(
         typer.Option(help="Selector of requests that name none; full reads all rows.", show_default="csattn"),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
-    keep: Annotated[
-        float | None,
-        typer.Option(help=KEEP_HELP, show_default=str(_SEARCH.keep)),
-    ] = None,
+    keep: Annotated[float | None, typer.Option(help=KEEP_HELP, show_default=str(_SEARCH.keep))] = None,
     lookahead: Lookahead = None,
     changes: Annotated[
         list[str] | None,

@@ -47,8 +47,9 @@ def build_jobs(
             callbacks: Any = {"on_progress": display.on_progress, "on_result": on_result, "num_threads": threads}
             if ray_address is None:
                 use_threads(threads)
+                callbacks["require_room"] = lambda of: require_room_for_weights(of.model, of.dtype, of.weights)
                 with nullcontext() if sync else unsynced():
-                    report = run_batch(jobs, store, device=device, require_room=_require_room, **callbacks)
+                    report = run_batch(jobs, store, device=device, **callbacks)
             else:
                 from index_build.jobs import run_on_ray
 
@@ -59,10 +60,6 @@ def build_jobs(
             raise
     show_summary(report)
     return report.to_json()
-
-
-def _require_room(options: BuildOptions) -> None:
-    require_room_for_weights(options.model, options.dtype, options.weights)
 
 
 def require_one_source(

@@ -86,13 +86,7 @@ def _warn_of_special_tokens(loaded: LoadedModel, text: str) -> None:
 def run_build(loaded: LoadedModel, plan: Plan, store: Path | str, *, as_json: bool = False) -> BuildReport:
     """Build with a progress display."""
     with nullcontext(JsonProgress(plan.spec.artifact_id)) if as_json else BuildDisplay() as display:
-        report = build_plan(
-            loaded,
-            plan,
-            store,
-            on_progress=display,
-            on_wait=lambda: err.print(WAITS),
-        )
+        report = build_plan(loaded, plan, store, on_progress=display, on_wait=lambda: err.print(WAITS))
     if report.reused:
         err.print("this context was built before with the same model and options; nothing to do")
     return report

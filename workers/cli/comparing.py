@@ -110,8 +110,10 @@ def compare(
             baseline = full_attention(loaded, artifacts[plan.indexed[0]], following)
         for run in runs:
             artifact, search = artifacts[run.preset], replace(plan.config, lookahead=run.lookahead)
-            with counting(f"{run.name}, lookahead {run.lookahead}", plan.eval_len, "token") as count:
-                quality = measure(loaded, artifact, search, run.selector, following, baseline, count, plan.kv_format)
+            with counting(f"{run.name}, lookahead {run.lookahead}", plan.eval_len, "token") as bar:
+                quality = measure(
+                    loaded, artifact, search, run.selector, following, baseline, bar.advance, plan.kv_format
+                )
             rest = resolve_rest(search, run.selector, artifact.spec.index_config.layout, is_capped)
             shown = {run.kind: run.name, "lookahead": run.lookahead, "keep": search.keep}
             shown["rest"] = "none" if search.keep == 1 else rest  # all rows are read then

@@ -1,7 +1,6 @@
 """`csattn config`: the service's settings with their origins, and an example file."""
 
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,9 +20,20 @@ def show(
     json: Json = False,
 ) -> None:
     """Show every setting, its value, and its source: flag, environment, file or default."""
-    from workers.cli import terminal
+    from rich.table import Table
 
-    terminal.end(settings_table(file, changes or []), json)
+    from workers.cli import terminal
+    from workers.settings import describe, load_settings
+
+    loaded = load_settings(file, os.environ, parse_changes(changes or []))
+    described = describe(loaded)
+    shown = Table(title="settings", title_justify="left", header_style="bold")
+    for column in ("setting", "value", "from"):
+        shown.add_column(column, overflow="fold")
+    for key, leaf in described.items():
+        shown.add_row(key, _plain(leaf["value"]), leaf["origin"])
+    terminal.out.print(shown)
+    terminal.end({"file": None if loaded.file is None else str(loaded.file), "settings": described}, json)
 
 
 @config.command()
@@ -34,24 +44,6 @@ def example(json: Json = False) -> None:
 
     terminal.write(text())
     terminal.end({"toml": text()}, json)
-
-
-def settings_table(file: Path | None, changes: list[str]) -> dict[str, Any]:
-    """Show all settings, and return the command's JSON object."""
-    from rich.table import Table
-
-    from workers.cli.terminal import out
-    from workers.settings import describe, load_settings
-
-    loaded = load_settings(file, os.environ, parse_changes(changes))
-    described = describe(loaded)
-    shown = Table(title="settings", title_justify="left", header_style="bold")
-    for column in ("setting", "value", "from"):
-        shown.add_column(column, overflow="fold")
-    for key, leaf in described.items():
-        shown.add_row(key, _plain(leaf["value"]), leaf["origin"])
-    out.print(shown)
-    return {"file": None if loaded.file is None else str(loaded.file), "settings": described}
 
 
 def parse_changes(changes: list[str]) -> dict[str, object]:

@@ -163,10 +163,8 @@ def fact_row(loaded: LoadedModel, artifact: Artifact, document: str, question: Q
     document = document.strip()
     before = document[: document.index(question.fact) + question.fact.index(question.answer)]
     wrapping = artifact.manifest.build_notes["wrapping"]
-    after = len(context_ids(loaded.tokenizer, document, wrapping)) - len(
-        context_ids(loaded.tokenizer, before, wrapping)
-    )
-    return artifact.spec.context_len - after
+    num_ids, num_before = (len(context_ids(loaded.tokenizer, text, wrapping)) for text in (document, before))
+    return artifact.spec.context_len - (num_ids - num_before)
 
 
 def _build(loaded: LoadedModel, document: str, store: Path) -> Path:
@@ -206,39 +204,25 @@ def _observe(
     """Answer again, looking at every step: apart from the timed answers, because looking reads all keys."""
     exchanges = []
     out.print()
-    with counting("comparing what was read with exact Top-K", len(questions), "answer") as count:
+    with counting("comparing what was read with exact Top-K", len(questions), "answer") as bar:
         for question, (sparse, full) in zip(questions, pairs, strict=True):
             probe = AttentionProbe(artifact)
             ids = question_tokens(loaded, artifact, question.text)
             answer(engine, loaded, artifact, _CONFIG, ids, _MAX_NEW_TOKENS, observer=probe)
-            exchanges.append(
-                Exchange(question, sparse, full, probe.per_head(probe.recall), probe.per_head(probe.reads))
-            )
-            count(1)
+            recall, reads = probe.per_head(probe.recall), probe.per_head(probe.reads)
+            exchanges.append(Exchange(question, sparse, full, recall, reads))
+            bar.advance(1)
     return exchanges
 
 
 def _draw(loaded: LoadedModel, artifact: Artifact, document: str, exchanges: list[Exchange], picture: Path) -> None:
     from workers.plots import AttentionPicture, draw_attention_map
 
-    pictures = [
-        AttentionPicture(
-            exchange.question.text,
-            exchange.sparse.text,
-            fact_row(loaded, artifact, document, exchange.question),
-            exchange.reads,
-            exchange.recall,
-        )
-        for exchange in exchanges
-    ]
-    draw_attention_map(
-        pictures,
-        picture,
-        context_len=artifact.spec.context_len,
-        sink_len=_CONFIG.sink_len,
-        window_len=_CONFIG.window_len,
-        keep=_CONFIG.keep,
-    )
+    pictures = []
+    for of in exchanges:
+        row = fact_row(loaded, artifact, document, of.question)
+        pictures.append(AttentionPicture(of.question.text, of.sparse.text, row, of.reads, of.recall))
+    draw_attention_map(pictures, picture, artifact.spec.context_len, _CONFIG)
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """`csattn generate`: answer one question from one artifact, token by token; on request with full attention too."""
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -58,17 +57,10 @@ class AskOptions:
     host_budget: str | None = None  # host memory for the context's rows; None: as much as they take
 
     def __post_init__(self) -> None:
-        kv_format, budget_bytes = self.kv_format, self.budget_bytes
+        kv_format = None if self.kv_codec is None else KvFormat.parse(self.kv_codec)
+        budget_bytes = None if self.host_budget is None else parse_size(self.host_budget)
         if self.placement != AUTO:
             require_together(self.placement, self.selector, budget_bytes, self.num_devices, kv_format)
-
-    @property
-    def kv_format(self) -> KvFormat | None:
-        return None if self.kv_codec is None else KvFormat.parse(self.kv_codec)
-
-    @property
-    def budget_bytes(self) -> int | None:
-        return None if self.host_budget is None else parse_size(self.host_budget)
 
 
 def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOptions) -> dict[str, Any]:
@@ -149,8 +141,8 @@ def _answer(
             selector,
             placement=where,
             num_devices=options.num_devices,
-            kv_format=options.kv_format,
-            host_budget_bytes=options.budget_bytes,
+            kv_format=options.kv_codec,
+            host_budget_bytes=options.host_budget,
             max_requests=1,
             tail_capacity=len(ids) + at_most,
             num_threads=options.threads,
@@ -169,25 +161,18 @@ def speak(
     selector: SelectorName,
     ids: list[int],  # the question's
     max_new_tokens: int,
-    name: str,  # printed before the answer
+    name: str,
 ) -> Answer:
-    """Answer, printing the text as it comes once the question is read."""
-    with _speaking(name) as on_read:
-        return answer(engine, loaded, artifact, config, ids, max_new_tokens, write, selector, on_read=on_read)
-
-
-@contextmanager
-def _speaking(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a callback (done, total) for reading the question, which then prints the name; at exit, end the line."""
+    """Answer, printing the name once the question is read, and then the text as it comes."""
     with reading("reading the question") as show, ExitStack() as line:
 
         def on_read(done: int, total: int) -> None:
             show(done, total)
             if done == total:
                 out.print(f"{name}: ", end="", style="bold")
-                line.callback(out.print)
+                line.callback(out.print)  # ends the line
 
-        yield on_read
+        return answer(engine, loaded, artifact, config, ids, max_new_tokens, write, selector, on_read=on_read)
 
 
 def comparison(title: str, sparse: Answer, full: Answer) -> Any:

@@ -46,17 +46,11 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="TOML file with settings.", show_default="$CSATTN_CONFIG, or none")
 ]
 MODEL_HELP = "Model directory, .gguf file or hub id."
-Model = Annotated[
-    str | None,
-    typer.Option(callback=named, help=MODEL_HELP, show_default="the installed SmolLM2-135M"),
-]
+Model = Annotated[str | None, typer.Option(callback=named, help=MODEL_HELP, show_default="the installed SmolLM2-135M")]
 DTYPE_HELP = "Dtype of the model and of the KV cache: float32, bfloat16 or float16."
 Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
 WEIGHTS_HELP = "Round linear layers and experts to fp8 or int4."
-Weights = Annotated[
-    str | None,
-    typer.Option(help=WEIGHTS_HELP, show_default="as published"),
-]
+Weights = Annotated[str | None, typer.Option(help=WEIGHTS_HELP, show_default="as published")]
 Store = Annotated[
     Any, typer.Option(parser=place, metavar="PLACE", help="Directory or URL (s3://, ...) that holds artifacts.")
 ]

@@ -4,6 +4,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +92,8 @@ def verify(place: Path | str) -> dict[str, Any]:
     if isinstance(place, Path) and not (place / MANIFEST_FILE).exists() and (names := _artifacts(place)):
         return _verify_store(place, names)
     total = read_manifest(place).size_bytes
-    seen = 0
-    with counting("verifying", total, "byte") as count:
-
-        def progress(done: int, total: int) -> None:
-            nonlocal seen
-            count(done - seen)
-            seen = done
-
-        manifest = verify_artifact(place, progress)
+    with counting("verifying", total, "byte") as bar:
+        manifest = verify_artifact(place, partial(bar.show, "verifying"))
     out.print(f"artifact {manifest.spec.artifact_id} is intact: {size(total)} in {len(manifest.files)} files")
     return {"artifact": manifest.spec.artifact_id, "intact": True, "size_bytes": total, "files": len(manifest.files)}
 
@@ -113,18 +107,16 @@ def _artifacts(store: Path) -> list[str]:
 
 def _verify_store(store: Path, names: list[str]) -> dict[str, Any]:
     intact, broken, unreadable = list[str](), dict[str, str](), dict[str, str]()
-    with counting("verifying", len(names), "artifact") as count:
+    with counting("verifying", len(names), "artifact") as bar:
         for name in names:
             try:
                 verify_artifact(store / name)
                 intact.append(name)
-            except ArtifactMismatchError as error:
-                unreadable[name] = str(error)
-                err.print(f"not readable here: {name}: {error}", soft_wrap=True)
             except ArtifactError as error:
-                broken[name] = str(error)
-                err.print(f"not intact: {name}: {error}", soft_wrap=True)
-            count(1)
+                is_sound = isinstance(error, ArtifactMismatchError)
+                (unreadable if is_sound else broken)[name] = str(error)
+                err.print(f"not {'readable here' if is_sound else 'intact'}: {name}: {error}", soft_wrap=True)
+            bar.advance(1)
     out.print(f"intact: {len(intact)} of {counted(len(names), 'artifact')} in {store}")
     found = {"artifacts": intact, "broken": broken, "unreadable": unreadable}
     return {"store": str(store), "intact": not (broken or unreadable), **found}

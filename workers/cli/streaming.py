@@ -1,14 +1,11 @@
 """`csattn stream`: continue a text for as long as is wanted, in constant memory."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from csattn.errors import ConfigError
 from workers.cli.options import Dtype, Json, Model, Threads
-
-if TYPE_CHECKING:  # `csattn --help` should not wait for torch
-    from workers.streaming.config import StreamConfig
 
 
 def stream(
@@ -34,7 +31,15 @@ def stream(
     json: Json = False,
 ) -> None:
     """Continue a text endlessly in constant memory, printing tokens as they come."""
-    config, texts = stream_config(policy, sink_len, window_len, heavy_len), list[str]()  # before torch is imported
+    from workers.streaming.config import StreamConfig
+
+    options = {"sink_len": sink_len, "window_len": window_len, "heavy_len": heavy_len}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    unused = {"window": "heavy_len", "h2o": "sink_len"}.get(policy)
+    if unused in given:
+        raise ConfigError(f"--{unused.replace('_', '-')} has no meaning for --policy {policy}; leave it out")
+    # before torch is imported; refuses other policies by name
+    config, texts = StreamConfig(policy=policy, **given), list[str]()  # type: ignore[arg-type]
 
     from index_build.inputs import given_prompt
     from workers.cli.building import show_loading, use_threads
@@ -62,15 +67,3 @@ def stream(
         soft_wrap=True,
     )
     end({**streamed.to_json(), "text": "".join(texts)}, json)
-
-
-def stream_config(policy: str, sink_len: int | None, window_len: int | None, heavy_len: int | None) -> "StreamConfig":
-    """Return the config. Raises ConfigError for an option that the policy does not have."""
-    from workers.streaming.config import StreamConfig
-
-    options = {"sink_len": sink_len, "window_len": window_len, "heavy_len": heavy_len}
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    unused = {"window": "heavy_len", "h2o": "sink_len"}.get(policy)
-    if unused in given:
-        raise ConfigError(f"--{unused.replace('_', '-')} has no meaning for --policy {policy}; leave it out")
-    return StreamConfig(policy=policy, **given)  # type: ignore[arg-type]  # refuses other policies by name

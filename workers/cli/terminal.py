@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
@@ -110,9 +109,9 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
 class Bar:
     """A progress bar on a terminal, and nothing elsewhere, for the length of the block."""
 
-    def __init__(self, *more: ProgressColumn) -> None:
+    def __init__(self, *more: ProgressColumn, transient: bool = False) -> None:
         columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), *more
-        self._bar = Progress(*columns, console=err, disable=not err.is_terminal)
+        self._bar = Progress(*columns, console=err, disable=not err.is_terminal, transient=transient)
         self._task = self._bar.add_task("", total=None)
 
     def __enter__(self) -> Self:
@@ -120,11 +119,17 @@ class Bar:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
+        self.stop()
 
     def show(self, what: str, done: float, total: float, **fields: Any) -> None:
         """fields: the values of additional columns."""
         self._bar.update(self._task, description=what, completed=done, total=total, refresh=True, **fields)
+
+    def advance(self, more: float) -> None:
+        self._bar.advance(self._task, more)
+
+    def stop(self) -> None:
+        self._bar.stop()
 
 
 class BuildDisplay(Bar):
@@ -165,29 +170,27 @@ class JsonProgress:
 
 
 @contextmanager
-def counting(what: str, total: int, one: str) -> Iterator[Callable[[int], None]]:
-    """Yield a callback (how many more are done) for a bar; a line at the end, without a terminal also at the start.
+def counting(what: str, total: int, one: str) -> Iterator[Bar]:
+    """Yield a bar to be advanced; print a line at the end, without a terminal also at the start.
 
     one: the singular of what is counted.
     """
-    columns = (TextColumn(f"{what}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     started = time.monotonic()
     if not err.is_terminal:
         err.print(f"{what}: {counted(total, one)}")
-    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
-        yield partial(bar.advance, bar.add_task("", total=total))
+    with Bar(TimeRemainingColumn(), transient=True) as bar:
+        bar.show(what, 0, total)
+        yield bar
     err.print(f"{what}: done in {time.monotonic() - started:.1f} s")
 
 
 @contextmanager
 def reading(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a callback (done, total) that shows a bar until all tokens are done; nothing without a terminal."""
-    columns = TextColumn(what, markup=False), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
-    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=None)
+    with Bar(TimeRemainingColumn(), transient=True) as bar:
 
         def show(done: int, total: int) -> None:
-            bar.update(task, description=f"{done} of {total} tokens", completed=done, total=total)
+            bar.show(f"{what}, {done} of {total} tokens", done, total)
             if done == total:
                 bar.stop()  # what follows may be on the same line
 
@@ -197,15 +200,13 @@ def reading(what: str) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def steps() -> Iterator[Callable[[str, int, int], None]]:
     """Yield a callback (part, done, total) that shows a bar; without a terminal, a line for each part."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
     printed = set()
-    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=None)
+    with Bar(transient=True) as bar:
 
         def show(part: str, done: int, total: int) -> None:
             if part not in printed and not err.is_terminal:
                 err.print(part)
             printed.add(part)
-            bar.update(task, description=part, completed=done, total=total)
+            bar.show(part, done, total)
 
         yield show

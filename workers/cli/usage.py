@@ -17,7 +17,10 @@ _MAX_SHOWN = 60  # characters of a value
 def sentence_of(error: Any, app: typer.Typer) -> str:
     """Return a ClickError's message, and what to do; for an option of other commands, name these. Empty if the help
     was printed."""
-    verbs = _verbs_with(app, error.option_name) if type(error).__name__ == "NoSuchOption" else []
+    verbs = []
+    if type(error).__name__ == "NoSuchOption":
+        of_app = _verbs(get_command(app))
+        verbs = [name for name, verb in of_app if any(error.option_name in known.opts for known in verb.params)]
     if not verbs:
         told = _message(error)
         if not told or "; " in told:  # our own messages, which say what to do, after typer's name for them
@@ -50,10 +53,6 @@ def _as_option(verb: Any, word: str) -> str:
         if option.param_type_name == "option" and not option.is_flag:
             return f"; did you mean {option.opts[0]} {word}?"
     return ""
-
-
-def _verbs_with(app: typer.Typer, option: str) -> list[str]:
-    return [name for name, verb in _verbs(get_command(app)) if any(option in known.opts for known in verb.params)]
 
 
 def _verbs(group: Any) -> Iterator[tuple[str, Any]]:

@@ -1,17 +1,19 @@
 """The checks: small functions from facts to findings, so that tests can try any machine without having it."""
 
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from csattn.config import KMEANS_ON_CPU
 from csattn.cpus import multiplies_bfloat16
 from workers.doctor.facts import Answer, Facts
 from workers.doctor.findings import GIB, Finding, Status, gib, sentence
-from workers.doctor.store_checks import check_kept, check_store
+from workers.words import counted, size
 
 LOW_HOST_BYTES = 2 * GIB
 LOW_SHARED_BYTES = GIB // 2
 LOW_DEVICE_BYTES = 4 * GIB
+LOW_DISK_BYTES = 2 * GIB
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -38,25 +40,21 @@ def check_torch(facts: Facts) -> Sequence[Finding]:
     return [Finding("torch", "ok", text)]
 
 
-def check_device(facts: Facts) -> Sequence[Finding]:
+def check_device(facts: Facts) -> Iterator[Finding]:
     torch, seen = facts.probes["torch"], facts.gpus
     if "error" in torch:
-        return []
-    devices = torch["devices"]
-    if not devices:
-        if seen and torch.get("cuda"):
-            text = (
-                f"The driver {seen[0].driver} shows {seen[0].name}, but torch for CUDA {torch['cuda']} cannot use it."
-            )
-            remedy = "Update the driver, or install a torch for an older CUDA; also check CUDA_VISIBLE_DEVICES."
-            return [Finding("device", "problem", text, remedy)]
+        return
+    if not torch["devices"] and seen and torch.get("cuda"):
+        text = f"The driver {seen[0].driver} shows {seen[0].name}, but torch for CUDA {torch['cuda']} cannot use it."
+        remedy = "Update the driver, or install a torch for an older CUDA; also check CUDA_VISIBLE_DEVICES."
+        yield Finding("device", "problem", text, remedy)
+    elif not torch["devices"]:
         text = "No GPU is in use: prefill, search and decoding run on the CPU."
         if multiplies_bfloat16():
             text += " It has instructions for bfloat16, and computes models in bfloat16 or in fewer bits with them."
-        return [Finding("device", "ok", text)]
+        yield Finding("device", "ok", text)
     driver = f", driver {seen[0].driver}" if seen else ""
-    findings = []
-    for idx, device in enumerate(devices):
+    for idx, device in enumerate(torch["devices"]):
         free_bytes = device["free_bytes"]
         text = (
             f"GPU {idx} is {device['name']} (compute capability {device['capability']}{driver}) with "
@@ -64,16 +62,11 @@ def check_device(facts: Facts) -> Sequence[Finding]:
         )
         if device["missing"] is not None:
             text = f"{text[:-1]}, but csattn cannot decode on it: its kernels need {device['missing']}."
-            findings.append(
-                Finding("device", "warning", text, "Decode on the CPU, or on another GPU, such as an H100.")
-            )
+            yield Finding("device", "warning", text, "Decode on the CPU, or on another GPU, such as an H100.")
         elif free_bytes < LOW_DEVICE_BYTES:
-            findings.append(
-                Finding("device", "warning", text, "End the processes that hold its memory: `nvidia-smi` lists them.")
-            )
+            yield Finding("device", "warning", text, "End the processes that hold its memory: `nvidia-smi` lists them.")
         else:
-            findings.append(Finding("device", "ok", text))
-    return findings
+            yield Finding("device", "ok", text)
 
 
 def check_cupy(facts: Facts) -> Sequence[Finding]:
@@ -167,27 +160,25 @@ def check_ray(facts: Facts) -> Sequence[Finding]:
     return [Finding("ray", "ok", f"Ray {ray['version']}.")]
 
 
-def check_memory(facts: Facts) -> Sequence[Finding]:
+def check_memory(facts: Facts) -> Iterator[Finding]:
     memory = facts.probes["memory"]
     if "error" in memory:
-        return [Finding("memory", "warning", f"The amount of memory is unknown: {sentence(memory['error'])}")]
+        yield Finding("memory", "warning", f"The amount of memory is unknown: {sentence(memory['error'])}")
+        return
     available, total = memory["available_bytes"], memory["total_bytes"]
     text = f"{gib(available)} of host memory is available, of {gib(total)} in the machine."
     remedy = "" if available >= LOW_HOST_BYTES else "End other programs, or raise the container's memory limit."
-    findings = [Finding("memory", "warning" if remedy else "ok", text, remedy)]
+    yield Finding("memory", "warning" if remedy else "ok", text, remedy)
     if facts.probes["torch"].get("devices") and memory["locked_limit_bytes"] < available:
         text = (
             f"`ulimit -l` lets a process lock {gib(memory['locked_limit_bytes'])}; some drivers count pinned memory "
             "towards it."
         )
-        findings.append(
-            Finding("memory", "warning", text, "If pinning fails: ulimit -l unlimited, or --ulimit memlock=-1.")
-        )
+        yield Finding("memory", "warning", text, "If pinning fails: ulimit -l unlimited, or --ulimit memlock=-1.")
     shared = facts.shared_memory_bytes
     if shared is not None and shared < LOW_SHARED_BYTES:
         text = f"/dev/shm has {gib(shared)} free; Ray and searches in other processes exchange data there."
-        findings.append(Finding("memory", "warning", text, "Start the container with --shm-size=4g."))
-    return findings
+        yield Finding("memory", "warning", text, "Start the container with --shm-size=4g.")
 
 
 def check_cpus(facts: Facts) -> Sequence[Finding]:
@@ -198,7 +189,42 @@ def check_cpus(facts: Facts) -> Sequence[Finding]:
     return [Finding("cpus", "ok", text)]
 
 
-CHECKS: tuple[Callable[[Facts], Sequence[Finding]], ...] = (
+def check_store(facts: Facts) -> Iterator[Finding]:
+    store, path = facts.probes["store"], facts.store
+    if "error" in store:
+        text = f"The store at {path} cannot be examined: {sentence(store['error'])}"
+        remedy = "Give another one with --store, or correct its permissions."
+        yield Finding("store", "problem", text, "Repair torch first." if "error" in facts.probes["torch"] else remedy)
+        return
+    if not store["is_directory"]:
+        text = f"The store at {path} is, or lies below, something that is not a directory."
+        yield Finding("store", "problem", text, "Give a directory with --store.")
+        return
+    yield _store_itself(facts)
+    if store["writable"] and store["free_bytes"] < LOW_DISK_BYTES:
+        text = f"The disk of the store at {path} has {gib(store['free_bytes'])} free."
+        yield Finding("store", "warning", text, "Free some space: `csattn gc` removes unfinished builds.")
+    for name, why in store["broken"].items():
+        remedy = f"Remove it and build it again: rm -r {shlex.quote(str(path / name))}"
+        yield Finding("store", "problem", f"Artifact {name} is not usable: {sentence(why)}", remedy)
+
+
+def check_kept(facts: Facts) -> Iterator[Finding]:
+    """Report what services keep of prompts and turns; no finding if they keep nothing."""
+    kept, place = facts.probes["kept"], facts.store / "kept"
+    if "error" in kept:
+        text = f"The size of what services keep in {place} is unknown: {sentence(kept['error'])}"
+        yield Finding("kept", "warning", text)
+    elif there := kept["context_bytes"] + kept["row_bytes"]:
+        text = (
+            f"What services have kept of prompts and turns in {place} takes {size(there)}, of at most "
+            f"{size(kept['most_bytes'])}; contexts and rows may each fill up to half of the space that is free without "
+            "them."
+        )
+        yield Finding("kept", "ok", text)
+
+
+CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
     check_python,
     check_cpus,
     check_memory,
@@ -220,6 +246,19 @@ def release(version: str) -> tuple[int, int]:
     """Return the first two numbers of a version; parts that are not numbers count as 0."""
     parts = [part if part.isdigit() else "0" for part in version.split("+")[0].split(".")] + ["0", "0"]
     return int(parts[0]), int(parts[1])
+
+
+def _store_itself(facts: Facts) -> Finding:
+    store, path = facts.probes["store"], facts.store
+    if not store["writable"]:
+        refusal = store.get("refusal", "unknown")
+        text = f"The store at {path} cannot be written to ({refusal}): it can only be decoded from."
+        return Finding("store", "warning", text, "To build, correct its permissions or give another one with --store.")
+    if not store["exists"]:
+        return Finding("store", "ok", f"The store at {path} does not exist yet; the first build makes it.")
+    artifacts = f"{counted(store['artifacts'], 'usable artifact')} of format {store['format_version']}"
+    text = f"The store at {path} has {artifacts} ({size(store['size_bytes'])}), and {size(store['free_bytes'])} free."
+    return Finding("store", "ok", text)
 
 
 def _has_gpu(facts: Facts) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from csattn.cpus import available_cpus
+from workers.child import module_command
 
 IMPORTS = ("faiss", "cupy", "triton", "ray")
 _FAMILIES = ("faiss", "cupy", "torch", "triton", "numba", "ray", "csattn")
@@ -52,11 +53,10 @@ class Facts:
 
 def gather_facts(store: Path) -> Facts:
     """Gather all facts. Takes a few seconds: each library is loaded once, in a process of its own."""
-    wanted = [("torch", "torch"), ("numba", "numba"), ("memory", "memory"), ("store", "store", str(store))]
-    wanted += [("kept", "kept", str(store))]
-    wanted += [(name, "import", name) for name in IMPORTS]
+    wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in ("torch", "numba", "memory")}
+    wanted |= {name: (name, str(store)) for name in ("store", "kept")} | {name: ("import", name) for name in IMPORTS}
     with ThreadPoolExecutor(min(4, available_cpus())) as pool, _ended_probes(pool):
-        answers = {name: pool.submit(ask, *probe) for name, *probe in wanted}
+        answers = {name: pool.submit(ask, *probe) for name, probe in wanted.items()}
         return Facts(
             python=sys.version_info[:2],
             packages=installed_packages(),
@@ -66,7 +66,7 @@ def gather_facts(store: Path) -> Facts:
             openmp_waits=os.environ.get("OMP_WAIT_POLICY"),
             num_cpus=available_cpus(),
             cpu_quota=cpu_quota(),
-            shared_memory_bytes=_free_bytes(Path("/dev/shm")),
+            shared_memory_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
         )
 
 
@@ -84,8 +84,7 @@ def _ended_probes(pool: ThreadPoolExecutor) -> Iterator[None]:
 
 def ask(probe: str, *arguments: str, timeout_s: float = _PROBE_TIMEOUT_S) -> Answer:
     """Run a probe in its own process; return its answer, or why it failed."""
-    command = [sys.executable, "-P", "-m", "workers.doctor.probes", probe, *arguments]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command, environment = module_command("workers.doctor.probes", probe, *arguments)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace", env=environment) as process:
         _running.add(process)
@@ -146,7 +145,3 @@ def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
     except (OSError, ValueError):
         return None
     return None if quota == "max" else int(quota) / int(period)
-
-
-def _free_bytes(path: Path) -> int | None:
-    return shutil.disk_usage(path).free if path.is_dir() else None

@@ -1,6 +1,7 @@
 """What a model needs on this machine, in bytes, and what is refused for it: from its config, without its weights."""
 
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from workers.doctor.findings import Finding, gib
 from workers.engine.gpu.memory import require_heads
 from workers.engine.model_choice import cached_row_kind, index_key_share, model_selects_rows, require_choice_placed
 from workers.settings import EngineSettings
+from workers.streaming.session import can_stream
 
 _ITEM_BYTES = 2  # of bfloat16
 _MODELS = "Name a directory with a config.json, a .gguf file or a hub id, of a family that docs/models.md lists."
@@ -54,15 +56,15 @@ def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[F
     can_be_rounded = not has_low_bit_weights(config, weights)
     is_wide = not facts.probes["torch"].get("devices") and dtype_for("cpu", name, AUTO, weights) == "float32"
     needs = _needs(name, spec, geometry, size, can_be_rounded, converting, is_wide, facts)
-    return [*needs, *_faults_of_files(name, config), *_refusals(spec)]
+    return [needs, *_faults_of_files(name, config), *_refusals(spec)]
 
 
-def _faults_of_files(name: str, config: Any) -> list[Finding]:
-    """Return findings about weights and a tokenizer that cannot be loaded; none if there are no weights yet: the config
+def _faults_of_files(name: str, config: Any) -> Iterator[Finding]:
+    """Yield findings about weights and a tokenizer that cannot be loaded; none if there are no weights yet: the config
     was enough."""
-    folder, findings = Path(os.path.expanduser(name)), list[Finding]()
+    folder = Path(os.path.expanduser(name))
     if not folder.is_dir() or not any(folder.glob("*.safetensors*")):
-        return []
+        return
     is_quantized = getattr(config, "quantization_config", None) is not None
     for load in (partial(require_weights, folder, is_quantized), partial(load_tokenizer, str(folder))):
         try:
@@ -70,8 +72,7 @@ def _faults_of_files(name: str, config: Any) -> list[Finding]:
         except ModelError as error:
             fault, _, remedy = str(error).rpartition("; ")
             text, remedy = f"{name} cannot be loaded: {fault}.", f"{remedy[0].upper()}{remedy[1:]}."
-            findings.append(Finding("model", "problem", text, remedy))
-    return findings
+            yield Finding("model", "problem", text, remedy)
 
 
 def _needs(
@@ -83,7 +84,8 @@ def _needs(
     converting: int,  # bytes of memory that a first conversion takes; 0: none
     is_wide: bool,  # whether csattn computes in float32 here unless it is told otherwise
     facts: Facts,
-) -> list[Finding]:
+) -> Finding:
+    """Return the finding about the bytes of weights and contexts, and whether they fit."""
     indexed = len(geometry.indexed_layers)
     local, kept = geometry.num_layers - indexed, cached_row_kind(model)
     layers = f"{indexed} layers" if not local else f"{indexed} layers with full attention and {local} without"
@@ -113,58 +115,57 @@ def _needs(
     kv, sketch = context_bytes(specs[0])
     key_share = index_key_share(model)
     leaves_kv = bool(indexed or key_share)  # whether KV can be in host memory
+    remedy = ""
     if devices and size.on_gpu + (sketch + int(key_share * kv) if leaves_kv else kv) > free:
         text += f" The device has {gib(free)} free."
         remedy = "Decode it on the CPU or on a larger device, or use a smaller model."
         if can_be_rounded:
             remedy = f"Keep its weights in 4 bits, with --weights int4; or {remedy[0].lower()}{remedy[1:]}"
-        return [Finding("model", "warning", text, remedy)]
-    if not devices and size.on_host > memory:
+    elif not devices and size.on_host > memory:
+        text += f" This machine has {gib(memory)}."
         remedy = "Take a smaller model."
         if can_be_rounded:
             remedy = "Keep its weights in 4 bits, with --weights int4 --dtype bfloat16; or use a smaller model."
-        return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", remedy)]
-    if converting and converting + SPARE_BYTES > memory:
+    elif converting and converting + SPARE_BYTES > memory:
+        text += f" This machine has {gib(memory)}."
         remedy = "End other programs while it is converted, or use the model's directory instead of the file."
-        return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", remedy)]
-    engine = EngineSettings(placement="cpu" if not devices else "hybrid" if leaves_kv else "device")
-    host_bytes, device_bytes = memory if devices else memory - size.on_host, free - size.on_gpu
-    room = partial(room_for_contexts, engine=engine, host_bytes=host_bytes, device_bytes=device_bytes, model=model)
-    rooms = [f"{room(spec)} of {spec.context_len:,}" for spec in specs]
-    placed = f"`{engine.placement}`, engine.num_contexts {engine.num_contexts}" if devices else "this machine"
-    text += f" Room for contexts ({placed}): {', '.join(rooms)}."
-    if is_wide and 2 * size.decoded > memory:
-        remedy = "Use --dtype bfloat16, for a service --set build.dtype=bfloat16: in float32 the model does not fit."
-        return [Finding("model", "warning", text, remedy)]
-    if is_wide:
-        wide_specs = [spec_of(geometry, spec.context_len, "float32") for spec in specs]
-        wide_room = partial(room, host_bytes=memory - 2 * size.decoded)
-        rooms = [f"{wide_room(spec)} of {spec.context_len:,}" for spec in wide_specs]
-        text += f" In float32, the default: {', '.join(rooms)}."
-    return [Finding("model", "ok", text)]
+    else:
+        engine = EngineSettings(placement="cpu" if not devices else "hybrid" if leaves_kv else "device")
+        host_bytes, device_bytes = memory if devices else memory - size.on_host, free - size.on_gpu
+        room = partial(room_for_contexts, engine=engine, host_bytes=host_bytes, device_bytes=device_bytes, model=model)
+        rooms = [f"{room(spec)} of {spec.context_len:,}" for spec in specs]
+        placed = f"`{engine.placement}`, engine.num_contexts {engine.num_contexts}" if devices else "this machine"
+        text += f" Room for contexts ({placed}): {', '.join(rooms)}."
+        if is_wide and 2 * size.decoded > memory:
+            remedy = (
+                "Use --dtype bfloat16, for a service --set build.dtype=bfloat16: in float32 the model does not fit."
+            )
+        elif is_wide:
+            wide_specs = [spec_of(geometry, spec.context_len, "float32") for spec in specs]
+            wide_room = partial(room, host_bytes=memory - 2 * size.decoded)
+            rooms = [f"{wide_room(spec)} of {spec.context_len:,}" for spec in wide_specs]
+            text += f" In float32, the default: {', '.join(rooms)}."
+    return Finding("model", "warning" if remedy else "ok", text, remedy)
 
 
-def _refusals(spec: ModelSpec) -> list[Finding]:
-    """Return findings about what is refused for this model, in the words of the errors."""
-    findings = []
+def _refusals(spec: ModelSpec) -> Iterator[Finding]:
+    """Yield findings about what is refused for this model, in the words of the errors."""
     try:
         if model_selects_rows(spec):
             require_choice_placed(spec, "device")
         else:
             require_heads(spec, torch.bfloat16)
     except ConfigError as error:
-        findings.append(Finding("model", "warning", f"On a GPU: {error}", "Decode it on the CPU: --placement cpu."))
+        yield Finding("model", "warning", f"On a GPU: {error}", "Decode it on the CPU: --placement cpu.")
     if model_selects_rows(spec):
         text = "On a GPU, placement `host` is refused: the GPU that attends also scores the index keys."
         if not index_key_share(spec):
             kept = cached_row_kind(spec)
             text = f"On a GPU, all of its {kept} are on the device: placements `hybrid` and `host` are refused."
-        findings.append(Finding("model", "ok", text))
-    kinds = [layer.attention for layer in spec.layers]
-    if any(kind.logit_cap is not None for kind in kinds):
+        yield Finding("model", "ok", text)
+    if any(layer.attention.logit_cap is not None for layer in spec.layers):
         text = "Its attention logits are capped: rows that are not chosen are left out, and `rest` is refused."
-        findings.append(Finding("model", "warning", text, "Keep more rows: --keep 0.1."))
-    if any(kind.rope is None or kind.sinks for kind in kinds) or len(spec.indexed_layers) < spec.num_layers:
-        text = "`csattn stream` refuses it: its layers differ, or keep something other than keys and values."
-        findings.append(Finding("model", "ok", text))
-    return findings
+        yield Finding("model", "warning", text, "Keep more rows: --keep 0.1.")
+    if not can_stream(spec):
+        text = "`csattn stream` refuses it: rows of some layers cannot be moved to other positions."
+        yield Finding("model", "ok", text)

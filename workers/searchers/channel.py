@@ -14,26 +14,9 @@ from numpy.typing import NDArray
 
 from csattn.errors import SearchLostError
 from offload.shared_memory import create_memory, map_memory
-from workers.searchers.mail import (
-    BODY,
-    COUNT,
-    FAILED,
-    KIND,
-    LAYER,
-    LEAST_BYTES,
-    PLAN,
-    REPLY_BYTES,
-    SINCE,
-    STATUS,
-    STEP,
-    STEPS,
-    WAKE_UP,
-    WORKED_NS,
-    Mail,
-)
+from workers.searchers.mail import BODY, COUNT, LEAST_BYTES, STEP, STEPS, WAKE_UP, Mail
 from workers.searchers.rendezvous import peer_of
 from workers.searchers.step_searches import MAX_PLANS
-from workers.searchers.words import CLIENT_SLEEPS, LAST_ANSWER, LAST_REQUEST, WORKER_SLEEPS, await_word, post
 
 END_S = 10.0  # how long to wait for a killed process to end
 
@@ -53,18 +36,6 @@ class Channel:
             weakref.finalize(self, os.close, self._process)
         self._send_memory(LEAST_BYTES)
 
-    @property
-    def failure(self) -> str | None:
-        """The worker's error at the last request; None: it succeeded."""
-        if int(self.mail.words[STATUS]) != FAILED:
-            return None
-        return self.mail.read_text(REPLY_BYTES)
-
-    @property
-    def worked_ns(self) -> int:
-        """The time that the worker spent on the last request."""
-        return int(self.mail.words[WORKED_NS])
-
     def step(self, plan: int, records: NDArray[np.void], layer_idx: int, since: int) -> bool:
         """Request a step's searches; false if the worker is lost.
 
@@ -78,9 +49,7 @@ class Channel:
                 if len(self._plans) >= MAX_PLANS:  # the worker forgets them, too
                     self._plans.clear()
                 self._plans.add(plan)
-                self.mail.write_records(records)
-            words = self.mail.words
-            words[COUNT], words[PLAN], words[LAYER], words[SINCE] = records.size * is_new, plan, layer_idx, since
+            self.mail.write_step(plan, records if is_new else None, layer_idx, since)
             self._post_request(STEP)
         except OSError:
             self.mark_lost()
@@ -98,9 +67,9 @@ class Channel:
             self.mark_lost()
         return not self.lost
 
-    def await_word(self, spin_ns: int) -> bool:
+    def await_answer(self, spin_ns: int) -> bool:
         """Spin for up to spin_ns for the last answer. False: it has not come; the worker will wake this process."""
-        return bool(await_word(self.mail.words, LAST_ANSWER, self._num_requests, CLIENT_SLEEPS, spin_ns))
+        return self.mail.await_answer(self._num_requests, spin_ns)
 
     def read_wakeups(self) -> bool:
         """Read what has come through the socket, without waiting; false if the connection is closed."""
@@ -135,10 +104,8 @@ class Channel:
         self.connection.close()
 
     def _post_request(self, kind: int) -> None:
-        words = self.mail.words
-        words[KIND] = kind
         self._num_requests += 1
-        if post(words, LAST_REQUEST, self._num_requests, WORKER_SLEEPS):
+        if self.mail.post_request(kind, self._num_requests):
             self.connection.send(WAKE_UP)
 
     def _send_memory(self, num_bytes: int) -> None:
@@ -147,7 +114,7 @@ class Channel:
             fd = create_memory(num_bytes)
         try:
             self.mail = Mail(map_memory(fd))
-            self.mail.words[LAST_REQUEST] = self.mail.words[LAST_ANSWER] = self._num_requests
+            self.mail.begin(self._num_requests)
             socket.send_fds(self.connection, [WAKE_UP], [fd])
         finally:
             os.close(fd)
@@ -190,7 +157,7 @@ def await_answers(channels: Sequence[Channel], patience_s: float) -> None:
 
 def await_some(channels: Sequence[Channel], timeout_s: float) -> list[Channel]:
     """Wait until some channels have their answers or are lost, and return them; none after timeout_s."""
-    ready = [channel for channel in channels if channel.lost or channel.await_word(channel.spin_ns)]
+    ready = [channel for channel in channels if channel.lost or channel.await_answer(channel.spin_ns)]
     if ready:
         return ready
     poller = select.poll()
@@ -200,4 +167,4 @@ def await_some(channels: Sequence[Channel], timeout_s: float) -> list[Channel]:
     for channel in channels:
         if channel.connection.fileno() in readable and not channel.read_wakeups():
             channel.mark_lost()
-    return [channel for channel in channels if channel.lost or channel.await_word(0)]
+    return [channel for channel in channels if channel.lost or channel.await_answer(0)]

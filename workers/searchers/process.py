@@ -3,7 +3,6 @@
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import asdict
@@ -41,15 +40,9 @@ def main(spec: str) -> None:
     values = json.loads(spec)
     values["cpus"] = tuple(values["cpus"]) if values["cpus"] is not None else None
     with contextlib.suppress(ConnectionError, FileNotFoundError):  # the client may have gone before this worker came up
-        SearchWorker(WorkerSpec(**values)).serve(_end_with_client)
-
-
-def _end_with_client(connection: socket.socket) -> None:
-    """End this process when the client goes, even within a step, whose next queries will never come.
-
-    The give-up word cannot be set instead: other workers read the same word.
-    """
-    end_with(connection.fileno(), GRACE_S)
+        # if the client goes, this process ends even within a step, whose next queries will never come: the give-up
+        # word cannot be set instead, because other workers read the same word
+        SearchWorker(WorkerSpec(**values)).serve(lambda connection: end_with(connection.fileno(), GRACE_S))
 
 
 if __name__ == "__main__":

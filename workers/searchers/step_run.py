@@ -71,8 +71,8 @@ class StepRun:
                 for worker, channel in list(waiting.items()):
                     if channel not in answered:
                         is_lost = not answered and self._is_hung(worker, patience_s)
-                    elif not (is_lost := channel.lost or channel.failure is not None):
-                        self.worked_ns = max(self.worked_ns, waiting.pop(worker).worked_ns)
+                    elif not (is_lost := channel.lost or channel.mail.failure is not None):
+                        self.worked_ns = max(self.worked_ns, waiting.pop(worker).mail.worked_ns)
                     if is_lost:
                         lost.add(worker)
                         self._give_up_worker(waiting.pop(worker))
@@ -127,7 +127,7 @@ class StepRun:
         return now - when > patience_s
 
     def _give_up_worker(self, channel: Channel) -> None:
-        failure = None if channel.lost else channel.failure
+        failure = None if channel.lost else channel.mail.failure
         if failure is None:
             self.lost_any = True
             channel.end_process()

@@ -90,7 +90,8 @@ class Supervisor:
         with contextlib.closing(Rendezvous()) as rendezvous:
             handle = self.handle = self._launch(self._make_spec(rendezvous.address))
             try:
-                connection = rendezvous.accept(START_S, lambda: self._launch_fault(handle))
+                closed = "the search workers are being closed"
+                connection = rendezvous.accept(START_S, lambda: closed if self._closing.is_set() else handle.fault())
             except BaseException:
                 handle.kill()
                 raise
@@ -105,9 +106,6 @@ class Supervisor:
         finally:
             self.channel = None
             handle.kill()
-
-    def _launch_fault(self, handle: WorkerHandle) -> str | None:
-        return "the search workers are being closed" if self._closing.is_set() else handle.fault()
 
     def _load(self, channel: Channel) -> None:
         """Bring the worker up to date, and publish its channel once it has all contexts and the step memory."""
@@ -146,7 +144,7 @@ def broadcast(
     """
     fd = None if memory is None else memory.fd
     await_answers([channel for channel in channels if channel.send_request(kind, text, fd)], patience_s)
-    failures = [channel.failure for channel in channels if not channel.lost]
+    failures = [channel.mail.failure for channel in channels if not channel.lost]
     return next((failure for failure in failures if failure), None)
 
 

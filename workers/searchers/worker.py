@@ -13,35 +13,10 @@ from numpy.typing import NDArray
 from csattn.artifact import Artifact, open_artifact
 from csattn.search import SearchPool
 from offload.shared_memory import map_memory
-from workers.searchers.mail import (
-    ATTACH,
-    COUNT,
-    DONE,
-    FAILED,
-    KIND,
-    LAYER,
-    LOAD,
-    PLAN,
-    REPLY_BYTES,
-    SINCE,
-    STATUS,
-    STEP,
-    STEPS,
-    WAKE_UP,
-    WORKED_NS,
-    Mail,
-)
+from workers.searchers.mail import ATTACH, COUNT, DONE, FAILED, KIND, LOAD, REPLY_BYTES, STEP, STEPS, WAKE_UP, Mail
 from workers.searchers.rendezvous import connect
 from workers.searchers.step_searches import StepSearches
-from workers.searchers.words import (
-    CLIENT_SLEEPS,
-    LAST_ANSWER,
-    LAST_REQUEST,
-    WORKER_SLEEPS,
-    await_word,
-    compile_words,
-    post,
-)
+from workers.searchers.words import compile_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +37,12 @@ class SearchWorker:
     when it returns. The host must not restart the worker: the client notices the end at once, and launches a new one.
     """
 
+    _connection: socket.socket  # these two from `serve` on
+    _searches: StepSearches
+
     def __init__(self, spec: WorkerSpec, open_context: Callable[[Path], Artifact] = open_artifact) -> None:
         self.spec, self._open_context = spec, open_context
-        self._connection: socket.socket | None = None
         self._mail: Mail | None = None
-        self._searches: StepSearches | None = None
         self._step_memory: NDArray[np.uint8] | None = None  # received, but not attached yet
         self._artifacts: dict[int, Artifact] = {}
         self._num_answers = 0
@@ -98,14 +74,13 @@ class SearchWorker:
     def _await_request(self, number: int) -> bool:
         """Wait for the request of this number; false if none will come."""
         spin_ns = int(self.spec.spin_us * 1e3)
-        while self._mail is None or not await_word(self._mail.words, LAST_REQUEST, number, WORKER_SLEEPS, spin_ns):
+        while self._mail is None or not self._mail.await_request(number, spin_ns):
             if not self._listen():
                 return False
         return True
 
     def _listen(self) -> bool:
         """Sleep until the client sends something, and take new memory that comes with it; false if it has gone."""
-        assert self._connection is not None
         data, fds, _, _ = socket.recv_fds(self._connection, 64, 4)
         for fd in fds:
             memory = map_memory(fd)
@@ -117,25 +92,23 @@ class SearchWorker:
         return data != b""
 
     def _answer(self) -> None:
-        assert self._mail is not None and self._connection is not None
+        assert self._mail is not None, "a request has come through it"
         mail, status, since_ns = self._mail, DONE, time.perf_counter_ns()
         try:
             self._execute(mail)
         except Exception as error:  # reported to the client, which decides what to do
             mail.write_text(f"{type(error).__name__}: {error}", REPLY_BYTES)
             status = FAILED
-        mail.words[STATUS], mail.words[WORKED_NS] = status, time.perf_counter_ns() - since_ns
         self._num_answers += 1
-        if post(mail.words, LAST_ANSWER, self._num_answers, CLIENT_SLEEPS):
+        if mail.post_answer(self._num_answers, status, time.perf_counter_ns() - since_ns):
             self._connection.send(WAKE_UP)
 
     def _execute(self, mail: Mail) -> None:
-        assert self._searches is not None
         kind = int(mail.words[KIND])
         if kind == STEP:
-            plan, layer_idx, since = (int(mail.words[word]) for word in (PLAN, LAYER, SINCE))
-            if mail.words[COUNT]:
-                self._searches.keep(plan, mail.read_records())
+            plan, records, layer_idx, since = mail.read_step()
+            if records is not None:
+                self._searches.keep(plan, records)
             self._searches.run(plan, layer_idx, since)
             return
         if kind == ATTACH:

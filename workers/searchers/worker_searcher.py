@@ -114,7 +114,7 @@ class WorkerSearcher:
             channels = self._channels()
             self._fault = broadcast(channels, ATTACH, memory=memory, patience_s=HUNG_S) or self._fault
         for channel in channels:
-            if channel.failure is not None:
+            if channel.mail.failure is not None:
                 channel.end_process()
 
     def run_step(self, plan: StepPlan, since: int) -> bool:

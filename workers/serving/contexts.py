@@ -299,8 +299,16 @@ class Contexts:
         return self._store / TEXTS / f"{digest[:32]}.txt"
 
     def _fault(self, record: Record) -> str:
-        """Why this service cannot answer from the record's artifact; empty if it can, or if there is none yet."""
-        return "" if record.artifact_id is None else self._examine(self._store / record.artifact_id).fault
+        """Why this service cannot answer from the record's artifact, and what a client can do; empty if it can answer,
+        or if there is no artifact yet."""
+        if record.artifact_id is None or not (found := self._examine(self._store / record.artifact_id)).fault:
+            return ""
+        remedy = "only the service's operator can mend that"
+        if found.is_lost and record.text_sha256 is not None:
+            remedy = "send its text again with POST /v1/contexts, and it is built again"
+        elif found.is_lost:  # `register` would refuse any text, because it may not be the same
+            remedy = f"DELETE /v1/contexts/{record.name}, then POST /v1/contexts builds one of that name from a text"
+        return f"{found.fault.partition('; ')[0]}; {remedy}"  # without the remedies of the command line
 
     def _progress(self, record: Record) -> float:
         build = self._build_of(record)

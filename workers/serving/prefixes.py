@@ -92,9 +92,11 @@ class Prefixes:
                 break
             except ContextNotReadyError as error:  # damaged or removed since it was found
                 if ask.context or found.path is None or found.is_new:
-                    which = f"context {ask.context!r}" if ask.context else "context built from the prompt's beginning"
+                    which, remedy = "context built from the prompt's beginning", ""
+                    if ask.context:
+                        which, remedy = f"context {ask.context!r}", f"GET /v1/contexts/{ask.context} says what to do; "
                     raise ContextNotReadyError(
-                        f"the {which} cannot be used: its files are missing, damaged, or of another model; the "
+                        f"the {which} cannot be used: its files are missing, damaged, or of another model; {remedy}the "
                         "service's log has the details for its operator",
                         detail=str(error),
                     ) from error

@@ -5,10 +5,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from workers.settings.convert import SECRETS, wanted
-from workers.settings.load import Loaded
+from workers.settings.load import SECRETS, Loaded, variable_of, wanted
 from workers.settings.parts import KEYS, SECTIONS, Key, Secret
-from workers.settings.sources import variable_of
 
 _HEAD = """\
 Settings of csattn, all at their defaults: keep the lines that you change.
@@ -29,7 +27,9 @@ def example() -> str:
         for key, spec in KEYS.items():
             if key.startswith(f"{section}."):
                 lines += [f"# {line}" for line in textwrap.wrap(_explain(spec), 110)]
-                lines.append(_assignment(key.split(".")[1], spec.default))
+                name, default = key.split(".")[1], spec.default
+                # TOML has no null; its strings, numbers and empty lists are those of JSON
+                lines.append(f"# {name} =" if default is None else f"{name} = {json.dumps(_plain(default))}")
     return "\n".join(lines) + "\n"
 
 
@@ -40,11 +40,6 @@ def _explain(spec: Key) -> str:
     bounds += [f"at most {spec.highest:g}"] if spec.highest is not None else []
     takes = "a list of keys" if spec.hint == SECRETS else wanted(spec.hint)
     return f"{spec.words} ({', '.join([takes, *bounds])})"
-
-
-def _assignment(name: str, default: Any) -> str:
-    # TOML has no null; its strings, numbers and empty lists are those of JSON
-    return f"# {name} =" if default is None else f"{name} = {json.dumps(_plain(default))}"
 
 
 def _plain(value: Any) -> Any:

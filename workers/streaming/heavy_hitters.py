@@ -28,36 +28,29 @@ class HeavyRows(StreamRows):
         num_kv_heads, _, head_dim = like.shape
         super().__init__(window_len, block_len, like, places)
         self._heavy_len = heavy_len
-        shape = (num_kv_heads, self._window.k.shape[1])
+        shape = (num_kv_heads, self._k.shape[1])
         # Accumulated attention of each row. In float32, adding 0.01 to a million would change nothing.
         self._window_mass = torch.zeros(shape, dtype=torch.float64, device=like.device)
         self._heavy_mass = torch.zeros(num_kv_heads, heavy_len, dtype=torch.float64, device=like.device)
-        self._before_rope = like.new_empty(num_kv_heads, heavy_len, head_dim)  # heavy rows' keys, by place
+        self._heavy_before_rope = like.new_empty(num_kv_heads, heavy_len, head_dim)  # heavy rows' keys, by place
         self._heavy_k = like.new_empty(num_kv_heads, heavy_len, head_dim)
         self._heavy_v = like.new_empty(num_kv_heads, heavy_len, head_dim)
         self._num_heavy = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory allocated, whether filled yet or not."""
-        heavy = (self._before_rope, self._heavy_k, self._heavy_v, self._heavy_mass, self._window_mass)
-        return self._window.num_bytes + sum(tensor.nbytes for tensor in heavy)
+        heavy = (self._heavy_before_rope, self._heavy_k, self._heavy_v, self._heavy_mass, self._window_mass)
+        return super().num_bytes + sum(tensor.nbytes for tensor in heavy)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
-        outs, start = [], 0
-        while start < q.shape[1]:
-            num_tokens = max(1, min(self._block_len, q.shape[1] - start, self._window_len - self.kv_len))
-            block = slice(start, start + num_tokens)
-            self._store(k[:, block], v[:, block])
-            outs.append(self._attend_block(q[:, block], softmax_scale))
-            start += num_tokens
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    @property
+    def _num_together(self) -> int:
+        return max(1, min(self._block_len, self._window_len - self.kv_len))
 
     def _store(self, k: Tensor, v: Tensor) -> None:
         if self.kv_len >= self._window_len:
-            self._retire(self._window.end - self._window_len)
-        num_new, moved = k.shape[1], self._window.store(k, v)
-        end = self._window.end
+            self._retire(self._end - self._window_len)
+        num_new, moved = k.shape[1], self._slide(k, v)
+        end = self._end
         if moved:
             old = end - num_new
             self._window_mass[:, :old] = self._window_mass[:, moved : moved + old].clone()
@@ -81,16 +74,15 @@ class HeavyRows(StreamRows):
         """Evict the heavy row at that place, move those after it up, and append the window's row."""
         heavy = slice(place, self._num_heavy)
         for rows, new in (
-            (self._before_rope, self._window.before_rope),
-            (self._heavy_v, self._window.v),
+            (self._heavy_before_rope, self._before_rope),
+            (self._heavy_v, self._v),
             (self._heavy_mass, self._window_mass),
         ):
             rows[head, heavy] = torch.cat([rows[head, place + 1 : self._num_heavy], new[head, slot : slot + 1]])
-        self._heavy_k[head, heavy] = self._places.rotate(self._before_rope[head, heavy], heavy)
+        self._heavy_k[head, heavy] = self._places.rotate(self._heavy_before_rope[head, heavy], heavy)
 
     def _attend_block(self, q: Tensor, softmax_scale: float) -> Tensor:
-        """Attend from the last rows stored: q [num_q_heads, num_tokens, head_dim] -> out, same shape."""
-        num_kv_heads, num_tokens, end = len(self._heavy_k), q.shape[1], self._window.end
+        num_kv_heads, num_tokens, end = len(self._heavy_k), q.shape[1], self._end
         oldest = max(0, end - self._window_len)
         last_place = self._num_heavy + end - oldest - 1
         heavy, window = slice(0, self._num_heavy), slice(oldest, end)
@@ -100,7 +92,7 @@ class HeavyRows(StreamRows):
         )
         # in float32: products of queries and keys may exceed the largest float16
         heavy_scores = to_heavy.float() @ self._heavy_k[:, heavy].float().transpose(1, 2)
-        window_scores = to_window.float() @ self._window.k[:, window].float().transpose(1, 2)
+        window_scores = to_window.float() @ self._k[:, window].float().transpose(1, 2)
         scores = torch.cat([heavy_scores, window_scores], dim=2)
         if num_tokens > 1:  # only while the window fills, so that there are no heavy rows
             tokens = torch.arange(end, device=q.device)
@@ -112,7 +104,7 @@ class HeavyRows(StreamRows):
         self._window_mass[:, window] += mass[:, self._num_heavy :]
         shares = weights.to(q.dtype)
         out = shares[:, :, : self._num_heavy] @ self._heavy_v[:, heavy]
-        out += shares[:, :, self._num_heavy :] @ self._window.v[:, window]
+        out += shares[:, :, self._num_heavy :] @ self._v[:, window]
         return out.reshape(q.shape)
 
     def __repr__(self) -> str:

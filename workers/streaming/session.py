@@ -15,6 +15,7 @@ from csattn.models.attention_hook import attention_implementation
 from csattn.models.description import describe
 from csattn.models.loader import require_loaded
 from csattn.models.rope import model_frequencies
+from csattn.models.spec import ModelSpec
 from csattn.models.unrotated import unrotated
 from workers.engine.checks import require_token
 from workers.model.rows import ids_of, require_tokens
@@ -25,6 +26,14 @@ from workers.streaming.window import WindowRows
 
 # Prefill chunk: tokens of a prompt that pass through the model together, and that attend together.
 _BLOCK_LEN = 256
+
+
+def can_stream(spec: ModelSpec) -> bool:
+    """Whether the rows of all of a model's layers can be moved to other positions."""
+    each = [layer.attention for layer in spec.layers]
+    kinds = {(x.rope, x.reach, x.sinks, x.logit_cap, x.norms_after_rope) for x in each}
+    alike = kinds == {(0, None, False, None, False)} and len(spec.indexed_layers) == spec.num_layers
+    return alike and not spec.kv_sources and spec.ropes[0].temper is None
 
 
 class StreamSession:
@@ -41,14 +50,7 @@ class StreamSession:
         if not isinstance(config, StreamConfig):
             raise ConfigError(f"the config of a stream is a StreamConfig, got {config!r}; give one")
         geometry, spec = loaded.geometry, describe(loaded.model.config)
-        each = [layer.attention for layer in spec.layers]
-        kinds = {(x.rope, x.reach, x.sinks, x.logit_cap, x.norms_after_rope) for x in each}
-        if (
-            kinds != {(0, None, False, None, False)}
-            or spec.kv_sources
-            or spec.ropes[0].temper is not None
-            or len(spec.indexed_layers) < spec.num_layers
-        ):
+        if not can_stream(spec):
             raise ConfigError(
                 f"{loaded.name} has layers whose rows cannot be moved to other positions: without RoPE or with "
                 "separate RoPE, with sinks, capped logits or norms after RoPE, with a state, latents or compressed "

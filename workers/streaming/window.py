@@ -31,18 +31,7 @@ class WindowRows(StreamRows):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory allocated, whether filled yet or not."""
-        return self._sinks.nbytes + self._window.num_bytes
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
-        outs = []
-        for start in range(0, q.shape[1], self._block_len):
-            block = slice(start, start + self._block_len)
-            self._store(k[:, block], v[:, block])
-            sinks = self._attend_sinks(q[:, block], softmax_scale)
-            window = self._attend_window(q[:, block], softmax_scale)
-            outs.append(merge_state(*sinks, *window)[0])
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+        return self._sinks.nbytes + super().num_bytes
 
     def _store(self, k: Tensor, v: Tensor) -> None:
         num_sinks = max(0, min(self._sink_len - self.kv_len, k.shape[1]))
@@ -51,8 +40,11 @@ class WindowRows(StreamRows):
             self._sinks[0, :, sinks] = self._places.rotate(k[:, :num_sinks], sinks)
             self._sinks[1, :, sinks] = v[:, :num_sinks]
         if num_sinks < k.shape[1]:
-            self._window.store(k[:, num_sinks:], v[:, num_sinks:])
+            self._slide(k[:, num_sinks:], v[:, num_sinks:])
         self.kv_len += k.shape[1]
+
+    def _attend_block(self, q: Tensor, softmax_scale: float) -> Tensor:
+        return merge_state(*self._attend_sinks(q, softmax_scale), *self._attend_window(q, softmax_scale))[0]
 
     def _attend_sinks(self, q: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         """Attend from the last tokens stored to the sinks.
@@ -70,7 +62,7 @@ class WindowRows(StreamRows):
 
     def _attend_window(self, q: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         """Attend to the window, with the shapes of `_attend_sinks`. Tokens that are sinks see no rows of it."""
-        num_tokens, end = q.shape[1], self._window.end
+        num_tokens, end = q.shape[1], self._end
         oldest = max(0, end - (self._window_len - 1) - min(num_tokens, end))
         slots = torch.arange(end - num_tokens, end, device=q.device)  # negative for tokens that are sinks
         rotated = self._places.rotate(q, slots.clamp(min=0))
@@ -78,9 +70,7 @@ class WindowRows(StreamRows):
         if num_tokens > 1:
             age = slots[:, None] - torch.arange(oldest, end, device=q.device)
             mask = (age >= 0) & (age < self._window_len)
-        return _attend_grouped(
-            rotated, self._window.k[:, oldest:end], self._window.v[:, oldest:end], softmax_scale, mask
-        )
+        return _attend_grouped(rotated, self._k[:, oldest:end], self._v[:, oldest:end], softmax_scale, mask)
 
     def __repr__(self) -> str:
         return f"<WindowRows {self.kv_len} tokens, {self._sink_len} + {self._window_len} rows, {self.num_bytes} bytes>"

@@ -417,11 +417,13 @@ def test_searches_are_reused_until_a_request_closes_and_do_not_pile_up(store, mo
     with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
         for request_slot in range(6):
             engine.open(request_slot, 0, SearchConfig(keep=0.05, window_len=64, lookahead=request_slot % 2), "csattn")
-        kept, num_made = engine._searcher._kept, 0
+        num_made = 0
 
         def step(request_slots: list[int]) -> set[int]:
             engine.step([StepRow(request_slot, 1) for request_slot in request_slots])
-            return {id(search) for of_layers in kept.values() for search in of_layers.values()}
+            groups = [group for plan in engine._plans._plans.values() for group in plan.groups]
+            kept = [search for group in groups for search in (*group.late, *(group.early or ()))]
+            return {id(search) for of_rows in kept for search in of_rows.of_layers.values()}
 
         steps = [[0], [0, 1], [0, 1, 2, 3, 4, 5], [5, 1], [2], [0, 0, 2]]
         for request_slots in steps:
@@ -431,7 +433,7 @@ def test_searches_are_reused_until_a_request_closes_and_do_not_pile_up(store, mo
         for request_slots in steps:
             assert step(request_slots) == made, "steps of the same slots have the same searches"
         engine.close_request(5)
-        assert not kept
+        assert not engine._plans._plans
         monkeypatch.setattr(row_plan, "MAX_PLANS", 3)
         for num_rows in (1, 2, 3, 4):
             step([0] * num_rows)

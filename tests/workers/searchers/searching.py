@@ -45,7 +45,7 @@ def make_step(
     if wants_rest:
         sizes = num_rows, model.num_q_heads, model.head_dim + 2
         out = replace(out, rest=np.full(sizes, POISON, np.float32))
-    return RowSearch(context_id, q, top_k, sink_len, window_len, 0.25, out)
+    return RowSearch(context_id, q, sink_len, window_len, 0.25, out)
 
 
 def assert_chosen_as_in_process(searches: Sequence[RowSearch], artifacts: dict[int, Artifact], layer_idx: int) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.test_local import answer, ask, settings_of, until
 from workers.serving import examiner, residency, resident
-from workers.serving.context_file import FILE_NAME
+from workers.serving.context_file import FILE_NAME, ContextFile
 from workers.serving.contexts import name_artifact
 from workers.serving.local import LocalBackend
 from workers.serving.messages import ContextInfo, ContextNotReadyError
@@ -70,9 +71,8 @@ def test_a_context_built_with_another_model_is_reported_as_failed(store: Path, o
                 await answer(theirs, ask("heron"))
             assert "'heron' cannot be used" in str(refused.value) and str(store) not in str(refused.value)
             told = refused.value.detail
-            assert told.replace(f"{store}/", "") == info.what != told, (
-                "the log names the place, a client learns no path"
-            )
+            assert str(store) in told and "--weights" in told and str(store) not in info.what, "only the log says where"
+            assert info.what.endswith("; only the service's operator can mend that")
             assert (await answer(ours, ask("heron")))[1].reason == "length"
             assert (store / FILE_NAME).read_bytes() == before
 
@@ -120,6 +120,16 @@ def test_a_missing_artifact_that_returns_is_ready_again(store: Path) -> None:
         async with backend_of(store, loaded()) as backend:
             info = await only(backend)
             assert info.state == "failed" and "there is no artifact" in info.what
+            told = [info.what]
+            remedy = "; DELETE /v1/contexts/heron, then POST /v1/contexts builds one of that name from a text"
+            assert told[0].endswith(remedy)
+            built = replace(ContextFile(store).read()["heron"], text_sha256="0" * 64)
+            ContextFile(store).change(lambda records: records.update(heron=built))
+            told.append((await only(backend)).what)
+            assert told[1].endswith("; send its text again with POST /v1/contexts, and it is built again")
+            with pytest.raises(ContextNotReadyError, match="GET /v1/contexts/heron says what to do") as refused:
+                await answer(backend, ask("heron"))
+            assert "STORE/ID" in refused.value.detail and "STORE" not in "".join((*told, refused.value.message))
             shutil.move(away, artifact)
             assert (await only(backend)).state == "ready"
 
@@ -227,6 +237,7 @@ def test_damage_found_on_load_is_reported_until_the_file_changes(store: Path, mo
                 assert "key_mean holds NaN" in refused.value.detail
                 info = await only(backend)
                 assert info.state == "failed" and "key_mean holds NaN" in info.what
+                assert info.what.endswith("; only the service's operator can mend that")
             assert len(loads) == 1
             index.write_bytes(whole)
             assert (await only(backend)).state == "ready"

@@ -24,7 +24,7 @@ def make_rows(num_tokens, num_kv_heads=2, group_size=2, seed=0, spread=1.5, dtyp
 
 def poisoned(rows):
     """Fill memory that must not be read with NaN."""
-    for value in (*vars(rows).values(), *vars(rows._window).values()):
+    for value in vars(rows).values():
         if torch.is_tensor(value) and value.dtype != torch.float64:
             value.fill_(torch.nan)
     return rows
@@ -79,8 +79,8 @@ def test_heavy_rows_equal_the_reference_for_any_chunk_sizes(heavy_len, window_le
 
 def tokens_kept(rows) -> list[list[int]]:
     """Return each head's tokens in the order of their places. A value's first number must be its token."""
-    window = slice(max(0, rows._window.end - rows._window_len), rows._window.end)
-    values = torch.cat([rows._heavy_v[:, : rows._num_heavy], rows._window.v[:, window]], dim=1)
+    window = slice(max(0, rows._end - rows._window_len), rows._end)
+    values = torch.cat([rows._heavy_v[:, : rows._num_heavy], rows._v[:, window]], dim=1)
     return values[:, :, 0].int().tolist()
 
 
@@ -161,10 +161,10 @@ def test_memory_and_positions_stay_bounded(policy) -> None:
     q, k, v = make_rows(1500, 1, 1)
     rows = window_rows(4, 28, 1, k) if policy == "window" else heavy_rows(16, 16, k, block_len=1)
     attend_in_parts(rows, q[:, :100], k[:, :100], v[:, :100], [1] * 100)
-    storage, num_bytes = rows._window.k.data_ptr(), rows.num_bytes
+    storage, num_bytes = rows._k.data_ptr(), rows.num_bytes
     attend_in_parts(rows, q[:, 100:], k[:, 100:], v[:, 100:], parts_of(1400, seed=0))
     assert rows.kv_len == 1500
-    assert (rows._window.k.data_ptr(), rows.num_bytes) == (storage, num_bytes)
+    assert (rows._k.data_ptr(), rows.num_bytes) == (storage, num_bytes)
     assert str(num_bytes) in repr(rows)
 
 

@@ -112,8 +112,7 @@ def test_generate_equals_the_stream_even_beyond_the_models_positions(family, pro
 
 
 def memory_of(cache) -> list[tuple[int, int]]:
-    holders = [holder for rows in cache.rows for holder in (rows, rows._window)]
-    tensors = [value for holder in holders for value in vars(holder).values() if torch.is_tensor(value)]
+    tensors = [value for rows in cache.rows for value in vars(rows).values() if torch.is_tensor(value)]
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 

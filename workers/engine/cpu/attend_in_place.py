@@ -37,31 +37,30 @@ class AttendInPlace:
         self._sketches = np.zeros((self._num_indexed, places), np.int64)
         self._nothing = np.zeros(places, np.int64)
         self._caps = {cap: np.array([cap]) for cap in (layer.attention.logit_cap for layer in spec.layers) if cap}
-        self._local = [
+        local_rows = [
             _LocalRows(layer_idx, layer.attention.reach, model)
             for layer_idx, layer in enumerate(spec.layers)
             if layer.attention.reach is not None and layer.recurrent is None
         ]
         latents = {i: layer.latent for i, layer in enumerate(spec.layers) if layer.latent is not None}
         choice = LatentChoice(max_rows, max((latent.top_k or 0 for latent in latents.values()), default=0))
-        self._latent = [LatentRows(layer_idx, latent, model, choice) for layer_idx, latent in latents.items()]
+        latent_rows = [LatentRows(layer_idx, latent, model, choice) for layer_idx, latent in latents.items()]
         # instead of tapes, if the model's layers are of compressed attention
         self.compressed = CompressedOnCpu(model) if spec.compressed else None
         # both kinds are given contexts and lengths in the same way; a model has one kind at most
-        self._indexless: list[_LocalRows | LatentRows] = [*self._local, *self._latent]
+        self._indexless: list[_LocalRows | LatentRows] = [*local_rows, *latent_rows]
         self._records: list[NDArray[Any]] = []  # kept alive: `_sketches` has their addresses
         self._queries = np.zeros((places, spec.num_kv_heads, 0), np.uint8)
         widest = max(spec.heads_of(layer_idx).head_dim for layer_idx in range(spec.num_layers))
         self._parts = np.zeros((max_rows, spec.num_q_heads, MAX_PARTS, widest + 2), np.float32)
-        of_local = {local.layer_idx: self._describe(local.layer_idx, local.of_rows) for local in self._local}
+        for local in local_rows:
+            local.arguments = self._describe(local.layer_idx, local.of_rows)
+            local.tape = self._tape(local.arguments)
         self._arguments = [
             self._describe(layer_idx, self._of_indexed(i)) for i, layer_idx in enumerate(spec.indexed_layers)
         ]
-        tapes = {i: self._tape(arguments) for i, arguments in of_local.items()}
-        for local in self._local:
-            local.take(of_local[local.layer_idx], tapes[local.layer_idx])
         self._tapes = [self._tape(arguments) for arguments in self._arguments]
-        tapes |= {latent.layer_idx: latent.tape for latent in self._latent}
+        tapes = {of.layer_idx: of.tape for of in self._indexless}
         tapes |= dict(zip(spec.indexed_layers, self._tapes, strict=True))
         self.layers = [tapes.get(layer_idx) for layer_idx in range(spec.num_layers)]  # None: no tape
         self._pieces = (0, 0, 0, 0)
@@ -73,12 +72,10 @@ class AttendInPlace:
             self._kv[:, row] = request.context.kv_words
             self._moments[:, row] = [word(moments.table) for moments in request.moments] or 0
             self._model.maps[:, row] = request.context.map_words if request.looks_ahead else 0
-        heads = [
-            0 if attends_per_row else request.num_index_heads
-            for request, attends_per_row in zip(requests, plan.attends_per_row, strict=True)
-        ]
-        values = {
-            "context_lens": [request.view.context_len for request in requests],
+        alone = zip(requests, plan.attends_per_row, strict=True)
+        heads = [0 if attends_per_row else request.num_index_heads for request, attends_per_row in alone]
+        values: dict[str, Any] = {
+            "context_lens": plan.context_lens,
             "sink_ends": [request.near[0] for request in requests],
             "window_starts": [request.near[1] for request in requests],
             "num_index_heads": heads,
@@ -115,11 +112,10 @@ class AttendInPlace:
 
     def set_lens(self, plan: RowPlan, tail_lens: NDArray[np.int64]) -> None:
         """Set the lengths of the next step's rows, and divide its work into pieces."""
-        context_lens = np.array([request.view.context_len for request in plan.requests])
         for local in self._indexless:
-            local.set_lens(context_lens, tail_lens)
+            local.set_lens(plan.context_lens, tail_lens)
         if self.compressed is not None:
-            self.compressed.set_lens([request.request_slot for request in plan.requests], context_lens, tail_lens)
+            self.compressed.set_lens(plan.request_slots, plan.context_lens, tail_lens)
         if not self._arguments:
             return
         heads = int(self._by_row["num_index_heads"][: len(tail_lens)].max())
@@ -222,6 +218,9 @@ class AttendInPlace:
 class _LocalRows:
     """What rows attend to in a layer with a window or chunks: the last rows of a context, then the request's own."""
 
+    arguments: NDArray[np.int64]  # these two are made from `of_rows`
+    tape: Tape
+
     def __init__(self, layer_idx: int, reach: Reach, model: CpuModel) -> None:
         self.layer_idx, self._reach, self._model = layer_idx, reach, model
         self._heads = model.spec.heads_of(layer_idx)
@@ -231,11 +230,6 @@ class _LocalRows:
         row = model.tails[layer_idx][0, 0, 0]
         self.of_rows["row_bytes"][:], self.of_rows["v_offsets"][:] = row.nbytes, row[0].nbytes
         self.of_rows["num_index_heads"][:] = self._heads.num_kv_heads
-
-    def take(self, arguments: NDArray[np.int64], tape: Tape) -> None:
-        """Take the arguments and the tape that were made from `of_rows`."""
-        self._arguments, self._tape = arguments, tape
-        arguments[ARGUMENTS.index("max_index_heads")] = self._heads.num_kv_heads
 
     def set_contexts(self, kv: list[Tensor]) -> None:
         """Set the contexts of the next steps' rows. kv: [num_kv_heads, num_kept, 2, head_dim] each."""
@@ -253,12 +247,13 @@ class _LocalRows:
         self.of_rows["window_starts"][self._model.max_rows :][:num_rows] = tail_starts
         ranges = in_place.num_ranges(int((kept - starts + tail_lens - tail_starts).max()))
         heads = self._heads
-        self._arguments[ARGUMENTS.index("max_ranges")] = ranges
-        self._tape.pieces[:] = 0, 0, num_rows * heads.num_kv_heads * ranges, num_rows * heads.num_q_heads
+        self.arguments[ARGUMENTS.index("max_index_heads")] = heads.num_kv_heads
+        self.arguments[ARGUMENTS.index("max_ranges")] = ranges
+        self.tape.pieces[:] = 0, 0, num_rows * heads.num_kv_heads * ranges, num_rows * heads.num_q_heads
 
 
 def _scores_anew(plan: RowPlan, row: int) -> bool:
     """Whether attention to the rest by its codes runs here, because no search does it on the way."""
     request = plan.requests[row]
-    by_search = request.searches_attend and not plan.reuses(row)
+    by_search = request.searches_attend and plan.sources[row] == row
     return bool(request.sketches) and not plan.attends_per_row[row] and not by_search

@@ -198,26 +198,21 @@ def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
     return CpuContext(None, kv, 0, [none(i) for i in geometry.local_layers], HostStore(kv), True, [], states)
 
 
-@dataclass(frozen=True, slots=True)
 class KeptChoice:
     """What a request's last search has chosen: the tokens until the next search read it."""
 
-    kv_indices: NDArray[np.int32]  # [num_layers, num_index_heads, top_k]
-    valid_len: NDArray[np.int32]  # [num_layers, num_index_heads]
-    found: tuple[NDArray[np.int32], NDArray[np.int32]]  # of the current step; its first rows may still read the old
-
-    @classmethod
-    def nothing(cls, num_layers: int, num_index_heads: int, top_k: int) -> "KeptChoice":
+    def __init__(self, num_layers: int, num_index_heads: int, top_k: int) -> None:
         sizes = num_layers, num_index_heads
-        kv_indices, valid_len = np.full((*sizes, top_k), -1, np.int32), np.zeros(sizes, np.int32)
-        return cls(kv_indices, valid_len, (kv_indices.copy(), valid_len.copy()))
+        self.kv_indices, self.valid_len = np.full((*sizes, top_k), -1, np.int32), np.zeros(sizes, np.int32)
+        # of the current step, whose first rows may still read the old
+        self._found = self.kv_indices.copy(), self.valid_len.copy()
 
     def find(self, indexed_idx: int, kv_indices: NDArray[np.int32], valid_len: NDArray[np.int32]) -> None:
         """Store what tokens of later steps will read, once the step is committed."""
-        self.found[0][indexed_idx], self.found[1][indexed_idx] = kv_indices, valid_len
+        self._found[0][indexed_idx], self._found[1][indexed_idx] = kv_indices, valid_len
 
     def commit(self) -> None:
-        self.kv_indices[:], self.valid_len[:] = self.found
+        self.kv_indices[:], self.valid_len[:] = self._found
 
 
 @dataclass(slots=True)
@@ -245,12 +240,8 @@ class StepCount:
 
     def add(self, more: "StepCount", times: int = 1) -> None:
         """Add another count; with times = -1, take it away."""
-        self.tokens += times * more.tokens
-        self.searches += times * more.searches
-        self.search_bytes += times * more.search_bytes
-        self.rest_bytes += times * more.rest_bytes
-        self.far_rows += times * more.far_rows
-        self.near_rows += times * more.near_rows
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + times * getattr(more, name))
 
 
 @dataclass(slots=True)
@@ -285,7 +276,7 @@ class CpuRequest:
         reads_all_in_place = self.selector == "full" and self.context.in_place
         self.near = (context_len, context_len) if reads_all_in_place else (middle.start, middle.stop)
         if self.search_period > 1:
-            self.kept = KeptChoice.nothing(len(self.context.kv), self.num_index_heads, self.top_k)
+            self.kept = KeptChoice(len(self.context.kv), self.num_index_heads, self.top_k)
 
     @property
     def search_period(self) -> int:
@@ -323,10 +314,6 @@ class CpuRequest:
         over_sketch = self.selector == "csattn" and isinstance(self.context.indexes[0], SketchIndex)
         stays = over_sketch or self.selector == "full"
         return 0 if stays else max(0, tail_len - self.view.config.window_len)
-
-    def own_segments(self, tail_len: int) -> int:
-        """Return how many own segments are in use for a token that sees tail_len own rows."""
-        return self.own.num_segments(tail_len) if self.own is not None else 0
 
     def selects_per_row(self, tail_len: int) -> bool:
         """Whether a token that sees tail_len own rows chooses by `choices`, not in a search with other rows."""

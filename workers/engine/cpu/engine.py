@@ -231,12 +231,8 @@ class CpuEngine(StepEngine):
             self._plan = plan
         model, order = self._model, plan.order
         tail_lens = lens[order]
-        positions = [
-            request.view.context_len + length - 1 for request, length in zip(plan.requests, tail_lens, strict=True)
-        ]
-        model.set_rows(
-            [rows[i].token_id for i in order], positions, [r.request_slot for r in plan.requests], tail_lens.tolist()
-        )
+        positions = (plan.context_lens + tail_lens - 1).tolist()
+        model.set_rows([rows[i].token_id for i in order], positions, plan.request_slots, tail_lens.tolist())
         self._attention.set_lens(plan, tail_lens)
         row_by_row = RowByRow(model, plan, tail_lens, self._scale)
         observers = Observers(model, plan, row_by_row, tail_lens, watch)
@@ -293,16 +289,14 @@ class CpuEngine(StepEngine):
 
     def close(self) -> None:
         """Stop the threads and close the contexts. No step may be running."""
-        for request in self._requests.values():
-            if request.own is not None:
-                request.own.close()
+        for request_slot in list(self._requests):
+            self.close_request(request_slot)
         self._segment_executor.shutdown(cancel_futures=True)
         self._team.close()
         self._searcher.close()
         for context in self._contexts.values():
             context.store.close()
         self._contexts.clear()  # their files stay mapped while anything references them
-        self._forget_plans()
 
     def _run(self, plan: RowPlan, row_by_row: RowByRow, observers: Observers) -> None:
         """Run all layers. With lookahead, a layer's searches run while the layer before it is computed."""
@@ -311,20 +305,20 @@ class CpuEngine(StepEngine):
         under_way, indexed = False, model.indexed_idx
         try:
             for layer_idx, (indexed_idx, following) in enumerate(zip(indexed, [*indexed[1:], None], strict=True)):
-                started = time.perf_counter()
-                if indexed_idx is not None and under_way:
-                    under_way = False
-                    self._searcher.finish()
-                if indexed_idx is not None and (late := plan.late(indexed_idx)):
-                    self._searcher.start(indexed_idx, late)
-                    self._searcher.finish()
+                started, own_searches = time.perf_counter(), []
+                if indexed_idx is not None:
+                    if under_way:
+                        under_way = False
+                        self._searcher.finish()
+                    if late := plan.late(indexed_idx):
+                        self._searcher.start(indexed_idx, late)
+                        self._searcher.finish()
                 if following is not None and (early := plan.early(following)):
                     under_way = True
                     self._searcher.start(following, early)
-                own_searches = [] if indexed_idx is None else plan.own_searches(indexed_idx)
-                if own_searches:
-                    self._own_pool().search_layers(own_searches)
                 if indexed_idx is not None:
+                    if own_searches := plan.own_searches(indexed_idx):
+                        self._own_pool().search_layers(own_searches)
                     row_by_row.choose(indexed_idx)
                 attending = time.perf_counter()
                 if (attend := self._attention.layers[layer_idx]) is not None:
@@ -334,7 +328,7 @@ class CpuEngine(StepEngine):
                 if indexed_idx is not None:
                     plan.keep(indexed_idx)
                     row_by_row.attend(indexed_idx)
-                if plan.groups or own_searches or row_by_row.num_choosing:
+                if plan.groups or own_searches or row_by_row.choosing:
                     self._search_s += attending - started
                 self._attend_s += time.perf_counter() - attending
                 if indexed_idx is not None:

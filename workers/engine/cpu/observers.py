@@ -38,11 +38,8 @@ class Observers:
 
     def _seen(self, row: int, indexed_idx: int) -> Seen:
         request, tail_len = self._plan.requests[row], int(self._tail_lens[row])
-        q, own, chosen = (
-            torch.from_numpy(self._model.q[row]),
-            self._plan.owns[row],
-            self._row_by_row.chosen(row, indexed_idx),
-        )
+        q, own = torch.from_numpy(self._model.q[row]), self._plan.owns[row]
+        chosen = self._row_by_row.chosen(row, indexed_idx)
         if own is not None and isinstance(chosen, Selection):
             chosen = join_choices(chosen, own.selection(row), request.view.context_len)
         return Seen(

@@ -1,8 +1,7 @@
 """Searches of one layer at a time in threads of this process. They select what search workers would select."""
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,35 +14,32 @@ from csattn.search.workspace import TokenSelections
 from csattn.sketch import SketchIndex
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class RowSearch:
     """Rows of one step that continue the same context and search it in the same way."""
 
     context_id: int
     q: NDArray[np.float32]  # [num_rows, num_q_heads, head_dim], after RoPE
-    top_k: int
     sink_len: int
     window_len: int
     softmax_scale: float
     out: TokenSelections  # kv_indices [num_rows, num_index_heads, top_k]
+    of_layers: dict[int, LayerSearch] = field(default_factory=dict)  # filled by a PoolSearcher, while its context stays
 
 
 class PoolSearcher:
-    """Owns the pool. The LayerSearch of each layer of a RowSearch is made once, and kept while the RowSearch lives."""
+    """Owns the pool. The LayerSearch of each layer of a RowSearch is made once."""
 
     def __init__(self, threads: int | Team) -> None:
         self._pool = SearchPool(threads)
         self._indexes: dict[int, list[ListIndex | SketchIndex]] = {}
-        self._kept: weakref.WeakKeyDictionary[RowSearch, dict[int, LayerSearch]] = weakref.WeakKeyDictionary()
         self._waiting: list[LayerSearch] = []  # of the current layer, last first; the pool runs one at a time
 
     def load(self, context_id: int, artifact: Artifact) -> None:
         self._indexes[context_id] = artifact.indexes()
-        self._kept.clear()
 
     def unload(self, context_id: int) -> None:
         del self._indexes[context_id]
-        self._kept.clear()
 
     def start(self, layer_idx: int, searches: Sequence[RowSearch]) -> None:
         """Start searches of one layer. Their arrays must not be touched until `finish` has returned."""
@@ -65,14 +61,11 @@ class PoolSearcher:
     def close(self) -> None:
         self._pool.close()
         self._indexes.clear()
-        self._kept.clear()
 
     def _search(self, layer_idx: int, search: RowSearch) -> LayerSearch:
-        of_layers = self._kept.setdefault(search, {})
-        if layer_idx not in of_layers:
-            assert search.out.kv_indices.shape[2] == search.top_k
-            index = self._indexes[search.context_id][layer_idx]
-            of_layers[layer_idx] = LayerSearch(
-                search.q, index, None, search.sink_len, search.window_len, search.softmax_scale, search.out
+        if layer_idx not in search.of_layers:
+            index, resident = self._indexes[search.context_id][layer_idx], (search.sink_len, search.window_len)
+            search.of_layers[layer_idx] = LayerSearch(
+                search.q, index, None, *resident, search.softmax_scale, search.out
             )
-        return of_layers[layer_idx]
+        return search.of_layers[layer_idx]

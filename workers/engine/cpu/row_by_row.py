@@ -45,27 +45,27 @@ class RowByRow:
         self._model, self._plan, self._scale = model, plan, softmax_scale
         of_rows = zip(plan.requests, tail_lens.tolist(), strict=True)
         self._rows = [(row, *of_row) for row, of_row in enumerate(of_rows) if plan.attends_per_row[row]]
-        self._choosing = [of_row for of_row in self._rows if of_row[1].selects_per_row(of_row[2])]
-        self._requests = {request.request_slot: request for _, request, _ in self._rows}
-        self._choices = {request.request_slot: _choices(request) for _, request, _ in self._choosing}
+        # those that choose alone, not in a search with others
+        self.choosing = [of_row for of_row in self._rows if of_row[1].selects_per_row(of_row[2])]
+        # by request slot
+        self._choices = {request.request_slot: (request, _choices(request)) for _, request, _ in self.choosing}
         self.counts: defaultdict[int, StepCount] = defaultdict(StepCount)  # by row
         self._chosen: dict[int, Selection] = {}  # of the current layer, by row
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def num_choosing(self) -> int:
-        """Rows that choose alone, not in a search with others."""
-        return len(self._choosing)
-
     def choose(self, indexed_idx: int) -> None:
         """Choose for all rows that choose alone, in order within a request: its selector may keep a state."""
-        for row, request, tail_len in self._choosing:
-            choice, count = self._choices[request.request_slot][indexed_idx], self.counts[row]
+        for row, request, tail_len in self.choosing:
+            (_, choices), count = self._choices[request.request_slot], self.counts[row]
+            choice = choices[indexed_idx]
             tail = self._model.indexed_tails[indexed_idx][request.request_slot]
             num_outside = request.num_outside_window(tail_len)
-            _append_rows(choice, tail, num_outside)
+            while choice.num_appended < num_outside:  # rows that have left the tail's window go to the selector
+                k, v = tail[:, choice.num_appended].float().unbind(1)
+                choice.selector.append(k.numpy(), v.numpy())
+                choice.num_appended += 1
             if (tail_len - 1) % request.view.config.search_period == 0:
                 ahead = request.looks_ahead and indexed_idx > 0  # then the token's own row must not be read
                 q = (self._model.q_ahead[indexed_idx % 2] if ahead else self._model.q)[row]
@@ -98,16 +98,14 @@ class RowByRow:
             tail = self._model.indexed_tails[indexed_idx][request.request_slot, :, :tail_len]
             chosen, count = self.chosen(row, indexed_idx), self.counts[row]
             far = streamed[row] if isinstance(chosen, slice) else None
-            own, own_chosen = self._plan.owns[row], self._plan.own_selection(row)
-            read = None if own is None or own_chosen is None else OwnRead(own.sketches[indexed_idx], own_chosen)
+            own = self._plan.owns[row]
+            read = None if own is None else OwnRead(own.sketches[indexed_idx], own.selection(row))
             sinks = self._model.sinks[self._model.spec.indexed_layers[indexed_idx]]
             out = attend_row(q, request, indexed_idx, tail, chosen, self._scale, far, read, sinks)
             self._model.attended[row] = out.flatten().numpy()
-            count.far_rows += num_far(chosen) + (num_far(own_chosen) if own_chosen is not None else 0)
+            count.far_rows += num_far(chosen) + (num_far(read.chosen) if read is not None else 0)
             count.near_rows += request.near[0] + request.view.context_len - request.near[1]
-            count.near_rows += (
-                tail_len - request.num_outside_window(tail_len) - (own.num_rows if own is not None else 0)
-            )
+            count.near_rows += tail_len - request.num_outside_window(tail_len) - (own.num_rows if own else 0)
 
     def prefetch(self, indexed_idx: int) -> None:
         """Let stores read ahead the rows that the next layer will gather, as far as they are chosen."""
@@ -116,13 +114,12 @@ class RowByRow:
                 request.context.store.prefetch(indexed_idx, torch.from_numpy(chosen[0]))
 
     def commit(self) -> None:
-        for request_slot, choices in self._choices.items():
-            self._requests[request_slot].choices = choices
+        for request, choices in self._choices.values():
+            request.choices = choices
 
     def abandon(self) -> None:
         """Remake lists that may hold rows of this failed step: they take over the earlier rows at the next step."""
-        for request_slot in self._choices:
-            request = self._requests[request_slot]
+        for request, _ in self._choices.values():
             if request.choices is not None and not request.has_selector:
                 pairs = zip(request.make_selectors(), request.choices, strict=True)
                 request.choices = [LayerChoice(selector, last=choice.last) for selector, choice in pairs]
@@ -212,14 +209,6 @@ def _choices(request: CpuRequest) -> list[LayerChoice]:
     if request.choices is None:
         return [LayerChoice(selector) for selector in request.make_selectors()]
     return [choice.snapshot() for choice in request.choices]
-
-
-def _append_rows(choice: LayerChoice, tail: Tensor, num_outside: int) -> None:
-    """Hand rows of the tail [num_kv_heads, tail_capacity, 2, head_dim] that have left its window to the selector."""
-    while choice.num_appended < num_outside:
-        k, v = tail[:, choice.num_appended].float().unbind(1)
-        choice.selector.append(k.numpy(), v.numpy())
-        choice.num_appended += 1
 
 
 def _attend(

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 
 from csattn.search import LayerSearch
 from csattn.search.workspace import TokenSelections, empty_token_selections
-from csattn.selection import Selection
 from csattn.selectors import search_bytes
 from csattn.sketch.own import own_top_k
-from workers.engine.cpu.context import CpuRequest, StepCount
+from workers.engine.cpu.context import CpuRequest, KeptChoice, StepCount
 from workers.engine.cpu.pool_searcher import RowSearch
 from workers.engine.own_segments import OwnSearch
 from workers.model.cpu.cpu_model import CpuModel
@@ -35,7 +34,7 @@ class RowKind:
         """tail_len: rows of its tail that the row sees, its own included."""
         token = (tail_len - 1) % request.search_period
         per_row = request.selects_per_row(tail_len), request.attends_per_row(tail_len)
-        return cls(token, *per_row, request.own_segments(tail_len))
+        return cls(token, *per_row, 0 if request.own is None else request.own.num_segments(tail_len))
 
     @property
     def is_searched(self) -> bool:
@@ -48,7 +47,6 @@ class Group:
     """Adjacent rows that are searched together. Double buffering: one selection is read while the other is made."""
 
     rows: slice
-    requests: list[CpuRequest]  # of the rows
     selections: tuple[TokenSelections, TokenSelections]
     late: tuple[RowSearch, RowSearch]  # with the layer's own queries
     early: tuple[RowSearch, RowSearch] | None  # with predicted queries; None: without lookahead
@@ -63,17 +61,15 @@ class RowPlan:
 
     order: NDArray[np.int64]  # [num_rows]: the step's row that is computed as the i-th
     requests: list[CpuRequest]  # of the rows
+    request_slots: list[int]
+    context_lens: NDArray[np.int64]  # [num_rows]
     # the row whose choice each row reads, itself if it is searched; KEPT: the choice that its request keeps
     sources: list[int]
-    last_searches: list[int]  # of each request that keeps its choice, the last row that is searched
+    keeping: dict[int, KeptChoice]  # of each request that keeps its choice, by the last row that is searched
     attends_per_row: list[bool]  # whether `RowByRow` attends for the row
     groups: list[Group]
     owns: list[OwnSearch | None]  # the search of the own segments that the row reads
     ahead: bool  # whether any row needs predicted queries
-
-    def reuses(self, row: int) -> bool:
-        """Whether the row attends to what another token's query has chosen."""
-        return self.sources[row] != row
 
     def selection(self, row: int, indexed_idx: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
         """Return kv_indices [num_index_heads, top_k] and valid_len that the row reads; None without a search."""
@@ -91,11 +87,6 @@ class RowPlan:
         """Return that layer's searches in own segments, to be run once the layer's queries are computed."""
         unique = {id(own): own for own in self.owns if own is not None}
         return [own.search(indexed_idx) for own in unique.values()]
-
-    def own_selection(self, row: int) -> Selection | None:
-        """Return what the row has chosen of its own segments in the current layer."""
-        own = self.owns[row]
-        return None if own is None else own.selection(row)
 
     def counts(self, tail_lens: NDArray[np.int64], num_layers: int) -> list[StepCount]:
         """Return what each row has read, except what `RowByRow` counts."""
@@ -118,16 +109,14 @@ class RowPlan:
 
     def keep(self, indexed_idx: int) -> None:
         """Store what tokens of later steps will read in that layer; it takes effect with `commit`."""
-        for row in self.last_searches:
-            kept, chosen = self.requests[row].kept, self.selection(row, indexed_idx)
-            assert kept is not None and chosen is not None
+        for row, kept in self.keeping.items():
+            chosen = self.selection(row, indexed_idx)
+            assert chosen is not None
             kept.find(indexed_idx, *chosen)
 
     def commit(self) -> None:
         """Put the stored choices to use, once the step has succeeded."""
-        for row in self.last_searches:
-            kept = self.requests[row].kept
-            assert kept is not None
+        for kept in self.keeping.values():
             kept.commit()
 
     def early(self, indexed_idx: int) -> list[RowSearch]:
@@ -198,15 +187,23 @@ def plan_rows(
         for request, row in zip(requests, rows, strict=True)
     )
     searched = {requests[row].request_slot: i for i, row in enumerate(order) if rows[row].is_searched}
-    keeping = [row for row in searched.values() if ordered[row].kept is not None]
-    attends_per_row = [rows[row].attends_per_row for row in order]
+    keeping = {row: kept for row in searched.values() if (kept := ordered[row].kept) is not None}
     owns: list[OwnSearch | None] = []
     for (_, num_segments), alike in groupby(order, key=own_key):
         num_alike, request = len(list(alike)), ordered[len(owns)]
         at = slice(len(owns), len(owns) + num_alike)
         owns += [_own_search(model, at, request, num_segments, softmax_scale) if num_segments else None] * num_alike
     return RowPlan(
-        np.array(order), ordered, _sources(requests, rows, order), keeping, attends_per_row, groups, owns, ahead
+        np.array(order),
+        ordered,
+        [request.request_slot for request in ordered],
+        np.array([request.view.context_len for request in ordered], np.int64),
+        _sources(requests, rows, order),
+        keeping,
+        [rows[row].attends_per_row for row in order],
+        groups,
+        owns,
+        ahead,
     )
 
 
@@ -246,16 +243,8 @@ def _group(model: CpuModel, first: int, requests: list[CpuRequest], softmax_scal
 
     def search(q: NDArray[np.float32], out: TokenSelections) -> RowSearch:
         config = request.view.config
-        return RowSearch(
-            context_id=request.context_id,
-            q=q[rows],
-            top_k=request.top_k,
-            sink_len=config.sink_len,
-            window_len=config.window_len,
-            softmax_scale=softmax_scale,
-            out=out,
-        )
+        return RowSearch(request.context_id, q[rows], config.sink_len, config.window_len, softmax_scale, out)
 
     late = search(model.q, one), search(model.q, two)
     early = (search(model.q_ahead[0], one), search(model.q_ahead[1], two)) if request.looks_ahead else None
-    return Group(rows, requests, (one, two), late, early)
+    return Group(rows, (one, two), late, early)

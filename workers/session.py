@@ -96,7 +96,8 @@ class Session:
         if self._has_begun:
             raise ConfigError("this session is open already, or has ended; open another with `csattn_session`")
         self._has_begun = True
-        self._methods = [Method.begin_session(self.loaded.model, name) for name in METHODS]
+        model = self.loaded.model
+        self._methods = [Method.begin_session(model, name) for name in METHODS if hasattr(model, name)]
         self.is_open = True
         return self
 

@@ -25,7 +25,9 @@ _NOT_OF_REQUESTS = (
     "output_hidden_states",
     "output_router_logits",
 )
-_BEGINS = "_validate_model_kwargs"  # what `generate` calls first, with its further arguments as one
+# What `generate` calls first, with its further arguments as one. It is private: a later version may lack it, and then a
+# `generate` from before a session fails at the first token without room
+_BEGINS = "_validate_model_kwargs"
 METHODS = ("forward", "generate", _BEGINS)
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
@@ -70,11 +72,11 @@ class Method:
         return _itself, (self._method,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given: dict[str, Any] = self._signature.bind(*args, **kwargs).arguments
         if self.name == _BEGINS:
-            given = args[0]
+            given = next(iter(given.values()))
         else:
             _require_unpacked(args)
-            given = self._signature.bind(*args, **kwargs).arguments
             given = {**given.pop("kwargs", {}), **given}
             _require_one_cache(given)
         cache = cache_in(given)

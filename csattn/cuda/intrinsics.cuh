@@ -119,19 +119,7 @@ __device__ __forceinline__ uint4 issue_load(const uint4* from) {
     return four;
 }
 
-// Communication from one block to another that polls: each float is written as a whole, and floats arrive in any order.
-__device__ __forceinline__ void store_relaxed(float* to, float4 x) {
-    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
-}
-__device__ __forceinline__ float4 load_relaxed(const float* from) {
-    float4 x;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "l"(from)
-                 : "memory");
-    return x;
-}
-// The same for words, each of which is written as a whole.
+// Communication from one block to another that polls: each word is written as a whole, and words arrive in any order.
 __device__ __forceinline__ void store_relaxed(u32* to, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
@@ -142,6 +130,14 @@ __device__ __forceinline__ uint4 load_relaxed(const u32* from) {
                  : "l"(from)
                  : "memory");
     return x;
+}
+// The same for floats.
+__device__ __forceinline__ void store_relaxed(float* to, float4 x) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+__device__ __forceinline__ float4 load_relaxed(const float* from) {
+    const uint4 x = load_relaxed(reinterpret_cast<const u32*>(from));
+    return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
 }
 // The same for eight bytes, which arrive as a whole.
 __device__ __forceinline__ void store_relaxed(u64* to, u64 value) {

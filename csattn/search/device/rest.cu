@@ -66,25 +66,25 @@ struct ChosenKeys {
 // By each warp: sum over its share of the chosen rows of a segment. of_warp: [GROUP_SIZE][SUMS], written.
 __device__ __forceinline__ void sum_chosen(const Sketch& sketch, const QueryRows& rows, int head, int num_keys, const int* ids,
                                            const Bounds& chosen, const float* exponents, uint4* tray, float* of_warp) {
-    constexpr int STEP = WARPS * HALF_KEYS;
+    constexpr int STEP = WARPS * HALF_KEYS, AHEAD = 2;  // words are loaded so many steps ahead, keys one more
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     const long long first_block = static_cast<long long>(head) * ((num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS);
     const LanePlaces places;
     ValueSums<OCTETS> values;
     values.clear();
     int first = chosen.first + threadIdx.x / 32 * HALF_KEYS;
-    uint4 next_words[WORD_GROUPS];  // loaded one step ahead; their keys, two steps
-    ChosenKeys(ids, first, chosen.end).load(sketch, first_block, next_words);
-    ChosenKeys next_keys(ids, first + STEP, chosen.end);
-#pragma unroll 1
-    for (; first < chosen.end; first += STEP) {
+    uint4 next_words[AHEAD][WORD_GROUPS];
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) ChosenKeys(ids, first + a * STEP, chosen.end).load(sketch, first_block, next_words[a]);
+    ChosenKeys next_keys(ids, first + AHEAD * STEP, chosen.end);
+    auto add_step = [&](uint4 (&next_words)[WORD_GROUPS]) {
         uint4 words[WORD_GROUPS];
         u32 scores[OCTETS][8], weights[OCTETS][4];
 #pragma unroll
         for (int i = 0; i < WORD_GROUPS; ++i) words[i] = next_words[i];
-        if (first + STEP < chosen.end) {
+        if (first + AHEAD * STEP < chosen.end) {
             next_keys.load(sketch, first_block, next_words);
-            next_keys = ChosenKeys(ids, first + 2 * STEP, chosen.end);
+            next_keys = ChosenKeys(ids, first + (AHEAD + 1) * STEP, chosen.end);
         }
         __syncwarp();  // all lanes have read the words before
 #pragma unroll
@@ -103,7 +103,13 @@ __device__ __forceinline__ void sum_chosen(const Sketch& sketch, const QueryRows
             }
         }
         values.add(tray, places, weights);
-    }
+        first += STEP;
+    };
+#pragma unroll 1
+    while (first < chosen.end)
+#pragma unroll
+        for (int a = 0; a < AHEAD; ++a)  // words stay in their registers: copying those that are on their way would wait for them
+            if (first < chosen.end) add_step(next_words[a]);
 #pragma unroll
     for (int o = 0; o < OCTETS; ++o)
 #pragma unroll
@@ -172,6 +178,7 @@ __device__ void subtract_chosen(const float* chosen_sums, int num_warps, float (
 
 // Predicts values from a segment's sums, in shared memory that a block's segments use one after the other.
 struct Segment {
+    static constexpr int TOGETHER = GROUP_SIZE < 4 ? GROUP_SIZE : 4;  // queries that a thread multiplies by what it has read
     uint4* transform;  // [COORDS][HEAD_DIM] halves, if STAGED, then a mean value
     float (*left)[SUMS];
     float (*codes)[COORDS];
@@ -194,16 +201,26 @@ struct Segment {
         }
     }
 
-    // The product of codes [first, end) with two columns.
-    __device__ __forceinline__ static float2 product(const u32* columns, const float* codes, int first, int end) {
-        float2 sum = make_float2(0, 0);
-#pragma unroll 8
-        for (int j = first; j < end; ++j) {
-            const u32 both = columns[j * (HEAD_DIM / 2)];
-            sum.x += codes[j] * half_as_float(static_cast<u16>(both));
-            sum.y += codes[j] * half_as_float(static_cast<u16>(both >> 16));
+    // sums[k] += the products of codes [first, end) of TOGETHER queries with two columns; a missing query repeats the last one.
+    __device__ __forceinline__ static void add_products(const u32* columns, const float (*codes)[COORDS], int num_queries, int first,
+                                                        int end, float (&sums)[TOGETHER][2]) {
+#pragma unroll 4
+        for (int j = first; j < end; j += 4) {
+            float4 of[TOGETHER];
+#pragma unroll
+            for (int k = 0; k < TOGETHER; ++k) of[k] = *reinterpret_cast<const float4*>(codes[min(k, num_queries - 1)] + j);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u32 both = columns[(j + i) * (HEAD_DIM / 2)];
+                const float low = half_as_float(static_cast<u16>(both)), high = half_as_float(static_cast<u16>(both >> 16));
+#pragma unroll
+                for (int k = 0; k < TOGETHER; ++k) {
+                    const float code = reinterpret_cast<const float*>(of + k)[i];
+                    sums[k][0] = fmaf(code, low, sums[k][0]);
+                    sums[k][1] = fmaf(code, high, sums[k][1]);
+                }
+            }
         }
-        return sum;
     }
 
     // Add the weighted values of the rest to out [GROUP_SIZE][HEAD_DIM], and their weights to `weights`.
@@ -211,21 +228,40 @@ struct Segment {
 #pragma unroll 1
         for (int i = threadIdx.x; i < GROUP_SIZE * 32 * FINE_GROUPS; i += THREADS) {
             const int g = i / (32 * FINE_GROUPS), number = i % (32 * FINE_GROUPS), j = coordinate_of(number);
-            if (j < 8 * FINE) codes[g][j] = left[g][number] - 128 * left[g][WEIGHTS_AT];  // codes u were summed as 128 + u
+            const float weight = left[g][WEIGHTS_AT];
+            if (j < 8 * FINE) codes[g][j] = weight == 0 ? 0 : left[g][number] - 128 * weight;  // codes u were summed as 128 + u
+        }
+#pragma unroll 1
+        for (int i = threadIdx.x; i < GROUP_SIZE * 16 * COARSE; i += THREADS) {
+            const int g = i / (16 * COARSE), j = 8 * FINE + i % (16 * COARSE);
+            const float weight = left[g][WEIGHTS_AT];
+            codes[g][j] = weight == 0 ? 0 : codes[g][j] * weight;
         }
         wait_for_copies<0>();
         __syncthreads();
         const u32* columns = STAGED ? reinterpret_cast<const u32*>(transform) : reinterpret_cast<const u32*>(there);  // two dimensions each
         const float* mean = reinterpret_cast<const float*>(transform + TRANSFORM_UNITS);
+        constexpr int PAIRS = HEAD_DIM / 2, ITEMS = (GROUP_SIZE + TOGETHER - 1) / TOGETHER * PAIRS;  // pairs of dimensions of all queries
+        constexpr int SHARES = ITEMS * 2 <= THREADS ? 2 : 1;  // of the coordinates, each for other threads
+        static_assert(COORDS % 8 == 0, "a share is whole fours");
 #pragma unroll 1
-        for (int i = threadIdx.x; i < GROUP_SIZE * (HEAD_DIM / 2); i += THREADS) {
-            const int g = i / (HEAD_DIM / 2), d = i % (HEAD_DIM / 2) * 2;
-            const float weight = left[g][WEIGHTS_AT];
-            if (weight == 0) continue;
-            const float2 fine = product(columns + d / 2, codes[g], 0, 8 * FINE);
-            const float2 coarse = product(columns + d / 2, codes[g], 8 * FINE, COORDS);
-            out[g][d] += weight * (mean[d] + coarse.x) + fine.x;
-            out[g][d + 1] += weight * (mean[d + 1] + coarse.y) + fine.y;
+        for (int first = 0; first < ITEMS * SHARES; first += THREADS) {
+            const int i = first + threadIdx.x, d = i % PAIRS * 2, g0 = i % ITEMS / PAIRS * TOGETHER, share = i / ITEMS;
+            float sums[TOGETHER][2] = {};
+            const int begin = share * (COORDS / SHARES), end = begin + COORDS / SHARES;
+            if (share < SHARES) add_products(columns + d / 2, codes + g0, GROUP_SIZE - g0, begin, end, sums);
+#pragma unroll
+            for (int s = 0; s < SHARES; ++s) {
+#pragma unroll
+                for (int k = 0; k < TOGETHER; ++k) {
+                    const int g = g0 + k;
+                    if (s != share || g >= GROUP_SIZE) continue;
+                    const float weight = s == 0 ? left[g][WEIGHTS_AT] : 0.0f;
+                    out[g][d] += fmaf(weight, mean[d], sums[k][0]);
+                    out[g][d + 1] += fmaf(weight, mean[d + 1], sums[k][1]);
+                }
+                if (SHARES > 1) __syncthreads();
+            }
         }
 #pragma unroll 1
         for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) weights[g] += left[g][WEIGHTS_AT];
@@ -247,7 +283,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
 ) {
     // `Segment::transform`, then [WARPS][FINE][WORD_PIECES], the fine words of a block, then floats [WARPS][GROUP_SIZE][SUMS]
     extern __shared__ uint4 memory[];
-    __shared__ float exponents[GROUP_SIZE], weights[GROUP_SIZE], left[GROUP_SIZE][SUMS], codes[GROUP_SIZE][COORDS];
+    __shared__ float exponents[GROUP_SIZE], weights[GROUP_SIZE], left[GROUP_SIZE][SUMS];
+    alignas(16) __shared__ float codes[GROUP_SIZE][COORDS];
     __shared__ float out[GROUP_SIZE][HEAD_DIM];
     __shared__ u32 scratch[WARPS];
     const int warp = threadIdx.x / 32, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head;

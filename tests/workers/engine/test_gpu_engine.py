@@ -1,7 +1,9 @@
 """The scheduler's engine on a GPU: any mix of requests, contexts loaded and unloaded. Without a device, kernels run on
 the CPU."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,6 +35,7 @@ from workers.engine.gpu import placed_model, step_model
 from workers.engine.gpu.memory import PLACEMENTS, plan_context, plan_memory
 from workers.engine.gpu.on_device import SearchOnDevice
 from workers.engine.gpu.on_host import SearchOnHost
+from workers.model.runner import ModelRunner
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.messages import Sampling
 from workers.serving.sampling import adjust_logits, draw, draw_spec, likelihood_of
@@ -128,6 +131,30 @@ def test_answers_equal_the_cpus_while_contexts_are_loaded_and_unloaded(
         assert (counts.slot_hits > 0) == (placement != "device" and selector == "csattn")
     finally:
         ready.close()
+
+
+def test_engines_on_one_device_take_turns(artifacts: list[Artifact], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a search wait for each other: those of two steps at once could each get a part of the device."""
+    run, running, most_at_once = ModelRunner.step, 0, 0
+
+    def step(runner: ModelRunner, batch_size: int) -> object:
+        nonlocal running, most_at_once
+        running += 1
+        most_at_once = max(most_at_once, running)
+        time.sleep(0.1)
+        try:
+            return run(runner, batch_size)
+        finally:
+            running -= 1
+
+    with make_engine("device") as one, make_engine("device") as other, ThreadPoolExecutor() as threads:
+        for engine in one, other:
+            engine.add_context(0, artifacts[0])
+            engine.open(0, 0, CONFIG, "csattn")
+        monkeypatch.setattr(ModelRunner, "step", step)
+        results = list(threads.map(lambda engine: engine.step([StepRow(0, 5)]), (one, other)))
+    assert most_at_once == 1
+    assert results[0].next_ids == results[1].next_ids
 
 
 def run_together(engine: StepEngine, opened: list[tuple[int, int]], selector: SelectorName) -> list[list[int]]:

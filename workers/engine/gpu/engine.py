@@ -51,7 +51,7 @@ from workers.engine.gpu.sizing import Sizing
 from workers.engine.gpu.sparse_or_full import all_are_faster
 from workers.engine.gpu.step_model import StepModel, step_model
 from workers.engine.gpu.step_results import LogitsOnHost, joined, kept
-from workers.engine.gpu.stream_thread import stream_thread, synchronize_stream
+from workers.engine.gpu.stream_thread import one_step_at_a_time, stream_thread, synchronize_stream
 from workers.engine.model_choice import (
     SELECTOR,
     model_selects_rows,
@@ -305,18 +305,18 @@ class GpuEngine(StepEngine):
             tail_starts=starts,
             reads_all=reads_all,
         )
-        seen = None
-        try:
-            if watch is None:
-                output = runner.step(batch_size)
-            else:
-                output, seen = self._watched_step(batch_size, rows[watch[0]].request_slot, lens[watch[0]], *watch)
-        except BaseException:
-            self._placing.ready().attention.abandon()
-            raise
-        self._draws.enqueue(rows, output)
-        # a copy that waits for the GPU keeps other threads out of the driver
-        synchronize_stream(output.next_ids.device)
+        seen, device = None, runner.weights.device
+        with one_step_at_a_time(device):
+            try:
+                if watch is None:
+                    output = runner.step(batch_size)
+                else:
+                    output, seen = self._watched_step(batch_size, rows[watch[0]].request_slot, lens[watch[0]], *watch)
+            except BaseException:
+                self._placing.ready().attention.abandon()
+                raise
+            self._draws.enqueue(rows, output)
+            synchronize_stream(device)  # a copy that waits for the GPU keeps other threads out of the driver
         next_ids = output.next_ids[: len(rows)].cpu().numpy()
         logits = self._logits.take(rows, output.logits) if want_logits else None
         for row, request, length, own_len in zip(rows, requests, lens, own_lens, strict=True):

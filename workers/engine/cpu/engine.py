@@ -143,8 +143,7 @@ class CpuEngine(StepEngine):
         return f"<CpuEngine {self.loaded.name}: {len(self._contexts)} contexts, {len(self._requests)} requests>"
 
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
-        artifact.require_model(self.loaded.fingerprint, self.loaded.geometry)
-        artifact.require_tokenizer(self.loaded.tokenizer_hash)
+        artifact.require_model(self.loaded.fingerprint, self.loaded.geometry, self.loaded.tokenizer_hash)
         require_new_context(context_id, self._contexts, artifact, self.max_positions)
         if artifact.spec.kv_dtype != self._model.dtype_name:
             raise ConfigError(

@@ -118,8 +118,8 @@ def test_another_model_or_tokenizer_is_refused(artifact_dir: Path) -> None:
         artifact.require_model("model-a", geometry, "tokenizer-a")
         with pytest.raises(ArtifactMismatchError, match=r"Made-Up-1M in float32 \(fingerprint model-a\).*model-b"):
             artifact.require_model("model-b", geometry, "tokenizer-a")
+        other = replace(geometry, num_q_heads=64, head_dim=geometry.head_dim + 1)
         with pytest.raises(ArtifactMismatchError, match=r"has num_q_heads \d+, .* loaded model num_q_heads 64"):
-            other = replace(geometry, num_q_heads=64, head_dim=geometry.head_dim + 1)
             artifact.require_model("model-a", other, "tokenizer-a")
         with pytest.raises(ArtifactMismatchError, match="has fingerprint cccccccccccc; load"):
             artifact.require_model(64 * "c", geometry, "tokenizer-a")  # shortened: nobody compares more digits by eye

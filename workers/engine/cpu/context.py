@@ -279,6 +279,10 @@ class CpuRequest:
             self.kept = KeptChoice(len(self.context.kv), self.num_index_heads, self.top_k)
 
     @property
+    def context_len(self) -> int:
+        return self.view.context_len
+
+    @property
     def search_period(self) -> int:
         """Every how many tokens of the request, from the first on, one is searched; 1 if csattn chooses nothing."""
         return self.view.config.search_period if self.top_k > 0 else 1

@@ -146,7 +146,7 @@ class SplitEngine(StepEngine):
     def step(
         self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
     ) -> StepResult:
-        self._engine.require_rows(rows)  # so that what it refuses is refused before the others begin
+        self._engine.requests.seen_lens(rows)  # raises for rows that cannot be run, before the others begin
         fed = [(row.request_slot, row.token_id, row.is_draft) for row in rows]
         others: list[Future[Any]] = []
         if watch is None:

@@ -147,13 +147,13 @@ class Scheduler:
             _run(self._calls.popleft())
 
     def _read_inbox(self) -> None:
-        batch = self.inbox.take()
-        self._queue.extend(batch.arrived)
+        arrived, calls = self.inbox.take()
+        self._queue.extend(arrived)
+        self._calls.extend(calls)
         now = self.clock()
-        for request in batch.cancelled:
-            if not request.is_over:  # its deadline may have passed during a long step, before it was cancelled
+        for request in [*self._queue, *self._running.values()]:
+            if request.is_cancelled:  # its deadline may have passed during a long step, before it was cancelled
                 self._end(request, "timeout" if now >= request.deadline else "cancelled", None)
-        self._calls.extend(batch.calls)
 
     def _end_late(self, now: float) -> None:
         """End requests past their deadline, and those whose reader has stalled."""
@@ -356,7 +356,7 @@ class Scheduler:
             try:
                 if is_sampled_on_host(request, row):
                     assert result.logits is not None, "the step was asked for logits"
-                    spec = request.draw_spec(self._stop_ids)
+                    (spec,) = request.draw_specs(self._stop_ids)
                     assert spec is not None
                     return request.choose(result.logits[row], spec)
                 return request.take(int(result.next_ids[row]), result.likelihoods[row] if result.likelihoods else None)

@@ -35,8 +35,6 @@ from workers.engine.checks import (
 )
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.gpu.draws import DrawsOnDevice
-from workers.engine.gpu.far_rows import CachedRows
-from workers.engine.gpu.latent_memory import CachedLatents
 from workers.engine.gpu.memory import Placement, placement_named, require_heads
 from workers.engine.gpu.on_host import StepSearcher
 from workers.engine.gpu.own_on_device import LAYERS_AT_ONCE, join_on_device, place_segment
@@ -188,7 +186,7 @@ class GpuEngine(StepEngine):
         if self.placement == "host" and selector != "full" and searcher is None:
             self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
         self._placing = Placing(sizing, index_config, self._searcher, device, on_progress)
-        self._placed_ids: dict[int, int] = {}  # from the scheduler's context ids to those of `PlacedModel`
+        self.placed_ids: dict[int, int] = {}  # from the scheduler's context ids to those of `PlacedModel`
         self.requests = OpenRequests[_Request](
             max_requests=max_requests,
             max_rows=self.max_rows,
@@ -199,7 +197,7 @@ class GpuEngine(StepEngine):
         self._logits, self._draws = LogitsOnHost(self.max_rows), DrawsOnDevice(device, self.max_rows)
 
     def __repr__(self) -> str:
-        return f"<GpuEngine {self.placement}: {len(self._placed_ids)} contexts, {len(self.requests)} requests>"
+        return f"<GpuEngine {self.placement}: {len(self.placed_ids)} contexts, {len(self.requests)} requests>"
 
     @property
     def is_started(self) -> bool:
@@ -207,21 +205,21 @@ class GpuEngine(StepEngine):
         return self._placing.placed is not None
 
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
-        require_new_context(context_id, self._placed_ids, artifact, self.max_positions)
+        require_new_context(context_id, self.placed_ids, artifact, self.max_positions)
         artifact = self.model.open(artifact)
-        placed = self._placing.start_for(artifact, self.model, is_used=bool(self._placed_ids or self.requests))
-        placed_id = next(i for i in range(self._num_contexts + 1) if i not in self._placed_ids.values())
+        placed = self._placing.start_for(artifact, self.model, is_used=bool(self.placed_ids or self.requests))
+        placed_id = next(i for i in range(self._num_contexts + 1) if i not in self.placed_ids.values())
         placed.add_context(placed_id, artifact, meanwhile)
-        self._placed_ids[context_id] = placed_id
+        self.placed_ids[context_id] = placed_id
 
     def remove_context(self, context_id: int) -> None:
-        placed_id = loaded_context(context_id, self._placed_ids)
+        placed_id = loaded_context(context_id, self.placed_ids)
         self.requests.require_unused(context_id)
         self._placing.ready().remove_context(placed_id)
-        del self._placed_ids[context_id]
+        del self.placed_ids[context_id]
 
     def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
-        placed_id = -1 if context_id == NO_CONTEXT else loaded_context(context_id, self._placed_ids)
+        placed_id = -1 if context_id == NO_CONTEXT else loaded_context(context_id, self.placed_ids)
         self.requests.require_free(request_slot)
         require_model_choice(self.model.spec, config, selector)
         chooses = model_selects_rows(self.model.spec)  # then the request's configuration does not matter
@@ -331,8 +329,7 @@ class GpuEngine(StepEngine):
 
     def _split_at(self, rows: Sequence[StepRow], lens: Sequence[int]) -> int:
         """Return how many of the first rows have to be a step of their own; 0: all rows can run together."""
-        far, of_context = self._placing.ready().far, Counter[int]()
-        most = far.rows_at_once if isinstance(far, CachedLatents) else len(rows)
+        most, of_context = self._placing.ready().far.rows_at_once or len(rows), Counter[int]()
         for i, row in enumerate(rows):
             request = self.requests[row.request_slot]
             of_context[request.context_id] += request.context_id != NO_CONTEXT
@@ -371,8 +368,8 @@ class GpuEngine(StepEngine):
         placed = self._placing.placed
         if placed is None:
             return EngineCounts()
-        far, artifacts = placed.far, placed.artifacts.values()
-        layers = far.cache.statistics() if isinstance(far, CachedRows | CachedLatents) else []
+        cache, artifacts = placed.far.cache, placed.artifacts.values()
+        layers = [] if cache is None else cache.statistics()
         return EngineCounts(
             slot_lookups=sum(layer.num_selected for layer in layers),
             slot_hits=sum(layer.num_found for layer in layers),

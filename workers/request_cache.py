@@ -9,8 +9,8 @@ from torch import Tensor
 
 from csattn.errors import ConfigError
 from csattn.models.attending_cache import AttendingCache
-from workers.engine.cpu.context import StepCount
 from workers.engine.cpu.engine import CpuEngine
+from workers.engine.open_requests import StepCount
 
 if TYPE_CHECKING:
     from workers.session import Session

@@ -30,13 +30,7 @@ from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth
 from offload.budget import host_memory_bytes
 from offload.codecs.formats import KvFormat
-from workers.engine.checks import (
-    OpenRequests,
-    loaded_context,
-    require_new_context,
-    require_rows_suffice,
-    require_watch,
-)
+from workers.engine.checks import loaded_context, require_new_context, require_rows_suffice, require_watch
 from workers.engine.cpu.attend_in_place import AttendInPlace
 from workers.engine.cpu.context import CpuContext, CpuRequest, HostBudget, no_context, open_context
 from workers.engine.cpu.observers import Observers
@@ -52,6 +46,7 @@ from workers.engine.model_choice import (
     require_plain_rows,
     rows_read,
 )
+from workers.engine.open_requests import OpenRequests
 from workers.engine.own_segments import OWN_SKETCH, OwnSegments, grows_without_context
 from workers.model.cpu.cpu_model import CpuModel
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -246,8 +241,6 @@ class CpuEngine(StepEngine):
         row_by_row.commit()
         model.commit(request_slots)
         self._count(plan, row_by_row, tail_lens, [rows[i].is_draft for i in order])
-        for request_slot, length in zip(request_slots, lens.tolist(), strict=True):
-            self.requests[request_slot].tail_len = length
         return self._result(token_rows, len(rows), want_logits, observers.fidelity)
 
     def takes_drafts(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
@@ -256,10 +249,7 @@ class CpuEngine(StepEngine):
         return chooses_alike and self.loaded.geometry.kinds.isdisjoint({"state", "compressed"})
 
     def drop_rows(self, request_slot: int, num_rows: int) -> None:
-        request = self.requests[request_slot]
-        request.tail_len -= num_rows
-        for _ in range(num_rows):
-            request.count.add(request.drafted.pop(), -1)
+        self.requests[request_slot].drop(num_rows)
 
     def context(self, context_id: int) -> CpuContext:
         """Return the context loaded under that number. Raises ConfigError if there is none."""
@@ -269,8 +259,7 @@ class CpuEngine(StepEngine):
         request, spec = self.requests[request_slot], self._model.spec
         if model_selects_rows(spec):
             return Reading(SELECTOR, rows_read(spec, request.view.context_len, request.tail_len))
-        read = request.count.far_rows + request.count.near_rows
-        return Reading(request.selector, read / max(1, request.count.tokens * self.num_layers))
+        return Reading(request.selector, request.rows_read(self.num_layers))
 
     def counts(self) -> EngineCounts:
         contexts = self._contexts.values()
@@ -340,17 +329,12 @@ class CpuEngine(StepEngine):
             raise
 
     def _count(self, plan: RowPlan, row_by_row: RowByRow, tail_lens: NDArray[np.int64], is_draft: list[bool]) -> None:
-        """Add what each row has read to its request's count. tail_lens, is_draft: of the rows in the plan's order."""
+        """Add the rows to their requests, with what each has read. tail_lens, is_draft: in the plan's order."""
         counts = plan.counts(tail_lens, self.num_layers)
         for row, more in row_by_row.counts.items():
             counts[row].add(more)
-        for request in plan.requests:
-            request.drafted.clear()
-        for row in np.argsort(tail_lens).tolist():
-            request = plan.requests[row]
-            request.count.add(counts[row])
-            if is_draft[row]:
-                request.drafted.append(counts[row])
+        for row in np.argsort(tail_lens).tolist():  # so that a request's rows are in order
+            plan.requests[row].add_row(int(tail_lens[row]), counts[row], is_draft[row])
 
     def _forget_plans(self) -> None:
         """Drop all plans, which reference requests and their contexts."""

@@ -11,8 +11,9 @@ from csattn.search import LayerSearch
 from csattn.search.workspace import TokenSelections, empty_token_selections
 from csattn.selectors import search_bytes
 from csattn.sketch.own import own_top_k
-from workers.engine.cpu.context import CpuRequest, KeptChoice, StepCount
+from workers.engine.cpu.context import CpuRequest, KeptChoice
 from workers.engine.cpu.pool_searcher import RowSearch
+from workers.engine.open_requests import StepCount
 from workers.engine.own_segments import OwnSearch
 from workers.model.cpu.cpu_model import CpuModel
 

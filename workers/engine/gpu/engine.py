@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,13 +26,7 @@ from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView
 from csattn.sketch.own import Growth, own_top_k
 from offload.codecs.formats import KvFormat
-from workers.engine.checks import (
-    OpenRequests,
-    loaded_context,
-    require_new_context,
-    require_rows_suffice,
-    require_watch,
-)
+from workers.engine.checks import loaded_context, require_new_context, require_rows_suffice, require_watch
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.gpu.draws import DrawsOnDevice
 from workers.engine.gpu.memory import Placement, placement_named, require_heads
@@ -53,6 +47,7 @@ from workers.engine.model_choice import (
     require_plain_rows,
     rows_read,
 )
+from workers.engine.open_requests import OpenRequest, OpenRequests, StepCount
 from workers.engine.own_segments import OwnSegments, grows_without_context
 from workers.model.devices import require_device
 from workers.model.ops import ALIKE_ROWS, QUANTIZED_ROWS
@@ -67,42 +62,17 @@ GPU_SELECTORS: tuple[SelectorName, ...] = ("csattn", "full", "exact")
 SLOT_SHARE = 0.15  # of a context's rows that have cache slots on the device, where its KV is on the host
 
 
-@dataclass(slots=True)
-class _Request:
-    context_id: int
+@dataclass(slots=True, kw_only=True)
+class _Request(OpenRequest):
     placed_id: int  # the context's id in `PlacedModel`; -1 for no context
-    context_len: int
     config: SearchConfig
     own: OwnSegments | None  # None: all of its own rows are attended to
-    tail_len: int = 0
-    # what the last rows of the tail have read, if they were drafts of the last step: see `own_read` and `num_all`
-    drafted: list[tuple[int, bool]] = field(default_factory=list)
     num_segments: int = 0  # own segments in use
-    own_read: int = 0  # own rows that were read for each KV head, summed over all tokens
-    num_steps: int = 0  # tokens that steps computed; rows from `write_rows` do not count
-    num_all: int = 0  # of these, the tokens that attended to all rows
     is_written: bool = False  # rows from `write_rows` are still being copied to its tail
 
     def segments_for(self, tail_len: int) -> int:
         """Return how many own segments a row reads that sees tail_len rows of the tail."""
         return self.own.num_segments(tail_len) if self.own is not None else 0
-
-    def count(self, tail_len: int, own_read: int, reads_all: bool, is_draft: bool) -> None:
-        """Add a row of a step."""
-        self.tail_len = tail_len
-        self.own_read += own_read
-        self.num_steps += 1
-        self.num_all += reads_all
-        self.drafted = [*self.drafted, (own_read, reads_all)] if is_draft else []
-
-    def drop(self, num_rows: int) -> None:
-        """Remove the last rows, which were drafts."""
-        self.tail_len -= num_rows
-        for own_read, reads_all in self.drafted[len(self.drafted) - num_rows :]:
-            self.own_read -= own_read
-            self.num_steps -= 1
-            self.num_all -= reads_all
-        del self.drafted[len(self.drafted) - num_rows :]
 
 
 class GpuEngine(StepEngine):
@@ -236,7 +206,9 @@ class GpuEngine(StepEngine):
         placed.begin_request(request_slot, placed_id)
         context_len = placed.artifacts[placed_id].spec.context_len if placed_id >= 0 else 0
         own = self._own_segments(request_slot, context_id, config)
-        self.requests[request_slot] = _Request(context_id, placed_id, context_len, config, own)
+        self.requests[request_slot] = _Request(
+            context_id=context_id, context_len=context_len, placed_id=placed_id, config=config, own=own
+        )
 
     def write_rows(self, request_slot: int, rows: Tensor) -> None:
         request = self.requests[request_slot]
@@ -320,8 +292,7 @@ class GpuEngine(StepEngine):
         next_ids = output.next_ids[: len(rows)].cpu().numpy()
         logits = self._logits.take(rows, output.logits) if want_logits else None
         for row, request, length, own_len in zip(rows, requests, lens, own_lens, strict=True):
-            read = length if reads_all else length - own_len + own_top_k(request.config, own_len)
-            request.count(length, read, reads_all, row.is_draft)
+            request.add_row(length, self._read(request, length, own_len, reads_all), row.is_draft)
         for request in requests:
             if request.own is not None:
                 request.own.grow(request.tail_len - len(request.drafted))
@@ -342,6 +313,16 @@ class GpuEngine(StepEngine):
         contexts = [(i, length) for i, length in zip(placed_ids, context_lens, strict=True) if i >= 0]
         return shape.sparse_or_full and all_are_faster(shape, contexts, own_lens)
 
+    def _read(self, request: _Request, tail_len: int, own_len: int, reads_all: bool) -> StepCount:
+        """Return what a row reads that sees tail_len rows of its tail, own_len of them in segments."""
+        config, context_len, num_layers = request.config, request.context_len, self.num_layers
+        near = min(context_len, config.sink_len + config.window_len)
+        far = context_len - near
+        if not (reads_all or self._placing.ready().shape.attends_all):
+            far = min(config.top_k(context_len), far) + own_top_k(config, own_len)
+            tail_len -= own_len
+        return StepCount(tokens=1, far_rows=num_layers * far, near_rows=num_layers * (near + tail_len))
+
     def takes_drafts(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
         """Return False for latents, too, where a row's last bits depend on how many rows a step has, and with
         all_where_faster: what a row reads depends on the others then."""
@@ -352,16 +333,11 @@ class GpuEngine(StepEngine):
         self.requests[request_slot].drop(num_rows)
 
     def reading(self, request_slot: int) -> Reading:
-        request = self.requests[request_slot]
-        context_len, own = request.context_len, request.own_read / max(1, request.num_steps)
-        if model_selects_rows(self.model.spec):
-            return Reading(SELECTOR, rows_read(self.model.spec, context_len, request.tail_len))
-        if self._placing.ready().shape.attends_all:
-            return Reading("full", context_len + own)
-        resident = min(context_len, request.config.sink_len + request.config.window_len)
-        far = min(request.config.top_k(context_len), context_len - resident)
-        left = (context_len - resident - far) * request.num_all / max(1, request.num_steps)
-        return Reading(self.selector, resident + far + left + own)
+        request, spec = self.requests[request_slot], self.model.spec
+        if model_selects_rows(spec):
+            return Reading(SELECTOR, rows_read(spec, request.context_len, request.tail_len))
+        selector = "full" if self._placing.ready().shape.attends_all else self.selector
+        return Reading(selector, request.rows_read(self.num_layers))
 
     def counts(self) -> EngineCounts:
         """Return counts and bytes. Searches and attention overlap on a GPU, so they are not timed separately."""

@@ -146,7 +146,7 @@ def own_bytes(engine: CpuEngine | GpuEngine) -> dict[str, float]:
     """Return the size of the own rows' codes over the KV of all own rows; on a GPU, the device's bytes."""
     if isinstance(engine, GpuEngine):
         return {"device_bytes": engine.counts().device_bytes}
-    request = engine.request(0)
+    request = engine.requests[0]
     num_segments = request.own.num_segments(request.tail_len) if request.own else 0
     coded = sum(s.num_bytes for s in request.own.sketches(num_segments)) if request.own and num_segments else 0
     kv = request.tail_len * row_bytes(engine.loaded)

@@ -66,11 +66,8 @@ class InMemoryContext:
     def local_kv(self) -> list[Tensor]:
         return self._layers
 
-    def require_model(self, fingerprint: str, geometry: object) -> None:
-        """Accept any model."""
-
-    def require_tokenizer(self, tokenizer_hash: str) -> None:
-        """Accept any tokenizer."""
+    def require_model(self, fingerprint: str, geometry: object, tokenizer_hash: str) -> None:
+        """Accept any model and tokenizer."""
 
 
 class InMemoryCompressed(InMemoryContext):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from csattn.errors import ConfigError
 from csattn.models.attending_cache import AttendingCache
-from workers.engine.cpu.context import StepCount
 from workers.engine.cpu.engine import CpuEngine
+from workers.engine.open_requests import StepCount
 
 if TYPE_CHECKING:
     from workers.session import Session
@@ -25,7 +25,7 @@ class RequestCache(AttendingCache):
         self.decoded = _DecodedTokens(session.artifact.spec.context_len)
         self.is_generating = False  # within a `generate` whose arguments were checked
         if isinstance(engine := session.engine, CpuEngine):  # on a GPU neither is counted
-            request = engine.request(request_slot)
+            request = engine.requests[request_slot]
             self.count: StepCount = request.count  # what it has read so far; also after the session has ended
             # bytes that its selector and attention to the rest hold besides the KV, all layers
             self.index_bytes = request.index_bytes

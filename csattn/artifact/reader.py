@@ -153,8 +153,9 @@ class Artifact:
             self._indexes[layer_idx] = index
         return index
 
-    def require_model(self, fingerprint: str, geometry: ModelGeometry) -> None:
-        """Raise ArtifactMismatchError for a model that did not build this artifact. Its `max_positions` may differ.
+    def require_model(self, fingerprint: str, geometry: ModelGeometry, tokenizer_hash: str) -> None:
+        """Raise ArtifactMismatchError for a model that did not build this artifact (its `max_positions` may differ), or
+        a tokenizer that may give other ids to the same text.
 
         fingerprint, geometry: the whole model's, not a device's share.
         """
@@ -173,6 +174,12 @@ class Artifact:
                 f"the artifact {self.path} has {has} and the loaded model {wants}: a manifest or a config.json was "
                 "altered; build the context again with this model"
             )
+        if tokenizer_hash != self.spec.tokenizer_hash:
+            raise ArtifactMismatchError(
+                f"the artifact {self.path} was built with tokenizer {self.spec.tokenizer_hash[:12]} and the loaded "
+                f"one is {tokenizer_hash[:12]}; load the tokenizer that built it, or build the context again with this "
+                "one"
+            )
 
     def _weights_then(self) -> str:
         """Say how the weights of the model that built it were loaded, as part of a sentence."""
@@ -181,15 +188,6 @@ class Artifact:
         if rounding == NOT_ROUNDED:
             return "its weights not rounded (leave out --weights, in Python weights=)"
         return f"its weights rounded to {rounding} (add --weights {rounding}, in Python weights={rounding!r})"
-
-    def require_tokenizer(self, tokenizer_hash: str) -> None:
-        """Raise ArtifactMismatchError for a tokenizer that may give other ids to the same text."""
-        if tokenizer_hash != self.spec.tokenizer_hash:
-            raise ArtifactMismatchError(
-                f"the artifact {self.path} was built with tokenizer {self.spec.tokenizer_hash[:12]} and the loaded "
-                f"one is {tokenizer_hash[:12]}; load the tokenizer that built it, or build the context again with this "
-                "one"
-            )
 
     def close(self) -> None:
         """Release the memory maps; arrays in use keep theirs alive."""

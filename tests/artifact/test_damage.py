@@ -115,16 +115,16 @@ def test_a_long_format_version_is_shortened_in_the_error(artifact_dir: Path) -> 
 def test_another_model_or_tokenizer_is_refused(artifact_dir: Path) -> None:
     with open_artifact(artifact_dir) as artifact:
         geometry = artifact.spec.model
-        artifact.require_model("model-a", geometry)
-        artifact.require_tokenizer("tokenizer-a")
+        artifact.require_model("model-a", geometry, "tokenizer-a")
         with pytest.raises(ArtifactMismatchError, match=r"Made-Up-1M in float32 \(fingerprint model-a\).*model-b"):
-            artifact.require_model("model-b", geometry)
+            artifact.require_model("model-b", geometry, "tokenizer-a")
+        other = replace(geometry, num_q_heads=64, head_dim=geometry.head_dim + 1)
         with pytest.raises(ArtifactMismatchError, match=r"has num_q_heads \d+, .* loaded model num_q_heads 64"):
-            artifact.require_model("model-a", replace(geometry, num_q_heads=64, head_dim=geometry.head_dim + 1))
+            artifact.require_model("model-a", other, "tokenizer-a")
         with pytest.raises(ArtifactMismatchError, match="has fingerprint cccccccccccc; load"):
-            artifact.require_model(64 * "c", geometry)  # shortened: nobody compares more digits by eye
+            artifact.require_model(64 * "c", geometry, "tokenizer-a")  # shortened: nobody compares more digits by eye
         with pytest.raises(ArtifactMismatchError, match="tokenizer-a and the loaded one is tokenizer-b"):
-            artifact.require_tokenizer("tokenizer-b")
+            artifact.require_model("model-a", geometry, "tokenizer-b")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_the_refusal_of_another_model_names_the_rounding_of_weights(
     if noted is not None:
         reseal(artifact_dir, lambda manifest: manifest["build_notes"].update(weights=noted))
     with open_artifact(artifact_dir) as artifact, pytest.raises(ArtifactMismatchError, match=words):
-        artifact.require_model("model-b", artifact.spec.model)
+        artifact.require_model("model-b", artifact.spec.model, "tokenizer-a")
 
 
 FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {

@@ -27,7 +27,7 @@ def test_the_shares_of_an_artifact_concatenate_to_the_whole(tmp_path, layout, sh
             assert share.spec.num_index_heads == whole.spec.num_index_heads // 3
             assert share.spec.artifact_id == whole.spec.artifact_id
             assert share.index_bytes == whole.index_bytes // 3
-            share.require_model(spec.model_fingerprint, spec.model)
+            share.require_model(spec.model_fingerprint, spec.model, spec.tokenizer_hash)
         for layer_idx, kv in enumerate(whole.indexed_kv()):
             parts = [share.indexed_kv()[layer_idx] for share in shares]
             assert torch.equal(torch.cat(parts), kv)

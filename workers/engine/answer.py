@@ -47,8 +47,8 @@ def question_tokens(loaded: LoadedModel, artifact: Artifact, question: str) -> l
     Raises ArtifactMismatchError if another model or tokenizer built it, and ContextError if the positions do not
     suffice.
     """
-    artifact.require_model(loaded.fingerprint, loaded.geometry)
-    artifact.require_tokenizer(loaded.tokenizer_hash)  # another chat template may refuse the messages, in its own words
+    # before another chat template refuses the messages, in its own words
+    artifact.require_model(loaded.fingerprint, loaded.geometry, loaded.tokenizer_hash)
     wrapping = artifact.manifest.build_notes.get("wrapping", "none")
     ids: list[int] = question_ids(loaded.tokenizer, artifact.token_ids, question, wrapping).tolist()
     require_positions(loaded, artifact, len(ids))

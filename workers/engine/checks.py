@@ -1,23 +1,12 @@
-"""Checks of contexts, requests and rows that all engines make before they accept them."""
+"""Checks of contexts and steps that all engines make."""
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Collection, Mapping
+from typing import TypeVar
 
 from csattn.artifact import Artifact
 from csattn.errors import ConfigError, ContextError, ModelError
 
 Found = TypeVar("Found")
-
-
-class OpenRequest(Protocol):
-    """What the engines' requests have in common."""
-
-    @property
-    def context_id(self) -> int: ...
-
-    @property
-    def tail_len(self) -> int: ...
 
 
 def require_new_context(context_id: int, loaded: Collection[int], artifact: Artifact, max_positions: int) -> None:
@@ -38,47 +27,11 @@ def loaded_context(context_id: int, contexts: Mapping[int, Found]) -> Found:
     return contexts[context_id]
 
 
-def open_request(request_slot: int, requests: Mapping[int, Found]) -> Found:
-    """Return what is kept of a request. Raises ConfigError if it is not open."""
-    if request_slot not in requests:
-        raise ConfigError(f"request slot {request_slot} is not open; open it first")
-    return requests[request_slot]
-
-
-def require_unused(context_id: int, requests: Mapping[int, OpenRequest]) -> None:
-    """Raise ConfigError if the context is in use. requests: the open ones, by request slot."""
-    users = [request_slot for request_slot, request in requests.items() if request.context_id == context_id]
-    if users:
-        raise ConfigError(f"context {context_id} is in use in request slots {users}; close them first")
-
-
-def require_free_request_slot(request_slot: int, max_requests: int, taken: Collection[int]) -> None:
-    if not 0 <= request_slot < max_requests:
-        raise ConfigError(f"there are request slots 0 to {max_requests - 1}, not {request_slot}")
-    if request_slot in taken:
-        raise ConfigError(f"request slot {request_slot} is taken; close it first")
-
-
-def require_num_rows(num_rows: int, max_rows: int) -> None:
-    """Raise ConfigError for a number of rows that a step cannot have."""
-    if not 1 <= num_rows <= max_rows:
-        raise ConfigError(f"a step has 1 to {max_rows} rows, got {num_rows}")
-
-
 def require_watch(watch: tuple[int, int] | None, num_rows: int, num_layers: int) -> None:
     """Raise ConfigError if they do not exist. watch: a row of the step, and a layer; None: nothing is watched."""
     if watch is not None and not (0 <= watch[0] < num_rows and 0 <= watch[1] < num_layers):
         raise ConfigError(
             f"row {watch[0]} of {num_rows} and layer {watch[1]} of {num_layers} cannot be watched; both count from 0"
-        )
-
-
-def require_room(request_slot: int, num_rows: int, room: int) -> None:
-    """Raise ContextError if a request would outgrow its tail. num_rows: its own rows, with the new ones."""
-    if num_rows > room:
-        raise ContextError(
-            f"request slot {request_slot} would have {num_rows} rows of its own, and there is room for {room}; end the "
-            "request, or ask a shorter question"
         )
 
 
@@ -98,15 +51,3 @@ def require_token(next_id: int) -> int:
             "the model's logits hold NaN or infinity; load it in bfloat16 or float32, or correct its weights"
         )
     return next_id
-
-
-def seen_lens(request_slots: Sequence[int], requests: Mapping[int, OpenRequest]) -> list[int]:
-    """Return how many rows of its tail each row of a step sees, its own included.
-
-    request_slots: of the rows, in order; requests: the open ones, by request slot, before the step.
-    """
-    num_new, seen = Counter[int](), []
-    for request_slot in request_slots:
-        num_new[request_slot] += 1
-        seen.append(requests[request_slot].tail_len + num_new[request_slot])
-    return seen

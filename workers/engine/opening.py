@@ -63,8 +63,7 @@ def open_engine(
     on_gpu = [GpuEngine] if num_devices == 1 else [GpuEngine, SplitEngine]
     _require_options(options, *([CpuEngine] if placement == "cpu" else on_gpu))
     loaded.require_unchanged()
-    artifact.require_model(loaded.fingerprint, loaded.geometry)
-    artifact.require_tokenizer(loaded.tokenizer_hash)
+    artifact.require_model(loaded.fingerprint, loaded.geometry, loaded.tokenizer_hash)
     engine: CpuEngine | GpuEngine | SplitEngine
     if placement == "cpu":
         engine = CpuEngine(

@@ -33,8 +33,7 @@ class Examiner:
     """Examines artifacts, on any thread. A result is remembered as long as none of the artifact's files changes."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._fingerprint, self._geometry = loaded.fingerprint, loaded.geometry
-        self._tokenizer_hash = loaded.tokenizer_hash
+        self._made_by = loaded.fingerprint, loaded.geometry, loaded.tokenizer_hash
         self._known: dict[Path, Examination] = {}
         self._max_remembered = _FEW  # entries from which removed artifacts are looked for
 
@@ -111,8 +110,7 @@ class Examiner:
     def _of(self, artifact: Artifact, stamp: int) -> Examination:
         spec = artifact.spec
         try:
-            artifact.require_model(self._fingerprint, self._geometry)
-            artifact.require_tokenizer(self._tokenizer_hash)
+            artifact.require_model(*self._made_by)
         except ArtifactMismatchError as error:
             return Examination(f"{_CANNOT}: {error}", is_foreign=True, stamp=stamp)
         return Examination(token_ids=np.array(artifact.token_ids), spec=spec, stamp=stamp)

@@ -13,7 +13,6 @@ from threading import Lock
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from offload.blocks import BlockCounts
 from workers.serving.build_queue import BuildCounts
@@ -92,7 +91,6 @@ class Metrics:
         self.engine_counts = EngineCounts()  # the last that were read
         self.kept_counts: Callable[[], BlockCounts] = lambda: BlockCounts(0, 0, 0, 0, 0)
         self.context_counts: Callable[[], ContextCounts] = ContextCounts
-        self.registry.register(_EngineCollector(self))
 
     def observe_fidelity(self, context: str, arrived_at: float, fidelity: Fidelity) -> None:
         """Record a fidelity. arrived_at: the request's arrival, by time.monotonic(); if its context has been forgotten
@@ -119,7 +117,10 @@ class Metrics:
                 self._mass.remove(context)
 
     def collect(self) -> list[Metric]:
-        return list(self.registry.collect())
+        """Return all metrics, with the counts of the engine, of kept rows and of contexts."""
+        contexts, kept = self.context_counts(), _kept_metrics(self.kept_counts())
+        counts = [*_metrics_of(self.engine_counts), *kept, *_build_metrics(contexts.builds), *_metrics_of(contexts)]
+        return [*self.registry.collect(), *counts]
 
     def _counter(self, name: str, what: str, labels: list[str] | None = None) -> Counter:
         return Counter(f"csattn_{name}", what, labels or [], registry=self.registry)
@@ -128,20 +129,6 @@ class Metrics:
         self, name: str, what: str, buckets: tuple[float, ...], labels: list[str] | None = None
     ) -> Histogram:
         return Histogram(f"csattn_{name}", what, labels or [], buckets=buckets, registry=self.registry)
-
-
-class _EngineCollector(Collector):
-    """Exports the engine's, kept rows' and contexts' counts when metrics are scraped."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        contexts = self._metrics.context_counts()
-        yield from _metrics_of(self._metrics.engine_counts)
-        yield from _kept_metrics(self._metrics.kept_counts())
-        yield from _build_metrics(contexts.builds)
-        yield from _metrics_of(contexts)
 
 
 def _metrics_of(counts: EngineCounts | ContextCounts) -> Iterator[Metric]:

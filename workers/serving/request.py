@@ -25,7 +25,7 @@ from workers.serving.text import StopFinder, TextStream, token_bytes
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """The running state of a request. Only the scheduler's thread changes its fields."""
+    """The running state of a request. Only the scheduler's thread changes its fields, except `is_cancelled`."""
 
     ask: Ask
     context_id: int  # the engine's id of the context
@@ -55,6 +55,7 @@ class Request:
     counted: TokenCounts = field(default_factory=TokenCounts)  # of `token_ids`, brought up to date by penalties
     first_token_at: float | None = None
     paused_at: float | None = None  # when its outlet became full; None: its reader reads
+    is_cancelled: bool = False  # set by the inbox: nobody waits for its answer
     is_over: bool = False
     fault: Exception | None = None  # raised by the grammar at this token
 
@@ -96,15 +97,10 @@ class Request:
         draft = self.drafts.propose(self.token_ids, self.max_new_tokens - len(self.token_ids) - 1, forced)
         return draft if self.grammar is None else self.grammar.possible(draft)
 
-    def draw_spec(self, stop_ids: Set[int]) -> DrawSpec | None:
-        """Return how to sample the next token; None: take the argmax. stop_ids: the model's end-of-turn tokens."""
-        (spec,) = self.draw_specs(stop_ids, ())
-        return spec
+    def draw_specs(self, stop_ids: Set[int], draft: Sequence[int] = ()) -> list[DrawSpec | None]:
+        """Return how to sample the next token, and those that follow each token of a draft; None: take the argmax.
 
-    def draw_specs(self, stop_ids: Set[int], draft: Sequence[int]) -> list[DrawSpec | None]:
-        """Return `draw_spec`, and how to sample the tokens that follow each token of a draft.
-
-        draft: of `draft`; empty for a request with penalties.
+        stop_ids: the model's end-of-turn tokens; draft: of `draft`; empty for a request with penalties.
         """
         assert not draft or not self.has_penalties, "guessed tokens are not counted"
         specs, grammar = list[DrawSpec | None](), self.grammar

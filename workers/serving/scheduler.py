@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,6 +55,7 @@ class _Part:
     num_rows: int  # without those of its draft
     row: int  # the last of these; the rows of its draft follow
     gives_token: bool  # whether the answer's next token follows that row
+    draft: list[int]  # tokens, often none
 
 
 class Scheduler:
@@ -147,13 +148,13 @@ class Scheduler:
             _run(self._calls.popleft())
 
     def _read_inbox(self) -> None:
-        batch = self.inbox.take()
-        self._queue.extend(batch.arrived)
+        arrived, calls = self.inbox.take()
+        self._queue.extend(arrived)
+        self._calls.extend(calls)
         now = self.clock()
-        for request in batch.cancelled:
-            if not request.is_over:  # its deadline may have passed during a long step, before it was cancelled
+        for request in [*self._queue, *self._running.values()]:
+            if request.is_cancelled:  # its deadline may have passed during a long step, before it was cancelled
                 self._end(request, "timeout" if now >= request.deadline else "cancelled", None)
-        self._calls.extend(batch.calls)
 
     def _end_late(self, now: float) -> None:
         """End requests past their deadline, and those whose reader has stalled."""
@@ -228,7 +229,7 @@ class Scheduler:
             return
         ended = self.clock()
         num_question_rows = sum(part.num_rows for part in parts if part.request.question_left)
-        self._count_step(len(rows), num_question_rows, sum(map(len, drafts.values())), ended - started)
+        self._count_step(len(rows), num_question_rows, sum(len(part.draft) for part in parts), ended - started)
         if watched is not None and result.fidelity is not None:
             seen = parts[watched[0]].request
             self.metrics.observe_fidelity(seen.ask.context, seen.arrived_at, result.fidelity)
@@ -248,8 +249,7 @@ class Scheduler:
                 self._end(request, "length", request.done("length"))
             elif part.gives_token:
                 self._take_token(request, chosen[request], ended)
-        rows_before = {part.request: part.row for part in parts if part.request in drafts}
-        self._verify(drafts, rows_before, rows, result, ended)
+        self._verify([part for part in parts if part.draft], rows, result, ended)
 
     def _compose(
         self, plan: list[tuple[Request, int]], drafts: dict[Request, list[int]]
@@ -265,7 +265,7 @@ class Scheduler:
             draft = drafts.get(request, [])
             draw, *of_draft = self._draw_specs(request, draft) if gives_token and not scores_prompt else [None]
             rows.append(StepRow(request.request_slot, last, wants_token=scores_prompt or gives_token, draw=draw))
-            parts.append(_Part(request, num_rows, len(rows) - 1, gives_token))
+            parts.append(_Part(request, num_rows, len(rows) - 1, gives_token, draft))
             request.num_drafted += len(draft)
             for token_id, how in zip(draft, of_draft, strict=True):
                 rows.append(StepRow(request.request_slot, token_id, is_draft=True, draw=how))
@@ -283,32 +283,29 @@ class Scheduler:
         self.metrics.step_s.observe(seconds)
         self.metrics.batch_rows.observe(num_rows)
 
-    def _verify(
-        self,
-        drafts: dict[Request, list[int]],
-        rows_before: dict[Request, int],  # the row before each draft's first, whose token has been taken
-        rows: list[StepRow],
-        result: StepResult,
-        now: float,
-    ) -> None:
-        """Take the tokens that follow drafts, as long as each token taken is the draft's, and drop the other rows."""
-        num_right, right = dict.fromkeys(drafts, 0), list(drafts)
-        for nth in range(max(map(len, drafts.values()), default=0)):
-            right = [x for x in right if not x.is_over and x.token_ids[-1:] == drafts[x][nth : nth + 1]]
-            for request in right:
+    def _verify(self, parts: list[_Part], rows: list[StepRow], result: StepResult, now: float) -> None:
+        """Take the tokens that follow drafts, as long as each token taken is the draft's, and drop the other rows.
+
+        parts: those with drafts. The tokens before these have been taken.
+        """
+        num_right, right = Counter[Request](), parts
+        for nth in range(max((len(part.draft) for part in parts), default=0)):
+            right = [x for x in right if not x.request.is_over and x.request.token_ids[-1:] == x.draft[nth : nth + 1]]
+            for request in (part.request for part in right):
                 num_right[request] += 1
                 request.num_accepted += 1
                 request.num_rows += 1
                 self._keep(request)
-            following = [(request, rows_before[request] + nth + 1) for request in right]
+            following = [(part.request, part.row + nth + 1) for part in right]
             for request, token in self._choose(following, rows, result).items():
                 self._take_token(request, token, now)
-        for request, draft in drafts.items():
-            self.metrics.drafted_tokens.inc(len(draft))
+        for part in parts:
+            request, num_wrong = part.request, len(part.draft) - num_right[part.request]
+            self.metrics.drafted_tokens.inc(len(part.draft))
             self.metrics.accepted_tokens.inc(num_right[request])
-            if not request.is_over and num_right[request] < len(draft):
+            if not request.is_over and num_wrong:
                 assert request.request_slot is not None
-                self._engine.drop_rows(request.request_slot, len(draft) - num_right[request])
+                self._engine.drop_rows(request.request_slot, num_wrong)
 
     def _draw_specs(self, request: Request, draft: Sequence[int]) -> list[DrawSpec | None]:
         """`Request.draw_specs`, for an engine that draws; None also if it raises. `_choose` then meets the error and
@@ -356,7 +353,7 @@ class Scheduler:
             try:
                 if is_sampled_on_host(request, row):
                     assert result.logits is not None, "the step was asked for logits"
-                    spec = request.draw_spec(self._stop_ids)
+                    (spec,) = request.draw_specs(self._stop_ids)
                     assert spec is not None
                     return request.choose(result.logits[row], spec)
                 return request.take(int(result.next_ids[row]), result.likelihoods[row] if result.likelihoods else None)

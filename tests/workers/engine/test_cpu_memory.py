@@ -66,7 +66,7 @@ def test_an_unloaded_context_is_no_longer_referenced(artifact: Artifact) -> None
         engine.add_context(0, artifact)
         engine.open(0, 0, CONFIG, "quest")
         engine.step([StepRow(0, 5)])
-        context = engine.request(0).context
+        context = engine.requests[0].context
         kept = [weakref.ref(context.store), weakref.ref(context.prepared["quest"][0])]
         del context
         engine.close_request(0)

@@ -138,9 +138,9 @@ def test_counts_and_fidelity_include_own_segments(artifacts: list[Artifact]) -> 
         ids = token_ids(149, seed=2).tolist()
         for start in range(0, 149, 16):
             engine.step([StepRow(0, token_id) for token_id in ids[start : start + 16]])
-        before = engine.request(0).count.near_rows, engine.request(0).count.far_rows
+        before = engine.requests[0].count.near_rows, engine.requests[0].count.far_rows
         result = engine.step([StepRow(0, 1)], watch=(0, 1))
-        count = engine.request(0).count
+        count = engine.requests[0].count
         num_layers = engine.num_layers
         # of 150 own rows 128 are in segments, and 4 * 0.05 of those are chosen
         assert count.near_rows - before[0] == num_layers * (CONFIG.sink_len + CONFIG.window_len + 150 - 128)

@@ -110,7 +110,7 @@ def test_a_selectors_data_of_a_context_is_shared_by_requests_and_freed_with_the_
         engine.open(0, 0, CONFIG, "quest")
         engine.open(1, 0, SearchConfig(keep=0.1, window_len=32), "quest")
         engine.open(2, 0, CONFIG, "csattn")
-        first, second, ours = (engine.request(request_slot) for request_slot in (0, 1, 2))
+        first, second, ours = (engine.requests[request_slot] for request_slot in (0, 1, 2))
         assert ours.choices is None
         assert list(first.context.prepared) == ["quest"]
         chosen_by = ([choice.selector for choice in _choices(request)] for request in (first, second))
@@ -122,7 +122,7 @@ def test_a_selectors_data_of_a_context_is_shared_by_requests_and_freed_with_the_
         engine.remove_context(0)
         engine.add_context(0, artifacts[0])
         engine.open(0, 0, CONFIG, "csattn")
-        assert not engine.request(0).context.prepared
+        assert not engine.requests[0].context.prepared
 
 
 @pytest.mark.parametrize("num_index_heads", [2, 4], ids=["shared by the group", "one per query head"])
@@ -135,7 +135,7 @@ def test_a_row_attends_to_exactly_the_resident_and_chosen_rows(
     scale, tail, num_outside_window = 0.25, torch.randn(2, tail_len, 2, 16), max(0, tail_len - 8)
     with make_engine(artifacts) as engine:
         engine.open(0, 0, SearchConfig(keep=0.05, window_len=8), "sparq")
-        request = engine.request(0)
+        request = engine.requests[0]
     first, second = request.near
     may_be_chosen = np.concatenate([np.arange(first, second), 700 + np.arange(num_outside_window)])
     kv_indices = np.full((num_index_heads, 6), -1, np.int32)
@@ -184,7 +184,7 @@ def test_searches_rows_and_bytes_read_are_counted(tmp_path, selector, preset_nam
         engine.open(0, 0, config, selector)
         for rows in (7, 1, 7):
             engine.step([StepRow(0, token) for token in range(rows)])
-        request, reading = engine.request(0), engine.reading(0)
+        request, reading = engine.requests[0], engine.reading(0)
     count, tails = request.count, range(1, 16)
     resident = tails if preset_name == "default" and selector == "csattn" else [min(8, tail_len) for tail_len in tails]
     assert count.searches == (0 if selector == "window" else 3 * 5)

@@ -142,7 +142,7 @@ def test_own_segments_are_read_in_full_by_a_step_that_reads_all_rows(half, artif
                 engine.write_rows(request_slot, rows)
             result = engine.step([StepRow(0, 5), StepRow(1, 5)], want_logits=True)
             got.append(result.logits.copy())
-            assert engine._segments_in_use(0) == ("all_where_faster" in changes)
+            assert engine.requests[0].num_segments == ("all_where_faster" in changes)
     assert np.array_equal(got[0], got[2]) and not np.array_equal(got[1], got[2])
 
 

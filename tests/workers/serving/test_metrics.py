@@ -40,7 +40,11 @@ def test_gauges_report_context_builds_bytes_and_budgets() -> None:
     metrics = Metrics()
     builds = {"registered": BuildCounts(2, 1, 3), "prompt": BuildCounts(num_building=1)}
     metrics.context_counts = lambda: ContextCounts(builds=builds, loaded_context_bytes=5, kept_context_budget_bytes=7)
-    value = metrics.registry.get_sample_value
+    samples = [sample for metric in metrics.collect() for sample in metric.samples]
+
+    def value(name: str, labels: dict[str, str] | None = None) -> float | None:
+        return next((of.value for of in samples if (of.name, of.labels) == (name, labels or {})), None)
+
     assert value("csattn_context_builds", {"of": "registered", "state": "waiting"}) == 2
     assert value("csattn_context_builds", {"of": "prompt", "state": "building"}) == 1
     assert value("csattn_context_builds_failed_total", {"of": "registered"}) == 3

@@ -133,7 +133,7 @@ def test_a_failed_step_fails_its_requests_and_no_other(built: Path) -> None:
         ({"temperature": 0.8}, "choose", False),
         ({"temperature": 0.8}, "take", True),
         ({"temperature": 0.8}, "draw_specs", True),
-        ({"temperature": 0.8}, "draw_spec", False),
+        ({"temperature": 0.8}, "draw_specs", False),
     ],
 )
 def test_a_fault_in_one_requests_sampling_ends_no_other(
@@ -181,7 +181,8 @@ def test_a_grammar_mask_is_begun_at_once_and_awaited_when_used(built: Path) -> N
     request = make_request(scheduler, max_new_tokens=6)
     request.grammar = Mock()
     request.grammar.allowed.return_value = np.arange(5) == 3
-    found = request.draw_spec(set()).allowed(5)
+    (spec,) = request.draw_specs(set())
+    found = spec.allowed(5)
     assert [call[0] for call in request.grammar.method_calls] == ["begin"]
     assert found().tolist() == [False, False, False, True, False]
 

@@ -105,10 +105,10 @@ class AttendInPlace:
                 parts += [own.out.rest] if own.out.rest is not None else []
                 self._chosen[:, : len(parts), at] = [word(part[number]) for part in parts]
         for group in plan.groups:
-            for parity, selections in enumerate(group.selections):
-                if selections.rest is not None:
+            for parity, search in enumerate(group.late):
+                if search.out.rest is not None:
                     for i, row in enumerate(range(group.rows.start, group.rows.stop)):
-                        self._chosen[parity::2, 2, row] = word(selections.rest[i])
+                        self._chosen[parity::2, 2, row] = word(search.out.rest[i])
 
     def set_lens(self, plan: RowPlan, tail_lens: NDArray[np.int64]) -> None:
         """Set the lengths of the next step's rows, and divide its work into pieces."""

@@ -32,6 +32,7 @@ from offload.row_files import FileSpan
 from offload.tiered_store import TieredStore
 from workers.engine.fidelity import Observer
 from workers.engine.lossy_keys import warn_of_lossy_keys
+from workers.engine.open_requests import OpenRequest
 from workers.engine.own_segments import OwnSegments
 
 WITHOUT_ALL_KEYS = ("csattn", "full", "window")  # selectors that do not read all keys to choose
@@ -227,29 +228,11 @@ class LayerChoice:
         return LayerChoice(copy(self.selector), self.num_appended, self.last)
 
 
-@dataclass(slots=True, kw_only=True)
-class StepCount:
-    """What a request has read so far, over all layers."""
-
-    tokens: int = 0  # that steps computed; rows from `write_rows` do not count
-    searches: int = 0
-    search_bytes: int = 0  # read by searches
-    rest_bytes: int = 0  # read by attention to the rest
-    far_rows: float = 0.0  # fetched rows per head (top_k with csattn), summed over layers and tokens
-    near_rows: float = 0.0  # near rows per head, summed likewise
-
-    def add(self, more: "StepCount", times: int = 1) -> None:
-        """Add another count; with times = -1, take it away."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + times * getattr(more, name))
-
-
 @dataclass(slots=True)
-class CpuRequest:
+class CpuRequest(OpenRequest):
     """An open request."""
 
     request_slot: int
-    context_id: int
     context: CpuContext
     view: ContextView
     selector: SelectorName  # full if all rows are kept anyway
@@ -263,9 +246,6 @@ class CpuRequest:
     predictor_bytes: int  # of the predictor of one layer's queries; 0 without lookahead
     rest_bytes: int  # that attention to the rest reads for a token
     own: OwnSegments | None = None  # codes of own rows that have left the window; None: see `num_outside_window`
-    tail_len: int = 0
-    count: StepCount = field(default_factory=StepCount)
-    drafted: list[StepCount] = field(default_factory=list)  # of the last step's drafts, which are part of `count`
     near: tuple[int, int] = field(init=False)  # context rows [0, first) and [second, context_len) are near
     kept: KeptChoice | None = field(init=False, default=None)  # unless every token searches
     choices: list[LayerChoice] | None = field(init=False, default=None)  # per layer, once it has chosen alone

@@ -1,7 +1,6 @@
 """`CpuEngine`: the scheduler's engine without a GPU. A step's rows belong to any requests, over any contexts."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,18 +30,7 @@ from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth
 from offload.budget import host_memory_bytes
 from offload.codecs.formats import KvFormat
-from workers.engine.checks import (
-    loaded_context,
-    open_request,
-    require_free_request_slot,
-    require_new_context,
-    require_num_rows,
-    require_room,
-    require_rows_suffice,
-    require_unused,
-    require_watch,
-    seen_lens,
-)
+from workers.engine.checks import loaded_context, require_new_context, require_rows_suffice, require_watch
 from workers.engine.cpu.attend_in_place import AttendInPlace
 from workers.engine.cpu.context import CpuContext, CpuRequest, HostBudget, no_context, open_context
 from workers.engine.cpu.observers import Observers
@@ -58,9 +46,9 @@ from workers.engine.model_choice import (
     require_plain_rows,
     rows_read,
 )
+from workers.engine.open_requests import OpenRequests
 from workers.engine.own_segments import OWN_SKETCH, OwnSegments, grows_without_context
 from workers.model.cpu.cpu_model import CpuModel
-from workers.model.rows import require_tokens
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepEngine, StepResult, StepRow
 
@@ -124,7 +112,13 @@ class CpuEngine(StepEngine):
         self._own_pool = cache(partial(SearchPool, self._team))
         self._contexts: dict[int, CpuContext] = {}
         self._no_context = no_context(loaded.geometry, loaded.dtype)
-        self._requests: dict[int, CpuRequest] = {}
+        self.requests = OpenRequests[CpuRequest](
+            max_requests=max_requests,
+            max_rows=max_rows,
+            tail_capacity=self.tail_capacity,
+            max_positions=self.max_positions,
+            vocab_size=loaded.geometry.vocab_size,
+        )
         self._plans = RowPlans(self._model, self._scale)
         self._plan: RowPlan | None = None  # of the last step
         self._preparing = Lock()  # one preparation at a time
@@ -140,11 +134,10 @@ class CpuEngine(StepEngine):
         )
 
     def __repr__(self) -> str:
-        return f"<CpuEngine {self.loaded.name}: {len(self._contexts)} contexts, {len(self._requests)} requests>"
+        return f"<CpuEngine {self.loaded.name}: {len(self._contexts)} contexts, {len(self.requests)} requests>"
 
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
-        artifact.require_model(self.loaded.fingerprint, self.loaded.geometry)
-        artifact.require_tokenizer(self.loaded.tokenizer_hash)
+        artifact.require_model(self.loaded.fingerprint, self.loaded.geometry, self.loaded.tokenizer_hash)
         require_new_context(context_id, self._contexts, artifact, self.max_positions)
         if artifact.spec.kv_dtype != self._model.dtype_name:
             raise ConfigError(
@@ -161,7 +154,7 @@ class CpuEngine(StepEngine):
 
     def remove_context(self, context_id: int) -> None:
         context = self.context(context_id)
-        require_unused(context_id, self._requests)
+        self.requests.require_unused(context_id)
         self._forget_plans()
         self._searcher.unload(context_id)
         del self._contexts[context_id]
@@ -175,40 +168,40 @@ class CpuEngine(StepEngine):
 
     def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         wanted = self._wanted(context_id, config, selector)
-        require_free_request_slot(request_slot, self.max_requests, self._requests)
+        self.requests.require_free(request_slot)
         self._make(wanted)
         self._model.begin_request(request_slot, wanted.context.states)
         if self._attention.compressed is not None:
             context = wanted.context
             self._attention.compressed.begin_request(request_slot, context.compressed, context.context_len)
         own, num_q_heads = self._own_segments(request_slot, config, wanted.own_sketch), self.loaded.geometry.num_q_heads
-        self._requests[request_slot] = wanted.begin(request_slot, num_q_heads, self._own_pool, own)
+        self.requests[request_slot] = wanted.begin(request_slot, num_q_heads, self._own_pool, own)
         self._forget_plans()
 
     def write_rows(self, request_slot: int, rows: Tensor) -> None:
-        request, num_rows = self.request(request_slot), rows.shape[2]
+        request, num_rows = self.requests[request_slot], rows.shape[2]
         require_rows_suffice(request.search_period)
-        self._require_room(request_slot, num_rows)
+        self.requests.require_room(request_slot, num_rows)
         self._model.whole_tails[:, request_slot, :, request.tail_len : request.tail_len + num_rows] = rows
         request.tail_len += num_rows
         if request.own is not None:
             request.own.grow(request.tail_len)
 
     def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
-        assert 0 <= start < stop <= self.request(request_slot).tail_len, f"rows {start} to {stop} are not all there"
+        assert 0 <= start < stop <= self.requests[request_slot].tail_len, f"rows {start} to {stop} are not all there"
         rows = self._model.whole_tails[:, request_slot, :, start:stop].clone(memory_format=torch.contiguous_format)
         return lambda: rows
 
     def observe(self, request_slot: int, observer: Observer) -> None:
         """Call the observer after each layer of every later step of the request."""
-        request = self.request(request_slot)
+        request = self.requests[request_slot]
         require_plain_rows(self._model.spec, "a record of what is attended to")
         request.observer = observer
 
     def close_request(self, request_slot: int) -> None:
-        if (own := self.request(request_slot).own) is not None:
+        if (own := self.requests[request_slot].own) is not None:
             own.close()
-        del self._requests[request_slot]
+        del self.requests[request_slot]
         self._forget_plans()
 
     def step(
@@ -218,13 +211,13 @@ class CpuEngine(StepEngine):
 
         If this raises, no request has changed, and the same rows can be run again.
         """
-        self._require_rows(rows, watch)
+        lens = np.array(self.requests.seen_lens(rows), np.int64)
+        require_watch(watch, len(rows), self.num_layers)
         request_slots = [row.request_slot for row in rows]
-        for request in map(self._requests.__getitem__, set(request_slots)):
+        for request in map(self.requests.__getitem__, set(request_slots)):
             if request.own is not None:  # not after the step: some of its rows may be drafts, and be dropped
                 request.own.grow(request.tail_len)
-        lens = np.array(seen_lens(request_slots, self._requests), np.int64)
-        plan = self._plans.plan([self._requests[request_slot] for request_slot in request_slots], lens)
+        plan = self._plans.plan([self.requests[request_slot] for request_slot in request_slots], lens)
         if plan is not self._plan:
             self._plan = None  # if set_plan fails halfway, it leaves a mixture of both plans
             self._attention.set_plan(plan)
@@ -248,8 +241,6 @@ class CpuEngine(StepEngine):
         row_by_row.commit()
         model.commit(request_slots)
         self._count(plan, row_by_row, tail_lens, [rows[i].is_draft for i in order])
-        for request_slot, length in zip(request_slots, lens.tolist(), strict=True):
-            self._requests[request_slot].tail_len = length
         return self._result(token_rows, len(rows), want_logits, observers.fidelity)
 
     def takes_drafts(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
@@ -258,25 +249,17 @@ class CpuEngine(StepEngine):
         return chooses_alike and self.loaded.geometry.kinds.isdisjoint({"state", "compressed"})
 
     def drop_rows(self, request_slot: int, num_rows: int) -> None:
-        request = self.request(request_slot)
-        request.tail_len -= num_rows
-        for _ in range(num_rows):
-            request.count.add(request.drafted.pop(), -1)
+        self.requests[request_slot].drop(num_rows)
 
     def context(self, context_id: int) -> CpuContext:
         """Return the context loaded under that number. Raises ConfigError if there is none."""
         return self._no_context if context_id == NO_CONTEXT else loaded_context(context_id, self._contexts)
 
-    def request(self, request_slot: int) -> CpuRequest:
-        """Return the request that is open there. Raises ConfigError if there is none."""
-        return open_request(request_slot, self._requests)
-
     def reading(self, request_slot: int) -> Reading:
-        request, spec = self.request(request_slot), self._model.spec
+        request, spec = self.requests[request_slot], self._model.spec
         if model_selects_rows(spec):
             return Reading(SELECTOR, rows_read(spec, request.view.context_len, request.tail_len))
-        read = request.count.far_rows + request.count.near_rows
-        return Reading(request.selector, read / max(1, request.count.tokens * self.num_layers))
+        return Reading(request.selector, request.rows_read(self.num_layers))
 
     def counts(self) -> EngineCounts:
         contexts = self._contexts.values()
@@ -289,7 +272,7 @@ class CpuEngine(StepEngine):
 
     def close(self) -> None:
         """Stop the threads and close the contexts. No step may be running."""
-        for request_slot in list(self._requests):
+        for request_slot in list(self.requests):
             self.close_request(request_slot)
         self._segment_executor.shutdown(cancel_futures=True)
         self._team.close()
@@ -346,17 +329,12 @@ class CpuEngine(StepEngine):
             raise
 
     def _count(self, plan: RowPlan, row_by_row: RowByRow, tail_lens: NDArray[np.int64], is_draft: list[bool]) -> None:
-        """Add what each row has read to its request's count. tail_lens, is_draft: of the rows in the plan's order."""
+        """Add the rows to their requests, with what each has read. tail_lens, is_draft: in the plan's order."""
         counts = plan.counts(tail_lens, self.num_layers)
         for row, more in row_by_row.counts.items():
             counts[row].add(more)
-        for request in plan.requests:
-            request.drafted.clear()
-        for row in np.argsort(tail_lens).tolist():
-            request = plan.requests[row]
-            request.count.add(counts[row])
-            if is_draft[row]:
-                request.drafted.append(counts[row])
+        for row in np.argsort(tail_lens).tolist():  # so that a request's rows are in order
+            plan.requests[row].add_row(int(tail_lens[row]), counts[row], is_draft[row])
 
     def _forget_plans(self) -> None:
         """Drop all plans, which reference requests and their contexts."""
@@ -406,19 +384,6 @@ class CpuEngine(StepEngine):
             if want_logits and place != row:
                 logits[row] = logits[place]
         return StepResult(next_ids, logits if want_logits else None, seen)
-
-    def _require_rows(self, rows: Sequence[StepRow], watch: tuple[int, int] | None) -> None:
-        """Raise for rows that cannot be run, before anything changes."""
-        require_num_rows(len(rows), self.max_rows)
-        require_tokens([row.token_id for row in rows], self.loaded.geometry.vocab_size)
-        for request_slot, num_new in Counter(row.request_slot for row in rows).items():
-            self._require_room(request_slot, num_new)
-        require_watch(watch, len(rows), self.num_layers)
-
-    def _require_room(self, request_slot: int, num_new: int) -> None:
-        request = self.request(request_slot)
-        room = min(self.tail_capacity, self.max_positions - request.view.context_len)
-        require_room(request_slot, request.tail_len + num_new, room)
 
 
 def _most_tokens(loaded: LoadedModel, max_requests: int) -> int:

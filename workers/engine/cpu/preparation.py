@@ -75,7 +75,6 @@ class Preparation:
         shares_sketch = self.selector == "csattn" and self.rest == "sketch"  # then it counts as the index
         return CpuRequest(
             request_slot,
-            self.context_id,
             context,
             self.view,
             self.selector,
@@ -87,6 +86,8 @@ class Preparation:
             predictor_bytes=max(predictors, default=0),
             rest_bytes=rest_bytes,
             own=own,
+            context_id=self.context_id,
+            context_len=self.view.context_len,
         )
 
     def _prepare_layers(self, loaded: LoadedModel) -> list[Prepared]:

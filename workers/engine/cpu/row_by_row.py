@@ -21,8 +21,9 @@ from csattn.selector_names import SELECTOR_NAMES
 from csattn.selectors.base import require_choice
 from csattn.sketch import SketchIndex
 from csattn.sketch.rest import attend_rest
-from workers.engine.cpu.context import CpuRequest, LayerChoice, StepCount
+from workers.engine.cpu.context import CpuRequest, LayerChoice
 from workers.engine.cpu.row_plan import RowPlan
+from workers.engine.open_requests import StepCount
 from workers.model.cpu.cpu_model import CpuModel
 
 Chosen = Selection | slice  # selected rows, or a range that is streamed

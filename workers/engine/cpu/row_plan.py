@@ -11,8 +11,9 @@ from csattn.search import LayerSearch
 from csattn.search.workspace import TokenSelections, empty_token_selections
 from csattn.selectors import search_bytes
 from csattn.sketch.own import own_top_k
-from workers.engine.cpu.context import CpuRequest, KeptChoice, StepCount
+from workers.engine.cpu.context import CpuRequest, KeptChoice
 from workers.engine.cpu.pool_searcher import RowSearch
+from workers.engine.open_requests import StepCount
 from workers.engine.own_segments import OwnSearch
 from workers.model.cpu.cpu_model import CpuModel
 
@@ -44,10 +45,9 @@ class RowKind:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Adjacent rows that are searched together. Double buffering: one selection is read while the other is made."""
+    """Adjacent rows that are searched together. Double buffering: one `out` is read while the other is made."""
 
     rows: slice
-    selections: tuple[TokenSelections, TokenSelections]
     late: tuple[RowSearch, RowSearch]  # with the layer's own queries
     early: tuple[RowSearch, RowSearch] | None  # with predicted queries; None: without lookahead
 
@@ -79,8 +79,8 @@ class RowPlan:
             return kept.kv_indices[indexed_idx], kept.valid_len[indexed_idx]
         for group in self.groups:
             if group.rows.start <= source < group.rows.stop:
-                selections = group.selections[indexed_idx % 2]
-                return selections.kv_indices[source - group.rows.start], selections.valid_len[source - group.rows.start]
+                out, row = group.late[indexed_idx % 2].out, source - group.rows.start
+                return out.kv_indices[row], out.valid_len[row]
         return None
 
     def own_searches(self, indexed_idx: int) -> list[LayerSearch]:
@@ -247,4 +247,4 @@ def _group(model: CpuModel, first: int, requests: list[CpuRequest], softmax_scal
 
     late = search(model.q, one), search(model.q, two)
     early = (search(model.q_ahead[0], one), search(model.q_ahead[1], two)) if request.looks_ahead else None
-    return Group(rows, (one, two), late, early)
+    return Group(rows, late, early)

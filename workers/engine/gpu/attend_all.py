@@ -10,7 +10,7 @@ from csattn.attention.every_row import EveryRowAttention, supports_heads, worksp
 from csattn.batch import StepRows, make_device_selection
 from offload.pinned import PinnedRows
 from workers.engine.gpu.attend_chosen import plan_attention
-from workers.engine.gpu.far_rows import DeviceRows
+from workers.engine.gpu.far_rows import ContextRows, DeviceRows
 from workers.engine.gpu.shape import EngineShape
 from workers.model.attention import StepAttention
 
@@ -59,7 +59,7 @@ class AttendAll(StepAttention):
         attention.attend(q, context, tails, context, nothing, rows, out, sinks=sinks)
 
 
-class StreamedRows:
+class StreamedRows(ContextRows):
     """Double buffer on the device: two layers of every context, whose KV lies in pinned host memory.
 
     While a layer is attended to and computed, the next one is copied, on a stream of its own.

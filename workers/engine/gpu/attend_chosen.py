@@ -1,13 +1,14 @@
 """Attention of whole steps on a GPU to selected rows, wherever they are searched for."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from csattn.attention.device import DeviceAttention, RowSource, row_sources
 from csattn.batch import DeviceSelection, StepRows, make_device_selection
+from csattn.reach import Reach
 from csattn.rest import moments_of
 from csattn.rest.device import DeviceMoments, moment_table, moments_shape
 from csattn.search.device import DeviceIndexes, DeviceLayerIndex, SketchPass, SketchShape
@@ -16,19 +17,10 @@ from workers.engine.gpu.schedule import Schedule
 from workers.engine.gpu.shape import EngineShape
 from workers.model.attention import StepAttention
 
+if TYPE_CHECKING:
+    from workers.engine.gpu.own_on_device import OwnOnDevice  # which has an `AttendChosen` itself
+
 _PIECE_ROWS = 8192  # that are copied to the device at a time
-
-
-class OwnAttention(Protocol):
-    """Attention to requests' own segments, on another stream: an `OwnOnDevice`, which has an `AttendChosen` itself."""
-
-    def begin_step(self, rows: StepRows) -> None: ...
-
-    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
-
-    def begin(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
-
-    def attended(self, rows: StepRows) -> tuple[Tensor, Tensor]: ...
 
 
 class AttendChosen(StepAttention):
@@ -45,7 +37,7 @@ class AttendChosen(StepAttention):
         far: FarRows,
         device: torch.device,
         tails: Tensor | None,  # as from `make_tails`; None: makes its own
-        own: OwnAttention | None,
+        own: "OwnOnDevice | None",  # attends to requests' own segments, on another stream
         sinks: Tensor | None,  # [num_layers, num_q_heads] float32: sink logits, if the shape has them
         copies_beside: bool = False,  # whether `far` copies rows on another stream
     ) -> None:
@@ -92,7 +84,7 @@ class AttendChosen(StepAttention):
         if (own := self._own(rows)) is not None:
             own.begin_step(rows)
 
-    def _own(self, rows: StepRows) -> OwnAttention | None:
+    def _own(self, rows: StepRows) -> "OwnOnDevice | None":
         return self.own if rows.any_own else None
 
     def _post_rest(self, layer_idx: int, rows: StepRows) -> None:
@@ -121,7 +113,9 @@ class AttendChosen(StepAttention):
             attention.merge(out, *own.attended(rows), rows)
 
 
-def plan_attention(shape: EngineShape, device: torch.device, copies_beside: bool = False) -> dict[int, DeviceAttention]:
+def plan_attention(
+    shape: EngineShape, device: torch.device, copies_beside: bool = False, reach: Reach | None = None
+) -> dict[int, DeviceAttention]:
     """Make the attention kernels of each batch size, with their workspace."""
     return {
         batch_size: DeviceAttention(
@@ -138,6 +132,7 @@ def plan_attention(shape: EngineShape, device: torch.device, copies_beside: bool
             rest=shape.rest,
             max_segments=shape.max_segments,
             coding=shape.coding,
+            reach=reach,
             logit_cap=shape.logit_cap,
             has_sinks=shape.has_sinks,
             copies_beside=copies_beside,

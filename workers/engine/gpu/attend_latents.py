@@ -33,7 +33,7 @@ class AttendLatents(StepAttention):
         spec, seen = self._latents[layer_idx], self._seen[rows.batch_size]
         assert spec is not None
         if layer_idx == 0:
-            self.far.find(rows, seen)
+            self.far.numbers.find(rows, seen)
         if spec.indexer is not None:
             self._choose(queries, self.far.index_keys(layer_idx), seen)
         kept, chosen = self.far.attended(layer_idx, rows, seen)

@@ -15,6 +15,7 @@ from csattn.lightning import CompressedState
 from csattn.models.latent_spec import CompressedSpec
 from csattn.models.weights import CompressedStepWeights
 from offload.staging import copy_to_device
+from workers.engine.gpu.far_rows import ContextRows
 from workers.engine.gpu.shape import EngineShape
 
 
@@ -43,10 +44,8 @@ class SeenCompressed:
     first_sin: Tensor
 
 
-class CompressedMemory:
+class CompressedMemory(ContextRows):
     """Owns what all layers keep of contexts and requests."""
-
-    on_host = False
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         first = shape.compressed[0]

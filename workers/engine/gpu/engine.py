@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,22 +26,9 @@ from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView
 from csattn.sketch.own import Growth, own_top_k
 from offload.codecs.formats import KvFormat
-from workers.engine.checks import (
-    loaded_context,
-    open_request,
-    require_free_request_slot,
-    require_new_context,
-    require_num_rows,
-    require_room,
-    require_rows_suffice,
-    require_unused,
-    require_watch,
-    seen_lens,
-)
+from workers.engine.checks import loaded_context, require_new_context, require_rows_suffice, require_watch
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.gpu.draws import DrawsOnDevice
-from workers.engine.gpu.far_rows import CachedRows
-from workers.engine.gpu.latent_memory import CachedLatents
 from workers.engine.gpu.memory import Placement, placement_named, require_heads
 from workers.engine.gpu.on_host import StepSearcher
 from workers.engine.gpu.own_on_device import LAYERS_AT_ONCE, join_on_device, place_segment
@@ -60,10 +47,10 @@ from workers.engine.model_choice import (
     require_plain_rows,
     rows_read,
 )
+from workers.engine.open_requests import OpenRequest, OpenRequests, StepCount
 from workers.engine.own_segments import OwnSegments, grows_without_context
 from workers.model.devices import require_device
 from workers.model.ops import ALIKE_ROWS, QUANTIZED_ROWS
-from workers.model.rows import require_tokens
 from workers.model.runner import StepOutput
 from workers.searchers.step_searches import StepSearches
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepEngine, StepResult, StepRow
@@ -75,36 +62,17 @@ GPU_SELECTORS: tuple[SelectorName, ...] = ("csattn", "full", "exact")
 SLOT_SHARE = 0.15  # of a context's rows that have cache slots on the device, where its KV is on the host
 
 
-@dataclass(slots=True)
-class _Request:
-    context_id: int
+@dataclass(slots=True, kw_only=True)
+class _Request(OpenRequest):
+    placed_id: int  # the context's id in `PlacedModel`; -1 for no context
     config: SearchConfig
     own: OwnSegments | None  # None: all of its own rows are attended to
-    tail_len: int = 0
-    # what the last rows of the tail have read, if they were drafts of the last step: see `own_read` and `num_all`
-    drafted: list[tuple[int, bool]] = field(default_factory=list)
     num_segments: int = 0  # own segments in use
-    own_read: int = 0  # own rows that were read for each KV head, summed over all tokens
-    num_steps: int = 0  # tokens that steps computed; rows from `write_rows` do not count
-    num_all: int = 0  # of these, the tokens that attended to all rows
     is_written: bool = False  # rows from `write_rows` are still being copied to its tail
 
-    def count(self, tail_len: int, own_read: int, reads_all: bool, is_draft: bool) -> None:
-        """Add a row of a step."""
-        self.tail_len = tail_len
-        self.own_read += own_read
-        self.num_steps += 1
-        self.num_all += reads_all
-        self.drafted = [*self.drafted, (own_read, reads_all)] if is_draft else []
-
-    def drop(self, num_rows: int) -> None:
-        """Remove the last rows, which were drafts."""
-        self.tail_len -= num_rows
-        for own_read, reads_all in self.drafted[len(self.drafted) - num_rows :]:
-            self.own_read -= own_read
-            self.num_steps -= 1
-            self.num_all -= reads_all
-        del self.drafted[len(self.drafted) - num_rows :]
+    def segments_for(self, tail_len: int) -> int:
+        """Return how many own segments a row reads that sees tail_len rows of the tail."""
+        return self.own.num_segments(tail_len) if self.own is not None else 0
 
 
 class GpuEngine(StepEngine):
@@ -188,12 +156,18 @@ class GpuEngine(StepEngine):
         if self.placement == "host" and selector != "full" and searcher is None:
             self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
         self._placing = Placing(sizing, index_config, self._searcher, device, on_progress)
-        self._placed_ids: dict[int, int] = {}  # from the scheduler's context ids to those of `PlacedModel`
-        self._requests: dict[int, _Request] = {}  # by request slot
+        self.placed_ids: dict[int, int] = {}  # from the scheduler's context ids to those of `PlacedModel`
+        self.requests = OpenRequests[_Request](
+            max_requests=max_requests,
+            max_rows=self.max_rows,
+            tail_capacity=self.tail_capacity,
+            max_positions=self.max_positions,
+            vocab_size=spec.vocab_size,
+        )
         self._logits, self._draws = LogitsOnHost(self.max_rows), DrawsOnDevice(device, self.max_rows)
 
     def __repr__(self) -> str:
-        return f"<GpuEngine {self.placement}: {len(self._placed_ids)} contexts, {len(self._requests)} requests>"
+        return f"<GpuEngine {self.placement}: {len(self.placed_ids)} contexts, {len(self.requests)} requests>"
 
     @property
     def is_started(self) -> bool:
@@ -201,22 +175,22 @@ class GpuEngine(StepEngine):
         return self._placing.placed is not None
 
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
-        require_new_context(context_id, self._placed_ids, artifact, self.max_positions)
+        require_new_context(context_id, self.placed_ids, artifact, self.max_positions)
         artifact = self.model.open(artifact)
-        placed = self._placing.start_for(artifact, self.model, is_used=bool(self._placed_ids or self._requests))
-        placed_id = next(i for i in range(self._num_contexts + 1) if i not in self._placed_ids.values())
+        placed = self._placing.start_for(artifact, self.model, is_used=bool(self.placed_ids or self.requests))
+        placed_id = next(i for i in range(self._num_contexts + 1) if i not in self.placed_ids.values())
         placed.add_context(placed_id, artifact, meanwhile)
-        self._placed_ids[context_id] = placed_id
+        self.placed_ids[context_id] = placed_id
 
     def remove_context(self, context_id: int) -> None:
-        placed_id = self._placed_id(context_id)
-        require_unused(context_id, self._requests)
+        placed_id = loaded_context(context_id, self.placed_ids)
+        self.requests.require_unused(context_id)
         self._placing.ready().remove_context(placed_id)
-        del self._placed_ids[context_id]
+        del self.placed_ids[context_id]
 
     def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
-        placed_id = self._placed_id(context_id)
-        require_free_request_slot(request_slot, self.max_requests, self._requests)
+        placed_id = -1 if context_id == NO_CONTEXT else loaded_context(context_id, self.placed_ids)
+        self.requests.require_free(request_slot)
         require_model_choice(self.model.spec, config, selector)
         chooses = model_selects_rows(self.model.spec)  # then the request's configuration does not matter
         if not chooses:
@@ -230,34 +204,32 @@ class GpuEngine(StepEngine):
             )
         placed.own_rows.open(request_slot)
         placed.begin_request(request_slot, placed_id)
-        self._requests[request_slot] = _Request(
-            context_id, config, self._own_segments(request_slot, context_id, config)
+        context_len = placed.artifacts[placed_id].spec.context_len if placed_id >= 0 else 0
+        own = self._own_segments(request_slot, context_id, config)
+        self.requests[request_slot] = _Request(
+            context_id=context_id, context_len=context_len, placed_id=placed_id, config=config, own=own
         )
 
     def write_rows(self, request_slot: int, rows: Tensor) -> None:
-        request = self._request(request_slot)
+        request = self.requests[request_slot]
         require_rows_suffice(request.config.search_period)
-        self._require_room(request_slot, rows.shape[2])
+        self.requests.require_room(request_slot, rows.shape[2])
         self._placing.ready().own_rows.write(request_slot, request.tail_len, rows)
         request.tail_len += rows.shape[2]
         request.is_written = True
 
     def read_rows(self, request_slot: int, start: int, stop: int) -> Callable[[], Tensor]:
-        assert 0 <= start < stop <= self._request(request_slot).tail_len, f"rows {start} to {stop} are not all there"
+        assert 0 <= start < stop <= self.requests[request_slot].tail_len, f"rows {start} to {stop} are not all there"
         self._settle_rows(request_slot)
         return self._placing.ready().own_rows.read(request_slot, start, stop)
 
     def close_request(self, request_slot: int) -> None:
-        request, own = self._request(request_slot), self._placing.ready().own
+        request, own = self.requests[request_slot], self._placing.ready().own
         if request.own is not None:
             request.own.close()
         if own is not None and request.num_segments:
             own.unload(request_slot)
-        del self._requests[request_slot]
-
-    def require_rows(self, rows: Sequence[StepRow]) -> None:
-        """Raise what `step` would raise for these rows, before anything changes."""
-        self._tail_lens(rows)
+        del self.requests[request_slot]
 
     @torch.no_grad()
     def step(
@@ -271,7 +243,7 @@ class GpuEngine(StepEngine):
         if watch is not None:
             require_plain_rows(self.model.spec, "a record of what is attended to")
             require_watch(watch, len(rows), self.num_layers)
-        lens = self._tail_lens(rows)  # checks all rows, so a step that is split runs as a whole or not at all
+        lens = self.requests.seen_lens(rows)  # checks all rows, so a step that is split runs as a whole or not at all
         for request_slot in {row.request_slot for row in rows}:
             self._settle_rows(request_slot)
             at = next(i for i, row in enumerate(rows) if row.request_slot == request_slot)
@@ -282,13 +254,13 @@ class GpuEngine(StepEngine):
             return joined(first, self.step(rows[stop:], want_logits, late))
         runner = self._placing.ready().runner
         batch_size = runner.batch_size_for(len(rows))
-        requests = [self._requests[row.request_slot] for row in rows]
-        context_lens = [self._context_len(request.context_id) for request in requests]
+        requests = [self.requests[row.request_slot] for row in rows]
+        context_lens = [request.context_len for request in requests]
         positions = [context_len + length - 1 for context_len, length in zip(context_lens, lens, strict=True)]
-        placed_ids = [self._placed_id(request.context_id) for request in requests]
+        placed_ids = [request.placed_id for request in requests]
         request_slots = [row.request_slot for row in rows]
         top_ks = [request.config.top_k(n) for request, n in zip(requests, context_lens, strict=True)]
-        own_lens = [self._segments_in_use(request_slot) * self._growth.segment_len for request_slot in request_slots]
+        own_lens = [request.num_segments * self._growth.segment_len for request in requests]
         starts, token_ids = [*map(self._placing.ready().own_rows.start, request_slots)], [row.token_id for row in rows]
         reads_all = self._all_are_faster(placed_ids, context_lens, own_lens)
         if reads_all:
@@ -320,8 +292,7 @@ class GpuEngine(StepEngine):
         next_ids = output.next_ids[: len(rows)].cpu().numpy()
         logits = self._logits.take(rows, output.logits) if want_logits else None
         for row, request, length, own_len in zip(rows, requests, lens, own_lens, strict=True):
-            read = length if reads_all else length - own_len + own_top_k(request.config, own_len)
-            request.count(length, read, reads_all, row.is_draft)
+            request.add_row(length, self._read(request, length, own_len, reads_all), row.is_draft)
         for request in requests:
             if request.own is not None:
                 request.own.grow(request.tail_len - len(request.drafted))
@@ -329,14 +300,11 @@ class GpuEngine(StepEngine):
 
     def _split_at(self, rows: Sequence[StepRow], lens: Sequence[int]) -> int:
         """Return how many of the first rows have to be a step of their own; 0: all rows can run together."""
-        far, of_context = self._placing.ready().far, Counter[int]()
-        most = far.rows_at_once if isinstance(far, CachedLatents) else len(rows)
+        most, of_context = self._placing.ready().far.rows_at_once or len(rows), Counter[int]()
         for i, row in enumerate(rows):
-            context_id = self._requests[row.request_slot].context_id
-            of_context[context_id] += context_id != NO_CONTEXT
-            if of_context[context_id] > most or self._segments(row.request_slot, lens[i]) != self._segments_in_use(
-                row.request_slot
-            ):
+            request = self.requests[row.request_slot]
+            of_context[request.context_id] += request.context_id != NO_CONTEXT
+            if of_context[request.context_id] > most or request.segments_for(lens[i]) != request.num_segments:
                 return i
         return 0
 
@@ -345,6 +313,16 @@ class GpuEngine(StepEngine):
         contexts = [(i, length) for i, length in zip(placed_ids, context_lens, strict=True) if i >= 0]
         return shape.sparse_or_full and all_are_faster(shape, contexts, own_lens)
 
+    def _read(self, request: _Request, tail_len: int, own_len: int, reads_all: bool) -> StepCount:
+        """Return what a row reads that sees tail_len rows of its tail, own_len of them in segments."""
+        config, context_len, num_layers = request.config, request.context_len, self.num_layers
+        near = min(context_len, config.sink_len + config.window_len)
+        far = context_len - near
+        if not (reads_all or self._placing.ready().shape.attends_all):
+            far = min(config.top_k(context_len), far) + own_top_k(config, own_len)
+            tail_len -= own_len
+        return StepCount(tokens=1, far_rows=num_layers * far, near_rows=num_layers * (near + tail_len))
+
     def takes_drafts(self, artifact: Artifact | None, config: SearchConfig, selector: SelectorName) -> bool:
         """Return False for latents, too, where a row's last bits depend on how many rows a step has, and with
         all_where_faster: what a row reads depends on the others then."""
@@ -352,27 +330,22 @@ class GpuEngine(StepEngine):
         return keeps_rows and config.search_period == 1 and not self._all_where_faster
 
     def drop_rows(self, request_slot: int, num_rows: int) -> None:
-        self._request(request_slot).drop(num_rows)
+        self.requests[request_slot].drop(num_rows)
 
     def reading(self, request_slot: int) -> Reading:
-        request = self._request(request_slot)
-        context_len, own = self._context_len(request.context_id), request.own_read / max(1, request.num_steps)
-        if model_selects_rows(self.model.spec):
-            return Reading(SELECTOR, rows_read(self.model.spec, context_len, request.tail_len))
-        if self._placing.ready().shape.attends_all:
-            return Reading("full", context_len + own)
-        resident = min(context_len, request.config.sink_len + request.config.window_len)
-        far = min(request.config.top_k(context_len), context_len - resident)
-        left = (context_len - resident - far) * request.num_all / max(1, request.num_steps)
-        return Reading(self.selector, resident + far + left + own)
+        request, spec = self.requests[request_slot], self.model.spec
+        if model_selects_rows(spec):
+            return Reading(SELECTOR, rows_read(spec, request.context_len, request.tail_len))
+        selector = "full" if self._placing.ready().shape.attends_all else self.selector
+        return Reading(selector, request.rows_read(self.num_layers))
 
     def counts(self) -> EngineCounts:
         """Return counts and bytes. Searches and attention overlap on a GPU, so they are not timed separately."""
         placed = self._placing.placed
         if placed is None:
             return EngineCounts()
-        far, artifacts = placed.far, placed.artifacts.values()
-        layers = far.cache.statistics() if isinstance(far, CachedRows | CachedLatents) else []
+        cache, artifacts = placed.far.cache, placed.artifacts.values()
+        layers = [] if cache is None else cache.statistics()
         return EngineCounts(
             slot_lookups=sum(layer.num_selected for layer in layers),
             slot_hits=sum(layer.num_found for layer in layers),
@@ -383,7 +356,7 @@ class GpuEngine(StepEngine):
 
     def close(self) -> None:
         """Unpin host memory and stop the threads. No step may be in flight."""
-        for request in self._requests.values():
+        for request in self.requests.values():
             if request.own is not None:
                 request.own.close()
         self._segment_executor.shutdown(cancel_futures=True)
@@ -401,7 +374,7 @@ class GpuEngine(StepEngine):
 
         number: of the layer among those that have an index. The fidelity is None for a request without a context.
         """
-        placed, request = self._placing.ready(), self._requests[request_slot]
+        placed, request = self._placing.ready(), self.requests[request_slot]
         queries, choices = list[Tensor](), list[Selection]()
 
         def copy_step_state(layer_idx: int, q: Tensor) -> None:
@@ -415,7 +388,7 @@ class GpuEngine(StepEngine):
         output = placed.runner.step_by_calls(batch_size, copy_step_state)
         if request.context_id == NO_CONTEXT:
             return output, None
-        shape, artifact = placed.shape, placed.artifacts[self._placed_id(request.context_id)]
+        shape, artifact = placed.shape, placed.artifacts[request.placed_id]
         view = ContextView(artifact.spec.context_len, shape.softmax_scale, request.config, shape.logit_cap)
         own_len = request.num_segments * self._growth.segment_len
         chosen: Selection | slice = choices[0] if choices else view.middle
@@ -446,16 +419,9 @@ class GpuEngine(StepEngine):
             parallel_map=self._parallel.map,
         )
 
-    def _segments(self, request_slot: int, tail_len: int) -> int:
-        own = self._requests[request_slot].own
-        return own.num_segments(tail_len) if own is not None else 0
-
-    def _segments_in_use(self, request_slot: int) -> int:
-        return self._requests[request_slot].num_segments
-
     def _settle_rows(self, request_slot: int) -> None:
         """Wait until the rows from `write_rows` are in the tail; from then on they are like rows of steps."""
-        request = self._requests[request_slot]
+        request = self.requests[request_slot]
         if request.is_written:
             self._placing.ready().own_rows.settle(request_slot, request.tail_len)
             request.is_written = False
@@ -468,8 +434,8 @@ class GpuEngine(StepEngine):
         may_move: False for a draft. If it is dropped, the rows before it read fewer segments, and more rows in the
         tail, which has room for a whole step.
         """
-        request, placed = self._requests[request_slot], self._placing.ready()
-        num_segments = self._segments(request_slot, tail_len)
+        request, placed = self.requests[request_slot], self._placing.ready()
+        num_segments = request.segments_for(tail_len)
         if num_segments != request.num_segments:
             assert request.own is not None and placed.own is not None
             if num_segments:
@@ -483,24 +449,6 @@ class GpuEngine(StepEngine):
             request.own.finish()
             placed.own_rows.move(request_slot, tail_len)
 
-    def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
-        """Return how many rows of its tail each row sees, its own included. Raises before anything changes."""
-        require_num_rows(len(rows), self.max_rows)
-        for request_slot, num_new in Counter(row.request_slot for row in rows).items():
-            self._require_room(request_slot, num_new)
-        require_tokens([row.token_id for row in rows], self.model.spec.vocab_size)
-        return seen_lens([row.request_slot for row in rows], self._requests)
-
-    def _require_room(self, request_slot: int, num_new: int) -> None:
-        request = self._request(request_slot)
-        room = min(self.tail_capacity, self.max_positions - self._context_len(request.context_id))
-        require_room(request_slot, request.tail_len + num_new, room)
-
-    def _context_len(self, context_id: int) -> int:
-        if context_id == NO_CONTEXT:
-            return 0
-        return int(self._placing.ready().artifacts[self._placed_id(context_id)].spec.context_len)
-
     def _require_as_captured(self, config: SearchConfig, selector: SelectorName) -> None:
         if selector != self.selector:
             raise ConfigError(
@@ -512,13 +460,6 @@ class GpuEngine(StepEngine):
                 f"keep is {config.keep} and lookahead {config.lookahead}, but steps on a GPU are captured with up to "
                 f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the other options out"
             )
-
-    def _placed_id(self, context_id: int) -> int:
-        """Return the context's id in `PlacedModel`; -1 for no context."""
-        return -1 if context_id == NO_CONTEXT else loaded_context(context_id, self._placed_ids)
-
-    def _request(self, request_slot: int) -> _Request:
-        return open_request(request_slot, self._requests)
 
 
 def _of_row(selection: DeviceSelection, row: int) -> Selection:

@@ -15,10 +15,16 @@ from offload.staging import copy_to_device
 from workers.engine.gpu.shape import EngineShape
 
 
-class FarRows:
-    """The context rows that a step may select, of all loaded contexts and layers. This class reads them in place."""
+class ContextRows:
+    """Where the rows of all loaded contexts lie."""
 
-    on_host = False  # whether contexts stay in pinned host memory. Rows that cross the link take longest in a step
+    on_host = False  # whether they stay in pinned host memory. Rows that cross the link take longest in a step
+    cache: SlotCache | None = None  # on the device, of rows in host memory
+    rows_at_once: int | None = None  # the most rows of a step over one context; None: any number
+
+
+class FarRows(ContextRows):
+    """The context rows that a step may select, of all loaded contexts and layers. This class reads them in place."""
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
         """sources: the rows of each layer."""
@@ -87,6 +93,7 @@ class CachedRows(FarRows):
     """Owns a slot cache over KV in pinned host memory: rows that were selected before need not be copied again."""
 
     on_host = True
+    cache: SlotCache
 
     def __init__(self, shape: EngineShape, num_cache_slots: int, device: torch.device) -> None:
         """num_cache_slots: per layer, context and KV head."""

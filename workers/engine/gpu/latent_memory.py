@@ -15,7 +15,7 @@ from csattn.models.latent_spec import LatentSpec
 from offload.pinned import PinnedRows
 from offload.slot_cache import SlotCache
 from offload.staging import copy_to_device
-from workers.engine.gpu.far_rows import cache_shape
+from workers.engine.gpu.far_rows import ContextRows, cache_shape
 from workers.engine.gpu.shape import EngineShape
 from workers.engine.model_choice import least_slots
 
@@ -44,10 +44,8 @@ class SeenRows:
         )
 
 
-class LatentPlaces:
+class LatentPlaces(ContextRows):
     """All rows on the device, in one array. A place is a row's number in it, the same in every layer."""
-
-    on_host = False
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         self._shape, of_contexts = shape, shape.num_contexts * shape.max_context_len
@@ -57,22 +55,18 @@ class LatentPlaces:
         contexts, own = self.rows[:, :of_contexts], self.rows[:, of_contexts:]
         self._contexts = contexts.view(num_layers, shape.num_contexts, shape.max_context_len, prod(row))
         self.tails = own.view(num_layers, shape.num_tails, 1, shape.tail_capacity, *row)
-        self._numbers = _Numbers(shape, _Stride(), _Stride(first=of_contexts), device)
+        self.numbers = Numbers(shape, _Stride(), _Stride(first=of_contexts), device)
 
     def load(self, context_id: int, layers: Sequence[Tensor]) -> None:
         """Copy a context's rows, [1, context_len, 2, head_dim] of each layer. No step may be in flight."""
         context_len = self._shape.require_context(layers)
         for place, rows in zip(self._contexts[:, context_id], layers, strict=True):
             copy_to_device(rows, place[:context_len])
-        self._numbers.lens[context_id] = context_len
+        self.numbers.lens[context_id] = context_len
 
     def unload(self, context_id: int) -> None:
         """Forget a context. No step may be in flight."""
-        self._numbers.lens[context_id] = 0
-
-    def find(self, rows: StepRows, seen: SeenRows) -> None:
-        """Write `seen.places` and `seen.lens`. An idle row sees nothing."""
-        self._numbers.find(rows, seen)
+        self.numbers.lens[context_id] = 0
 
     def index_keys(self, layer_idx: int) -> Tensor:
         """Return the layer's index keys by place: [num_places, 1, index_head_dim]."""
@@ -89,7 +83,7 @@ class LatentPlaces:
         return self.rows[layer_idx], seen.places if _latents(self._shape).top_k is None else seen.chosen
 
 
-class CachedLatents:
+class CachedLatents(ContextRows):
     """Like `LatentPlaces`, for contexts in pinned host memory: the device has their index keys, cache slots, and tails.
 
     In each layer, all three are one array, so that a kernel with a single base address reads contexts' and own rows.
@@ -98,6 +92,7 @@ class CachedLatents:
     """
 
     on_host = True
+    cache: SlotCache
 
     def __init__(self, shape: EngineShape, num_cache_slots: int, device: torch.device) -> None:
         """num_cache_slots: per layer and context, at least `least_slots`."""
@@ -120,11 +115,13 @@ class CachedLatents:
         slots = self._rows[:, :num_cached].view(torch.uint8)
         slots = slots.view(shape.num_layers, shape.num_contexts, 1, num_cache_slots, shape.row_bytes)
         self.cache = SlotCache(cache_shape(shape, num_cache_slots), device, slots)
+        if num_cache_slots < shape.max_context_len:  # all that a step's rows choose has to have slots at the same time
+            self.rows_at_once = num_cache_slots // shape.max_top_k
 
         unit = gcd(self._index_dim, spec.key_width, width, keys)
         self.memory, self._unit = memory, unit
         first_own = keys + num_cached * width + spec.key_width
-        self._numbers = _Numbers(
+        self.numbers = Numbers(
             shape, _Stride(self._index_dim // unit), _Stride(width // unit, first_own // unit), device
         )
         self._places = {size: _Chosen.of(shape, size, device) for size in shape.batch_sizes}
@@ -133,31 +130,20 @@ class CachedLatents:
         define = {"THREADS": _THREADS}
         self._count, self._place = (cuda_kernel(_SOURCE, name, define) for name in ("count_far", "place_chosen"))
 
-    @property
-    def rows_at_once(self) -> int:
-        """The most rows of a step over one context, such that all that they choose has slots at the same time."""
-        num_cache_slots, most = self.cache.shape.num_slots, max(self._shape.batch_sizes)
-        if num_cache_slots >= self._shape.max_context_len:
-            return most
-        return min(most, num_cache_slots // self._shape.max_top_k)
-
     def load(self, context_id: int, kv: PinnedRows) -> None:
         """Register a context, whose rows stay on the host, and copy its index keys. No step may be in flight."""
         context_len, spec = self._shape.require_context(kv.layers), _latents(self._shape)
         self.cache.load_context(context_id, kv.addresses, context_len)
         for keys, rows in zip(self._keys[:, context_id], kv.layers, strict=True):
             keys[:context_len].copy_(rows.view(context_len, -1)[:, spec.key_width : spec.row_width])
-        self._numbers.lens[context_id] = context_len
+        self.numbers.lens[context_id] = context_len
         self._kv[context_id] = kv
 
     def unload(self, context_id: int) -> None:
         """Forget a context; the owner of its memory unpins it. No step may be in flight."""
         self.cache.reset(context_id)
-        self._numbers.lens[context_id] = 0
+        self.numbers.lens[context_id] = 0
         del self._kv[context_id]
-
-    def find(self, rows: StepRows, seen: SeenRows) -> None:
-        self._numbers.find(rows, seen)
 
     def index_keys(self, layer_idx: int) -> Tensor:
         of_layer, dim = self.memory[layer_idx], self._index_dim
@@ -172,7 +158,7 @@ class CachedLatents:
 
         At most `rows_at_once` rows of the step may have the same context.
         """
-        to, lens = self._places[rows.batch_size], self._numbers.lens
+        to, lens = self._places[rows.batch_size], self.numbers.lens
         batch_size, top_k = to.places.shape
         contexts, tails = rows.context_ids, rows.tail_ids
         self._count.launch((batch_size, 1, 1), _THREADS, seen.chosen, contexts, lens, to.num_far, top_k)
@@ -195,7 +181,7 @@ class _Stride:
     first: int = 0
 
 
-class _Numbers:
+class Numbers:
     """Computes the places of what a step's rows see: the context's rows by one stride, the request's own by another."""
 
     def __init__(self, shape: EngineShape, contexts: _Stride, own: _Stride, device: torch.device) -> None:
@@ -206,6 +192,7 @@ class _Numbers:
         self._seen = torch.arange(_num_seen(shape), dtype=torch.int32, device=device)
 
     def find(self, rows: StepRows, seen: SeenRows) -> None:
+        """Write `seen.places` and `seen.lens`. An idle row sees nothing."""
         context_lens = self.lens[rows.context_ids.long()]
         torch.add(context_lens, rows.tail_lens, out=seen.lens)
         of_context = rows.context_ids * self._shape.max_context_len

@@ -1,19 +1,22 @@
 """Layers with a window, chunks or a state, beside those that are searched. All of their data is on the device."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.attention.device import DeviceAttention, RowSource, row_sources
+from csattn.attention.device import RowSource, row_sources
 from csattn.batch import StepRows, make_device_selection
 from csattn.models.recurrent_spec import RecurrentSpec
 from csattn.models.spec import ModelSpec
 from csattn.reach import Reach
 from offload.staging import copy_to_device
+from workers.engine.gpu.attend_chosen import plan_attention
 from workers.engine.gpu.shape import EngineShape
+from workers.engine.gpu.sparse_or_full import full_attention_shape
 from workers.model.attention import StepAttention
 from workers.model.ops import RecurrentState
 
@@ -49,7 +52,7 @@ class LocalLayers(StepAttention):
         }
         kinds = {(x.reach, x.logit_cap) for x in (spec.layers[layer_idx].attention for layer_idx in others)}
         self._attend = {
-            (kind, size): _attention(shape, size, *kind, device) for kind in kinds for size in shape.batch_sizes
+            (reach, cap): plan_attention(_shape_of(shape, cap), device, reach=reach) for reach, cap in kinds
         }
         self._spec, self._sinks = spec, sinks
         self._nothing = {size: make_device_selection(size, shape.of_local[0], 1, device) for size in shape.batch_sizes}
@@ -93,7 +96,7 @@ class LocalLayers(StepAttention):
         if layer_idx not in self._places:
             return
         spec, place = self._spec.layers[layer_idx].attention, self._places[layer_idx]
-        attention, nothing = self._attend[(spec.reach, spec.logit_cap), len(q)], self._nothing[len(q)]
+        attention, nothing = self._attend[spec.reach, spec.logit_cap][len(q)], self._nothing[len(q)]
         sinks = None if self._sinks is None else self._sinks[layer_idx]
         attention.attend(q, place.source, place.tails, place.source, nothing, rows, out, sinks=sinks)
 
@@ -128,22 +131,8 @@ class _Place:
         self._lens[context_id] = kv.shape[1]
 
 
-def _attention(
-    shape: EngineShape, batch_size: int, reach: Reach | None, logit_cap: float | None, device: torch.device
-) -> DeviceAttention:
-    num_kv_heads, head_dim = shape.of_local
-    return DeviceAttention(
-        batch_size=batch_size,
-        num_q_heads=shape.num_q_heads,
-        num_kv_heads=num_kv_heads,
-        num_index_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=shape.dtype,
-        max_top_k=1,
-        tail_capacity=shape.tail_capacity,
-        softmax_scale=shape.softmax_scale,
-        device=device,
-        reach=reach,
-        logit_cap=logit_cap,
-        has_sinks=shape.has_sinks,
-    )
+def _shape_of(shape: EngineShape, logit_cap: float | None) -> EngineShape:
+    """Return the shape of attention in layers with rows but without an index."""
+    heads, head_dim = shape.of_local
+    plain = replace(shape, num_kv_heads=heads, head_dim=head_dim, logit_cap=logit_cap, max_segments=0, kv_format=None)
+    return full_attention_shape(plain)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from csattn.search.device import (
     SketchPass,
     SketchShape,
 )
-from workers.engine.gpu.attend_chosen import AttendChosen, OwnAttention, make_passes
+from workers.engine.gpu.attend_chosen import AttendChosen, make_passes
 from workers.engine.gpu.far_rows import FarRows
 from workers.engine.gpu.shape import EngineShape
+
+if TYPE_CHECKING:
+    from workers.engine.gpu.own_on_device import OwnOnDevice
 
 
 class StepSearch(Protocol):
@@ -52,7 +55,7 @@ class SearchOnDevice(AttendChosen):
         far: FarRows,
         device: torch.device,
         tails: Tensor | None = None,
-        own: OwnAttention | None = None,
+        own: "OwnOnDevice | None" = None,
         sinks: Tensor | None = None,
         searches: Mapping[int, StepSearch] | None = None,  # by batch size; None: in the index, or in all keys
     ) -> None:

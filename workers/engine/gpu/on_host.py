@@ -19,8 +19,9 @@ from csattn.search.device import DeviceLayerIndex, IndexShape, SketchShape
 from offload.shared_memory import SharedMemory, piece_bytes
 from offload.step_mail import RowMail, SelectionMail, StepClock
 from workers.background import BackgroundThread
-from workers.engine.gpu.attend_chosen import AttendChosen, OwnAttention, make_passes
+from workers.engine.gpu.attend_chosen import AttendChosen, make_passes
 from workers.engine.gpu.far_rows import CachedRows
+from workers.engine.gpu.own_on_device import OwnOnDevice
 from workers.engine.gpu.shape import EngineShape
 from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan, StepSearches
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -46,7 +47,7 @@ class SearchOnHost(AttendChosen):
         searcher: StepSearcher,
         device: torch.device,
         tails: Tensor | None = None,
-        own: OwnAttention | None = None,
+        own: OwnOnDevice | None = None,
         sinks: Tensor | None = None,
     ) -> None:
         """searcher: must have every context that is loaded here, under the same id."""

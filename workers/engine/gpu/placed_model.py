@@ -163,8 +163,7 @@ class PlacedModel:
             torch.cuda.synchronize(self.device)
 
     def _require_fit(self, artifact: Artifact) -> None:
-        artifact.require_model(self.model.fingerprint, self.model.geometry)
-        artifact.require_tokenizer(self.model.tokenizer_hash)
+        artifact.require_model(self.model.fingerprint, self.model.geometry, self.model.tokenizer_hash)
         self.require_same_index(artifact)
         if artifact.spec.context_len > self.shape.max_context_len:
             raise ConfigError(

@@ -100,9 +100,9 @@ class Sizing:
         more_on_host = planned.pinned_bytes - without.pinned_bytes
         return planned.device_bytes - without.device_bytes <= on_device and more_on_host <= on_host
 
-    def _planned(self, index_config: IndexConfig) -> MemoryPlan:
-        """Plan the memory for contexts of one row, to compare settings that do not depend on contexts."""
-        shape, num_cache_slots = self.shape(index_config, 1), self.num_cached(1)
+    def _planned(self, index_config: IndexConfig, longest: int = 1) -> MemoryPlan:
+        """Plan the memory: with contexts of one row, to compare settings that do not depend on contexts."""
+        shape, num_cache_slots = self.shape(index_config, longest), self.num_cached(longest)
         return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_cache_slots)
 
     def longest(self, index_config: IndexConfig, needed: int, available_bytes: int) -> int:
@@ -112,17 +112,13 @@ class Sizing:
         memory, and a slot cache supports it. available_bytes: free on the device.
         """
 
-        def planned_bytes(longest: int) -> int:
-            shape, num_cache_slots = self.shape(index_config, longest), self.num_cached(longest)
-            return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_cache_slots).device_bytes
-
         def is_too_long(longest: int) -> bool:
             try:
-                return planned_bytes(longest) > least + room
+                return self._planned(index_config, longest).device_bytes > least + room
             except OffloadError:
                 return True
 
-        longest, least = self.model.spec.max_positions, planned_bytes(1)
+        longest, least = self.model.spec.max_positions, self._planned(index_config).device_bytes
         room = (available_bytes - least) // 2
         if self.placement != "device":  # a slot cache has at most max_slots(), whatever the memory
             while longest > max(needed, 1) and self.slot_share * longest > max_slots():

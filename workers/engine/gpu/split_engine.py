@@ -101,24 +101,21 @@ class SplitEngine(StepEngine):
         self.max_requests = self._engine.max_requests
         self.tail_capacity, self.max_positions = self._engine.tail_capacity, self._engine.max_positions
         self.num_layers = self._engine.num_layers
-        self._context_ids: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<SplitEngine {self._devices!r}, {self._engine!r}>"
 
     def add_context(self, context_id: int, artifact: Artifact, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Load a context in all processes at the same time. `meanwhile` is not called."""
-        require_new_context(context_id, self._context_ids, artifact, self.max_positions)
+        require_new_context(context_id, self._engine.placed_ids, artifact, self.max_positions)
         with self._all_at_once("add_context", context_id, artifact.path):
             with self._devices.all_or_none():
                 pass  # returns when all have opened it
             self._engine.add_context(context_id, artifact)
-        self._context_ids.add(context_id)
 
     def remove_context(self, context_id: int) -> None:
         self._engine.remove_context(context_id)
         self._followers.send("remove_context", context_id)
-        self._context_ids.remove(context_id)
 
     def open(self, request_slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
         if self._engine.is_started:
@@ -146,7 +143,7 @@ class SplitEngine(StepEngine):
     def step(
         self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
     ) -> StepResult:
-        self._engine.require_rows(rows)  # so that what it refuses is refused before the others begin
+        self._engine.requests.seen_lens(rows)  # raises for rows that cannot be run, before the others begin
         fed = [(row.request_slot, row.token_id, row.is_draft) for row in rows]
         others: list[Future[Any]] = []
         if watch is None:

@@ -181,7 +181,8 @@ class Emulator:
         """Return the precompiled standard headers. Parsing them would take half as long as compiling a kernel."""
         headers = self.directory / "standard.h"
         if not headers.exists():
-            code = "\n".join(re.findall(r"^#include <.*>$", (HERE / "emulator.h").read_text(), re.MULTILINE))
+            standard = r"^#(?:include <.*>|undef _GLIBCXX.*)$"
+            code = "\n".join(re.findall(standard, (HERE / "emulator.h").read_text(), re.MULTILINE))
             self._run_compiler(code, headers.with_suffix(".h.gch"), "-x", "c++-header")
             headers.write_text(code)
         return headers

@@ -7,8 +7,9 @@
 
 #include <link.h>
 
-#include <cmath>
 #include <cstdint>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS  // special functions in <cmath>, which would take a tenth of a kernel's compile time
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <utility>

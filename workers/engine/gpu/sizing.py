@@ -101,7 +101,7 @@ class Sizing:
         return planned.device_bytes - without.device_bytes <= on_device and more_on_host <= on_host
 
     def _planned(self, index_config: IndexConfig, longest: int = 1) -> MemoryPlan:
-        """Plan the memory: with contexts of one row, to compare settings that do not depend on contexts."""
+        """Plan the memory. longest: 1 to compare settings that do not depend on contexts."""
         shape, num_cache_slots = self.shape(index_config, longest), self.num_cached(longest)
         return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_cache_slots)
 

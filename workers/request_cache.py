@@ -24,7 +24,7 @@ class RequestCache(AttendingCache):
         self.session, self.request_slot = session, request_slot
         self.decoded = _DecodedTokens(session.artifact.spec.context_len)
         self.is_generating = False  # within a `generate` whose arguments were checked
-        if isinstance(engine := session.engine, CpuEngine):  # on a GPU neither is counted
+        if isinstance(engine := session.engine, CpuEngine):  # a GPU counts no bytes
             request = engine.requests[request_slot]
             self.count: StepCount = request.count  # what it has read so far; also after the session has ended
             # bytes that its selector and attention to the rest hold besides the KV, all layers

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,22 +17,17 @@ from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError, CsattnError
 from csattn.selector_names import SelectorName
 from index_build.pipeline import build_artifact
-from offload.budget import AvailableMemory, MemoryPlan
 from offload.codecs.formats import KvFormat
-from offload.errors import CodecError, MemoryPlanError, PinningError
-from offload.pinned import PinnedRows
-from offload.slot_cache import max_slots
+from offload.errors import CodecError, MemoryPlanError
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
-from tests.workers.engine.emulated_engine import emulate, ignore
+from tests.workers.engine.emulated_engine import emulate
 from tests.workers.engine.talks import next_ids_beside_nan
 from workers.engine import GpuEngine, lossy_keys
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.gpu import engine as gpu_engine
-from workers.engine.gpu import placed_model, step_model
-from workers.engine.gpu.memory import PLACEMENTS, plan_context, plan_memory
-from workers.engine.gpu.on_device import SearchOnDevice
+from workers.engine.gpu.memory import PLACEMENTS
 from workers.engine.gpu.on_host import SearchOnHost
 from workers.model.runner import ModelRunner
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -55,7 +49,11 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Artifact]]:
-    store: Path = tmp_path_factory.mktemp("store")
+    yield from built_artifacts(tmp_path_factory.mktemp("store"))
+
+
+def built_artifacts(store: Path) -> Iterator[list[Artifact]]:
+    """Yield an artifact of each of CONTEXT_LENS, which stay open until the iterator ends."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(
@@ -195,47 +193,6 @@ def test_a_watched_step_gives_the_logits_and_fidelity_of_the_cpu(artifacts, sele
     assert got.fidelity.mass == pytest.approx(want.fidelity.mass, abs=1e-3)
 
 
-def test_memory_that_cannot_be_pinned_is_refused_with_the_reason_and_changes_nothing(artifacts, monkeypatch) -> None:
-    ready = make_engine("hybrid")
-    try:
-        ready.add_context(0, artifacts[0])
-        monkeypatch.setattr(placed_model, "PinnedRows", partial(PinnedRows, register=refuse_to_pin, unregister=ignore))
-        with pytest.raises(PinningError, match=r"cannot read .* host memory \(no\).*`ulimit -l`"):
-            ready.add_context(1, artifacts[1])
-        ready.open(0, 0, CONFIG, "csattn")
-        ready.step([StepRow(0, 1)])
-        with pytest.raises(ConfigError, match="no context 1"):
-            ready.open(1, 1, CONFIG, "csattn")
-    finally:
-        ready.close()
-
-
-def test_a_context_that_fails_to_load_leaves_no_pinned_pages_and_can_be_loaded_again(artifacts, monkeypatch) -> None:
-    locked: list[int] = []
-    pin = partial(PinnedRows, register=lambda address, *_, **__: locked.append(address), unregister=locked.remove)
-    with make_engine("hybrid") as engine:
-        engine.add_context(0, artifacts[0])
-        if DEVICE.type == "cpu":
-            monkeypatch.setattr(placed_model, "PinnedRows", pin)
-        with monkeypatch.context() as patch:
-            patch.setattr(SearchOnDevice, "load", run_out_of_memory)
-            with pytest.raises(torch.OutOfMemoryError):
-                engine.add_context(1, artifacts[1])
-        assert not locked
-        engine.add_context(1, artifacts[1])
-        assert bool(locked) == (DEVICE.type == "cpu")
-        engine.open(0, 1, CONFIG, "csattn")
-        engine.step([StepRow(0, 1)])
-
-
-def run_out_of_memory(*_: object, **__: object) -> None:
-    raise torch.OutOfMemoryError("no room")
-
-
-def refuse_to_pin(*_: object, **__: object) -> None:
-    raise PinningError("no")
-
-
 @pytest.mark.parametrize(
     "placement", [pytest.param(name, marks=[] if name == "hybrid" else pytest.mark.gpu) for name in PLACEMENTS]
 )
@@ -347,30 +304,6 @@ def test_contexts_can_be_loaded_right_after_a_failed_step(artifacts, monkeypatch
         assert engine.step([StepRow(0, 6)]).next_ids[0] >= 0
 
 
-@pytest.mark.parametrize(("codec", "row_bytes"), [(None, 128), ("fp8", 48), ("float16", 64)])
-def test_memory_is_planned_for_rows_in_their_stored_format(artifacts, codec, row_bytes) -> None:
-    form = None if codec is None else KvFormat.parse(codec)
-    rows = 3 * 2 * CONTEXT_LENS[0]  # layers, KV heads
-    plans = {}
-    for placement, selector in (("device", "csattn"), ("hybrid", "csattn"), ("hybrid", "full"), ("device", "full")):
-        with make_engine(placement, selector=selector, kv_format=form) as ready:
-            shape = ready._placing._sizing.shape(preset("default"), 400)
-            plan = plan_memory(0, preset("default"), shape, placement, 60, artifacts[0])
-            more = plan_context(shape, artifacts[0], placement)
-            plans[placement, selector] = {part.name: part.device_bytes + part.pinned_bytes for part in plan.parts}
-            in_host = rows * row_bytes * (placement == "hybrid")
-            assert plan.pinned_bytes == more.pinned_bytes == in_host
-            index = artifacts[0].index_bytes * (selector == "csattn")
-            assert more.device_bytes == rows * row_bytes - in_host + index
-    assert all(plan["the context's KV"] == rows * row_bytes for plan in plans.values())
-    # for two contexts of up to 400 rows
-    assert plans["hybrid", "csattn"]["the resident rows"] == 3 * 2 * 2 * (4 + 16) * row_bytes
-    assert plans["hybrid", "csattn"]["the slot cache"] > 3 * 2 * 2 * 60 * row_bytes
-    assert plans["hybrid", "full"]["the layers that are streamed"] == 2 * 2 * 2 * 400 * row_bytes
-    assert plans["device", "full"]["the resident rows"] == 0
-    assert "the index" not in plans["hybrid", "full"]
-
-
 @pytest.mark.parametrize("placement", ["device", "hybrid", "host"])
 def test_keys_that_a_codec_makes_indistinguishable_are_warned_about(artifacts, placement, monkeypatch, caplog) -> None:
     monkeypatch.setattr(lossy_keys, "TOO_LARGE", 0.0)
@@ -380,39 +313,6 @@ def test_keys_that_a_codec_makes_indistinguishable_are_warned_about(artifacts, p
     (record,) = caplog.records
     assert "cannot be distinguished in fp8, in 3 of 3 layers (0, 1, 2)" in record.getMessage()
     assert record.getMessage().endswith("use no KV codec")
-
-
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_memory_is_planned_for_the_query_predictors_of_lookahead(artifacts, lookahead) -> None:
-    with make_engine("device") as ready:
-        config = replace(CONFIG, lookahead=lookahead)
-        sizing = replace(ready._placing._sizing, search=config)
-        plan = plan_memory(0, preset("default"), sizing.shape(preset("default"), 400), "device", 0)
-        planned = {part.name: part.device_bytes for part in plan.parts}["the predictors of the next layer's queries"]
-    assert planned == lookahead * 2 * 3 * 4 * 17 * 16 * 4  # contexts, layers, query heads, maps in float32
-
-
-@pytest.mark.large_gpu
-@pytest.mark.parametrize("placement", ["device", "hybrid"])
-def test_the_slot_cache_limits_the_planned_length_of_a_model_with_millions_of_positions(artifacts, placement) -> None:
-    with make_engine(placement) as ready:
-        sizing = ready._placing._sizing
-        model = replace(sizing.model, spec=replace(sizing.model.spec, max_positions=10 << 20))
-        longest = replace(sizing, model=model).longest(preset("default"), 300, 1 << 50)
-    assert longest == (10 << 20 if placement == "device" else 10 << 17)
-    assert replace(sizing, slot_share=0.5).num_cached(10 << 20) == max_slots()
-
-
-@pytest.mark.large_gpu
-def test_the_rows_that_a_step_looks_up_limit_what_is_planned_for_a_model_with_millions_of_positions(artifacts) -> None:
-    memory = AvailableMemory(device_bytes=1 << 50, host_bytes=1 << 50)
-    with make_engine("hybrid") as ready:
-        sizing = ready._placing._sizing
-        model = replace(sizing.model, spec=replace(sizing.model.spec, max_positions=10 << 20))
-        large = replace(sizing, model=model, batch_sizes=(256,), slot_share=0.02, search=replace(CONFIG, keep=0.5))
-    assert large.longest(preset("default"), 300, 1 << 50) == 10 << 19
-    settled = replace(large, tail_capacity=None, own_on_host=True).settle(preset("default"), memory)
-    assert settled.tail_capacity == 10 << 18
 
 
 def test_invalid_engines_contexts_and_requests_are_refused_with_the_reason(artifacts) -> None:
@@ -459,28 +359,6 @@ def test_requests_without_a_context_answer_as_on_the_cpu(artifacts, placement, s
         assert answer(ready, 1, NO_CONTEXT, QUESTIONS[0], selector) == want[0]
         ready.add_context(7, artifacts[0])
         assert run_together(ready, [(0, NO_CONTEXT), (1, 7)], selector) == want
-
-
-def test_memory_is_planned_again_for_a_longer_context_once_no_other_is_loaded(artifacts, monkeypatch) -> None:
-    monkeypatch.setattr(step_model, "available_memory", lambda device: AvailableMemory(device_bytes=0, host_bytes=0))
-    monkeypatch.setattr(MemoryPlan, "require", ignore)  # with no memory available, no plan would pass
-    with make_engine("hybrid", max_context_len=None) as ready:
-        ready.add_context(0, artifacts[0])
-        ready.open(0, 0, CONFIG, "csattn")
-        with pytest.raises(
-            MemoryPlanError, match="340 rows, and while others are in use, memory is planned for contexts of up to 300"
-        ):
-            ready.add_context(1, artifacts[1])
-        ready.close_request(0)
-        with pytest.raises(MemoryPlanError, match="others are in use"):
-            ready.add_context(1, artifacts[1])
-        ready.remove_context(0)
-        ready.add_context(1, artifacts[1])
-        got = answer(ready, 0, 1, QUESTIONS[1])
-        ready.add_context(0, artifacts[0])  # a shorter context fits
-    with CpuEngine(loaded(), num_threads=2) as on_cpu:
-        on_cpu.add_context(1, artifacts[1])
-        assert got == answer(on_cpu, 0, 1, QUESTIONS[1])
 
 
 def test_a_context_with_another_index_is_refused_while_others_are_loaded(artifacts, tmp_path) -> None:
